@@ -1,0 +1,141 @@
+"""The only place that words a shape error: what was called, what is wrong, the shapes, the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class ShapeError(ValueError):
+    """Shapes that do not fit together; the text names the function called, the values, the shapes and a fix."""
+
+
+def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> ShapeError:
+    """Word a `ShapeError`: one line that says what is wrong, one a tensor, one with the fix."""
+    width = max((len(name) for name in tensors), default=0)
+    lines = [f"{caller}: {problem}"]
+    lines += [f"  {name:{width}}  {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+    return ShapeError("\n".join([*lines, f"  fix: {fix}"]))
+
+
+def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> LookupError:
+    """Word a `LookupError` with the nearest known names.
+
+    Example:
+        >>> print(unknown("ops.OPERATORS", "operator", "siamse", ["softmax", "siamese", "dot"]))
+        ops.OPERATORS: no operator "siamse"; nearest: siamese.
+    """
+    names = list(names)
+    nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"nearest: {', '.join(nearest)}" if nearest else f"it has {', '.join(names)}"
+    return LookupError(f'{caller}: no {what} "{name}"; {hint}.')
+
+
+def check_grid(caller: str, name: str, grid: Tensor) -> None:
+    """Refuse what is not a floating-point grid `(batch, channels, *sides)` with at least one cell."""
+    if not isinstance(grid, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *sides), got {type(grid).__name__}.")
+    if grid.dim() < 3:
+        fix = f"give it its sides, e.g. {name}.unsqueeze(-1) or {name}.unflatten(-1, (height, width))."
+        raise shape_error(
+            caller, f"{name} must be (batch, channels, *sides) with one side at least.", fix, **{name: grid}
+        )
+    if not grid.is_floating_point():
+        raise TypeError(f"{caller}: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
+    if 0 in grid.shape[1:]:
+        raise shape_error(caller, f"{name} has an empty side.", "leave empty grids out.", **{name: grid})
+
+
+def check_same_kind(caller: str, **tensors: Tensor) -> None:
+    """Refuse tensors of different dtypes (`TypeError`) or on different devices (`ValueError`)."""
+    (first_name, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{caller}: {first_name} and {name} must have one dtype, got {first.dtype} and {tensor.dtype}; "
+                f"fix: {name}.to({first_name}.dtype)."
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{caller}: {first_name} and {name} must be on one device, got {first.device} and {tensor.device}; "
+                f"fix: {name}.to({first_name}.device)."
+            )
+
+
+def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None:
+    """Refuse a mask that is not a boolean grid `(batch, *sides)` of the grid it belongs to."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{caller}: {name} must be boolean, True where a cell is real, got {mask.dtype}; fix: {name} > 0."
+        )
+    if mask.shape != grid.shape[:1] + grid.shape[2:]:
+        fix = f"one value a cell, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
+        raise shape_error(caller, f"{name} must be (batch, *sides) of {owner}.", fix, **{name: mask, owner: grid})
+    if mask.device != grid.device:
+        raise ValueError(
+            f"{caller}: {name} must be on the device of {owner}, {grid.device}, got {mask.device}; "
+            f"fix: {name}.to({owner}.device)."
+        )
+
+
+def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
+    """Refuse a number of heads that does not divide the channels, and name the nearest that does."""
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}.")
+    if channels % heads:
+        divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
+        nearest = min(divisors, key=lambda divisor: (abs(divisor - heads), divisor))
+        raise ShapeError(f"{caller}: heads={heads} does not divide the {channels} channels of {owner}; try heads={nearest}.")
+
+
+def check_attention(
+    caller: str, query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, query_mask: Tensor | None
+) -> None:
+    """Refuse grids that cannot attend to each other."""
+    grids = {"query": query, "key": key, "value": value}
+    for name, grid in grids.items():
+        check_grid(caller, name, grid)
+    check_same_kind(caller, **grids)
+    if query.shape[1] != key.shape[1]:
+        problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
+        raise shape_error(caller, problem, projection_fix(key, query.shape[1]), query=query, key=key)
+    if key.shape[2:] != value.shape[2:]:
+        raise shape_error(
+            caller, "key and value must have the same sides.", "take both from one grid.", key=key, value=value
+        )
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        fix = "repeat the smaller one, e.g. key.expand(len(query), *key.shape[1:])."
+        raise shape_error(caller, "query, key and value must have the same batch.", fix, **grids)
+    check_heads(caller, heads, query.shape[1], "query")
+    check_heads(caller, heads, value.shape[1], "value")
+    check_mask(caller, "mask", mask, "key", key)
+    check_mask(caller, "query_mask", query_mask, "query", query)
+
+
+def projection_fix(grid: Tensor, channels: int) -> str:
+    """The line that gives a grid other channels."""
+    rank = grid.dim() - 2
+    name = f"Conv{rank}d({grid.shape[1]}, {channels}, 1)" if rank <= 3 else f"Linear({grid.shape[1]}, {channels})"
+    return f"project one of them first, e.g. torch.nn.{name}."
+
+
+def check_place(
+    caller: str, grid: Tensor, origin: Sequence[int] | None, sides: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return where a tile lies as `(origin, sides)`, None for a whole grid; refuse a tile that sticks out."""
+    if origin is None and sides is None:
+        return None
+    if origin is None or sides is None:
+        raise ValueError(f"{caller}: a tile says where it lies by both origin and sides, got {origin=}, {sides=}.")
+    place = tuple(origin), tuple(sides)
+    tile = tuple(grid.shape[2:])
+    if not len(place[0]) == len(place[1]) == len(tile):
+        raise ShapeError(f"{caller}: origin and sides must have one number a side, got {origin=}, {sides=} for {tile}.")
+    if any(start < 0 or start + size > side for start, size, side in zip(place[0], tile, place[1], strict=True)):
+        raise ShapeError(f"{caller}: a tile of sides {tile} at {origin=} does not lie inside a grid of {sides=}.")
+    return place

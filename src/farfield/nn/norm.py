@@ -1,0 +1,104 @@
+"""Batch norm of coefficients or responses, which never forms what it norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+
+from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
+from farfield.ops.summary import Summary, full_precision
+from farfield.ops.table import Operator, products, softmax_of_products, weight
+
+
+class CoefficientNorm(nn.Module):
+    """Batch norm inside an operator: of its coefficient matrix, or of its responses.
+
+    Where coefficients are a softmax of products, it is batch norm of the products over the heads before the softmax
+    (KAN): the shift cancels in the softmax, so a scale a head on the query is all of it. Elsewhere it is batch norm of
+    the responses over their channels (SAN): a scale on the slots and a shift. Statistics are those of
+    `torch.nn.BatchNorm2d` on the explicit matrix, from the moments of queries, keys and slots; in distributed training
+    they are those of all processes.
+
+    Args:
+        operator: Whose coefficients or responses.
+        heads: Number of heads.
+        channels: Channels of the response.
+        eps: Added to the variance.
+        momentum: Of the running statistics.
+
+    Raises:
+        ValueError: If the operator's responses are not on cells, so that they have no closed form.
+
+    Reference: KAN §4.1, SAN §3.2, SPEC Part 1.
+    """
+
+    def __init__(self, operator: Operator, heads: int, channels: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.operator, self.heads, self.eps, self.momentum = operator, heads, eps, momentum
+        self.of_products = operator.coefficients is softmax_of_products
+        if not (self.of_products or operator.asks.side_by_side):
+            raise ValueError("CoefficientNorm: responses that are added along axes have no norm in closed form.")
+        features = heads if self.of_products else channels
+        self.weight = nn.Parameter(torch.ones(features))
+        self.register_parameter("bias", None if self.of_products else nn.Parameter(torch.zeros(features)))
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def extra_repr(self) -> str:
+        of = "coefficients" if self.of_products else "responses"
+        return f"{len(self.weight)}, of {of}, eps={self.eps}, momentum={self.momentum}"
+
+    def forward(self, query: Tensor, asked: Tensor, summary: Summary) -> tuple[Tensor, Summary, Tensor | None]:
+        """Fold the norm into what the response is made from.
+
+        Args:
+            query: `(b, h, d, m)`, times the scale of products if there is one.
+            asked: `(b, 1, m)`, more than 0 where an asking cell is real.
+            summary: Of the answering cells.
+
+        Returns:
+            The query, the summary, and a shift `(channels,)` of the responses or None.
+        """
+        with full_precision(query):
+            mean, variance = self.statistics(query, (asked[:, None] > 0).to(asked.dtype), summary)
+            scale = self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
+            if self.bias is None:
+                return query * scale[:, None, None].to(query.dtype), summary, None
+            values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
+            return query, summary._replace(values=values), self.bias - mean * scale
+
+    def statistics(self, query: Tensor, asked: Tensor, summary: Summary) -> tuple[Tensor, Tensor]:
+        """Mean and variance to norm by: of the batch in training (which moves the running ones), else the running."""
+        if not self.training:
+            return self.running_mean, self.running_var
+        moments = self.moments(query, asked, summary)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            moments = of_all_processes(moments)
+        mean, variance, count = moments.mean.flatten(), moments.variance.flatten(), moments.count
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp_min(1))
+            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var), self.momentum)
+            self.num_batches_tracked += 1
+        return mean, variance
+
+    def moments(self, query: Tensor, asked: Tensor, summary: Summary) -> Moments:
+        """Moments of what is normed, in closed form."""
+        if self.of_products:
+            keys = (summary.keys / weight(query, summary)).mT
+            return product_moments(query, asked, keys, (summary.weights > 0).to(asked.dtype).mT)
+        slots = summary.values / self.operator.per(query, summary)
+        if self.operator.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
+            return response_moments(summary.keys.to(slots.dtype).mT @ slots, query, asked)
+        return response_moments(slots, self.operator.coefficients(query, summary), asked)
+
+
+def of_all_processes(moments: Moments) -> Moments:
+    """Moments of the union of all processes' batches; gradients flow through."""
+    from torch.distributed.nn.functional import all_gather
+
+    own = torch.stack([moments.mean, moments.variance, moments.count.expand_as(moments.mean)])
+    mean, variance, count = torch.stack(list(all_gather(own))).unbind(1)
+    return pooled_moments(mean, variance, count.flatten(1)[:, 0])

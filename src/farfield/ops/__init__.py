@@ -1,0 +1,44 @@
+"""Pure functions on grids `(batch, channels, *sides)`: eleven global attention operators on one summary."""
+
+from farfield.ops.dot import dot_attention
+from farfield.ops.factorized import averaged_attention, factorized_attention, factorized_gaussian_attention
+from farfield.ops.grid import ALL, AXES, POOLED, Cells, Gathered, axis_means, outer_sum, pad_grids, pooled
+from farfield.ops.kronecker import kronecker_kv_attention, kronecker_qkv_attention
+from farfield.ops.siamese import (
+    siamese_attention,
+    siamese_local_attention,
+    siamese_ones_attention,
+    siamese_similarity,
+)
+from farfield.ops.softmax import softmax_attention, softmax_pooled_attention
+from farfield.ops.summary import Summary, respond, summarize
+from farfield.ops.table import OPERATORS, Operator
+
+__all__ = [
+    "ALL",
+    "AXES",
+    "OPERATORS",
+    "POOLED",
+    "Cells",
+    "Gathered",
+    "Operator",
+    "Summary",
+    "averaged_attention",
+    "axis_means",
+    "dot_attention",
+    "factorized_attention",
+    "factorized_gaussian_attention",
+    "kronecker_kv_attention",
+    "kronecker_qkv_attention",
+    "outer_sum",
+    "pad_grids",
+    "pooled",
+    "respond",
+    "siamese_attention",
+    "siamese_local_attention",
+    "siamese_ones_attention",
+    "siamese_similarity",
+    "softmax_attention",
+    "softmax_pooled_attention",
+    "summarize",
+]

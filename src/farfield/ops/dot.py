@@ -1,0 +1,54 @@
+"""Dot-product attention in the quadratic order: the reference of factorized attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield.ops.summary import attend
+from farfield.ops.table import OPERATORS
+
+
+def dot_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Attend to every cell by its product with the query, over the channels.
+
+    `response_i = (1/d) Σ_j (k_jᵀ q_i) v_j`, d channels a head.
+
+    Computed in the quadratic order, so that `factorized_attention`, which is equal, has something to be compared with.
+    It divides by channels and not by cells: in float16, long grids of one sign exceed 65,504.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·M·N·(c + p) multiply-adds; b·h·M·N coefficients in memory.
+
+    Reference: FA Eq. 6.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> image = torch.randn(2, 8, 7, 7)
+        >>> both = ops.dot_attention(image, image, image), ops.factorized_attention(image, image, image)
+        >>> torch.allclose(*both, atol=1e-4)
+        True
+    """
+    return attend("dot_attention", OPERATORS["dot"], query, key, value, heads=heads, mask=mask)

@@ -1,0 +1,144 @@
+"""Factorized attention: the product of three matrices in the order that is linear in the cells."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield.ops.summary import attend
+from farfield.ops.table import OPERATORS
+
+
+def averaged_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Attend to every cell by its product with the query, over the number of cells.
+
+    `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, never forming an N×N matrix.
+
+    Without a softmax the product is associative: keys and values first, and the cost is linear in the cells.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
+
+    Reference: SAN Eq. 2.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> volume = torch.randn(2, 8, 5, 6, 7)
+        >>> ops.averaged_attention(volume, volume, volume).shape
+        torch.Size([2, 8, 5, 6, 7])
+    """
+    return attend("averaged_attention", OPERATORS["averaged"], query, key, value, heads=heads, mask=mask)
+
+
+def factorized_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Combine, by the query as coefficients, the values gathered by the key as a basis.
+
+    `response_i = (1/d) (Σ_j v_j k_jᵀ) q_i`, d channels a head: dot-product attention in the linear order.
+
+    Each key channel is a map over the grid (a basis), each query channel says how much of it an asking cell takes.
+    It divides by channels and not by cells: in float16, long grids of one sign exceed 65,504.
+
+    Args:
+        query: The coefficients, `(b, c, *m)`.
+        key: The basis, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
+
+    Reference: FA Eq. 3, FA Eq. 8.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> text = torch.randn(2, 8, 512)
+        >>> ops.factorized_attention(text, text, text, heads=2).shape
+        torch.Size([2, 8, 512])
+    """
+    return attend("factorized_attention", OPERATORS["factorized"], query, key, value, heads=heads, mask=mask)
+
+
+def factorized_gaussian_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Combine, by a softmax over channels, the means gathered by a softmax over cells.
+
+    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *cells* of the basis, over *channels* of
+    the coefficients.
+
+    Both factors are normalised, so the implied attention row is a distribution over cells, as softmax attention's is,
+    at a cost linear in the cells. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
+    bracket around the product; its text, followed here, puts it on the basis.
+
+    Args:
+        query: The coefficients before their softmax, `(b, c, *m)`.
+        key: The basis before its softmax, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·(M + N)·c·p/h multiply-adds and b·c·(M + N) exponentials; c·p/h numbers in the summary.
+
+    Reference: FA Eq. 4.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> image, ones = torch.randn(2, 8, 7, 7), torch.ones(2, 1, 7, 7)
+        >>> torch.allclose(ops.factorized_gaussian_attention(image, image, ones), ones)
+        True
+    """
+    return attend(
+        "factorized_gaussian_attention", OPERATORS["factorized_gaussian"], query, key, value, heads=heads, mask=mask
+    )

@@ -1,0 +1,317 @@
+"""Cells of a grid: which of them answer or ask, how they are gathered from a grid and scattered into one.
+
+A grid is `(batch, channels, *sides)`; its cells are `(batch, channels, cells)`. A tile of a larger grid says where it
+lies by a place, `(origin, sides)`: its first index on each axis, and the sides of the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield._checks import ShapeError, check_grid, check_mask, check_same_kind, shape_error
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, sides of the whole
+
+
+class Gathered(NamedTuple):
+    """Cells of a grid and how real they are.
+
+    Attributes:
+        cells: `(b, c, n)`; 0 where nothing is real.
+        real: `(b, 1, n)`; 1 where a cell is real, 0 where not. For axis sums the number of real cells summed.
+    """
+
+    cells: Tensor
+    real: Tensor
+
+    def merge(self, other: Gathered) -> Gathered:
+        """Add the sums and counts of another tile (only axis sums add)."""
+        return Gathered(self.cells + other.cells, self.real + other.real)
+
+
+class Cells(NamedTuple):
+    """Which cells answer or ask.
+
+    Attributes:
+        gather: `(grid, mask, place) -> Gathered`.
+        scatter: `(responses (b, c, n), sides, place) -> grid`; None for cells that can only answer.
+        side_by_side: True if tiles stand beside each other, False if they add up.
+    """
+
+    gather: Callable[..., Gathered]
+    scatter: Callable[..., Tensor] | None = None
+    side_by_side: bool = True
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over cells accumulate: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Read masked cells as 0, whatever they hold."""
+    return grid if mask is None else torch.where(mask[:, None], grid, 0)
+
+
+def real_cells(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """`(b, 1, *sides)`: 1 where a cell is real; without a mask one number, expanded."""
+    dtype = accumulation(grid.dtype)
+    if mask is None:
+        return grid.new_ones((), dtype=dtype).expand(grid.shape[0], 1, *grid.shape[2:])
+    return mask[:, None].to(dtype)
+
+
+# ---- all cells -------------------------------------------------------------------------------------------------------
+def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+    """Gather every cell, by view (KAN §2.2, unfolding along the channel mode)."""
+    return Gathered(hide(grid, mask).flatten(2), real_cells(grid, mask).flatten(2))
+
+
+def unflatten(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
+    """Scatter one response a cell back to a grid, by view."""
+    return responses.unflatten(2, tuple(sides))
+
+
+# ---- pooled cells ----------------------------------------------------------------------------------------------------
+def pool(
+    grid: Tensor, mask: Tensor | None = None, place: Place | None = None, *, size: int | tuple[int, ...], kind: str
+) -> Gathered:
+    """Gather windows of `size` cells a side, ceil mode: their largest or mean real cell, channel by channel."""
+    rank = grid.dim() - 2
+    sizes = (size,) * rank if isinstance(size, int) else tuple(size)
+    if len(sizes) != rank:
+        raise ShapeError(f"softmax_pooled: a pooling size of {sizes} does not fit a grid of rank {rank}.")
+    if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
+        name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
+        raise ShapeError(f"softmax_pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
+    real = real_cells(grid, mask)
+    if kind == "mean":
+        cells, real = windows(hide(grid, mask).to(real.dtype), sizes, 0).sum(-1), windows(real, sizes, 0).sum(-1)
+        return Gathered((cells / real.clamp_min(1)).to(grid.dtype).flatten(2), (real > 0).to(real.dtype).flatten(2))
+    cells = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
+    cells, real = windows(cells, sizes, -torch.inf).amax(-1), windows(real, sizes, 0).amax(-1)
+    return Gathered(torch.where(real > 0, cells, 0).flatten(2), real.flatten(2))
+
+
+def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
+    """`(b, c, *ceil(sides / sizes), window)`: the cells of each window side by side, padded by `fill`."""
+    rank = len(sizes)
+    pad = [extent for side, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-side % size, 0)]
+    grid = F.pad(grid, pad[::-1], value=fill)
+    for axis, size in enumerate(sizes):
+        grid = grid.unflatten(2 + 2 * axis, (-1, size))
+    return grid.permute(0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)).flatten(2 + rank)
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+    """Gather, for each index of each axis, the sum over all other axes and the number of cells in it (KAN 14-15)."""
+    sums = along_axes(hide(grid, mask), place)
+    if mask is not None:
+        return Gathered(sums, along_axes(real_cells(grid, mask), place))
+    sides = tuple(grid.shape[2:])
+    cells = math.prod(sides)
+    counts = [sums.new_full((grid.shape[0], 1, side), cells // side) for side in sides]
+    return Gathered(sums, torch.cat(at_place(counts, place), -1))
+
+
+def along_axes(grid: Tensor, place: Place | None) -> Tensor:
+    """`(b, c, Σ sides)`: sums over all axes but one, the axes in the grid's order."""
+    axes = range(2, grid.dim())
+    others = [[other for other in axes if other != axis] for axis in axes]
+    dtype = accumulation(grid.dtype)
+    sums = [grid.sum(rest, dtype=dtype) if rest else grid.to(dtype) for rest in others]
+    return torch.cat(at_place(sums, place), -1)
+
+
+def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
+    """A tile's axes inside those of the whole, zeros around them."""
+    if place is None:
+        return parts
+    return [
+        F.pad(part, (start, side - start - part.shape[-1])) for part, start, side in zip(parts, *place, strict=True)
+    ]
+
+
+def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
+    """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
+    origin, whole = ((0,) * len(sides), tuple(sides)) if place is None else place
+    terms = []
+    for axis, part in enumerate(responses.split(list(whole), -1)):
+        shape = [side if other == axis else 1 for other, side in enumerate(sides)]
+        terms.append(part.narrow(-1, origin[axis], sides[axis]).unflatten(-1, shape))
+    return functools.reduce(torch.add, terms)
+
+
+ALL = Cells(flatten, unflatten)
+AXES = Cells(axis_sums, add_axes, side_by_side=False)
+
+
+def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
+    """Return answering cells that are pooled first (Wang et al. 2018), for a row of one's own.
+
+    Ceil mode: a side of 7 pooled by 2 has 4 windows. Masked cells take no part; a window without a real cell is none.
+
+    Args:
+        size: Cells a side in a window, its stride too; one number, or one a side.
+        kind: "max" or "mean".
+
+    Returns:
+        The `answers` of an `Operator`.
+
+    Raises:
+        LookupError: If `kind` is neither.
+
+    Cost:
+        One read of the grid.
+
+    Reference: KAN Table 2.
+
+    Example:
+        >>> import dataclasses
+        >>> from farfield.ops import OPERATORS, pooled
+        >>> video = dataclasses.replace(OPERATORS["softmax_pooled"], answers=pooled((1, 2, 2)))
+    """
+    if kind not in ("max", "mean"):
+        raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
+    return Cells(functools.partial(pool, size=size, kind=kind))
+
+
+POOLED = pooled()
+
+
+# ---- functions on grids ----------------------------------------------------------------------------------------------
+def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, "b *n"] | None = None) -> Float[Tensor, "b c s"]:
+    """Average a grid over all axes but one, for each axis in turn.
+
+    `axis_means(X)[:, :, i] = mean of X over all cells with index i on their axis`; the axes stand side by side.
+
+    These are KAN's lateral and horizontal means [L | H], for any rank: the marginals that a Kronecker operator attends
+    to in place of all cells. A grid of rank 1 is its own axis mean.
+
+    Args:
+        grid: `(b, c, *n)`.
+        mask: `(b, *n)`, True where a cell is real; means run over real cells, and an index without one is 0.
+
+    Returns:
+        `(b, c, Σ n)`, in the grid's dtype.
+
+    Raises:
+        ShapeError: If the grid has no side or an empty one, or the mask is not the grid's.
+        TypeError: If the grid is not floating point or the mask not boolean.
+
+    Cost:
+        b·c·N adds an axis, no multiply-adds.
+
+    Reference: KAN Eq. 14, KAN Eq. 15.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> ops.axis_means(torch.randn(2, 8, 16, 32, 32)).shape
+        torch.Size([2, 8, 80])
+    """
+    check_grid("axis_means", "grid", grid)
+    check_mask("axis_means", "mask", mask, "grid", grid)
+    sums, counts = axis_sums(grid, mask)
+    return (sums / counts.clamp_min(1)).to(grid.dtype)
+
+
+def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Tensor, "b c *sides"]:
+    """Add the vectors of all axes into a grid.
+
+    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for rank 2, the sum of one vector an axis for any.
+
+    It takes axis vectors back to a grid without a multiplication.
+
+    Args:
+        vectors: `(b, c, Σ sides)`, the axes side by side in the order of `sides`.
+        sides: Sides of the grid.
+
+    Returns:
+        `(b, c, *sides)`.
+
+    Raises:
+        ShapeError: If the vectors are not Σ sides long.
+
+    Cost:
+        (rank - 1)·b·c·N adds, no multiply-adds.
+
+    Reference: KAN Eq. 18 (Eq. 17 swaps the lengths of the two blocks; this is the consistent reading).
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> ops.outer_sum(torch.tensor([[[1.0, 2.0, 10.0, 20.0, 30.0]]]), (2, 3))
+        tensor([[[[11., 21., 31.],
+                  [12., 22., 32.]]]])
+    """
+    check_grid("outer_sum", "vectors", vectors)
+    if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
+        fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
+        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
+    return add_axes(vectors, sides)
+
+
+def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:
+    """The response in the asking grid's memory format (channels last or contiguous); copied only if it is not so."""
+    if grid.is_contiguous() or grid.stride(1) != 1:
+        return response.contiguous()
+    return response.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, "b *n"]]:
+    """Make one batch of grids of different sides, and the mask that says which cells are real.
+
+    Padding never matters: with the mask, every operator answers as for each grid alone.
+
+    Args:
+        grids: Grids `(c, *sides)` of one rank, channels, dtype and device.
+
+    Returns:
+        The batch `(b, c, *largest sides)`, zeros behind each grid, and the mask `(b, *largest sides)`.
+
+    Raises:
+        ShapeError: If there are no grids, or their ranks or channels differ.
+        TypeError: If their dtypes differ.
+
+    Cost:
+        One copy.
+
+    Reference: SPEC Part 1, masks.
+
+    Example:
+        >>> import torch
+        >>> from farfield import pad_grids
+        >>> batch, mask = pad_grids([torch.ones(8, 3, 5), torch.ones(8, 4, 2)])
+        >>> batch.shape, mask.sum((1, 2))
+        (torch.Size([2, 8, 4, 5]), tensor([15,  8]))
+    """
+    grids = list(grids)
+    if not grids:
+        raise ShapeError("pad_grids: it needs one grid at least, got none.")
+    named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
+    for name, grid in named.items():
+        check_grid("pad_grids", name, grid[None])
+        if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
+            fix = "give all grids one rank and the same channels."
+            raise shape_error(
+                "pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid}
+            )
+    check_same_kind("pad_grids", **named)
+    sides = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
+    batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *sides)
+    mask = torch.zeros(len(grids), *sides, dtype=torch.bool, device=batch.device)
+    for index, grid in enumerate(grids):
+        corner = tuple(slice(side) for side in grid.shape[1:])
+        batch[(index, slice(None), *corner)] = grid
+        mask[(index, *corner)] = True
+    return batch, mask

@@ -1,0 +1,116 @@
+"""Kronecker attention: attend to the averages along each axis in place of all cells."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield.ops.summary import attend
+from farfield.ops.table import OPERATORS
+
+
+def kronecker_kv_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "b p *m"]:
+    """Attend from every cell to the averages along each axis.
+
+    `O = attn(X, C, C)` with C = [L | H] the axis means of the answering grid (`axis_means`).
+
+    A grid of N cells has Σ sides axis means: h + w for an image. On a grid of rank 1 it is softmax attention exactly.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+            part. A sample without one answers 0.
+        scale: What products are multiplied by.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·M·Σsides·(c + p) multiply-adds; b·h·M·Σsides coefficients.
+
+    Reference: KAN Eq. 14, KAN Eq. 15, KAN Eq. 16.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> image = torch.randn(2, 64, 56, 56)
+        >>> ops.kronecker_kv_attention(image, image, image, heads=4).shape
+        torch.Size([2, 64, 56, 56])
+    """
+    return attend(
+        "kronecker_kv_attention", OPERATORS["kronecker_kv"], query, key, value, heads=heads, mask=mask, scale=scale
+    )
+
+
+def kronecker_qkv_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "b p *m"]:
+    """Attend from the averages along each axis to the averages along each axis, and add the responses to a grid.
+
+    `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
+
+    The attention itself is quadratic in Σ sides only; the grid is read once and written once. The implied rows sum to
+    the rank, not to 1.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`; its axis means ask.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+            part. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where an asking cell is real: means of asking cells run over those.
+        scale: What products are multiplied by.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+
+    Cost:
+        b·(Σsides)²·(c + p) multiply-adds, and one read and one write of the grid.
+
+    Reference: KAN Eq. 17, KAN Eq. 18.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> volume = torch.randn(2, 64, 8, 16, 16)
+        >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
+        torch.Size([2, 64, 8, 16, 16])
+    """
+    return attend(
+        "kronecker_qkv_attention",
+        OPERATORS["kronecker_qkv"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        scale=scale,
+    )

@@ -1,0 +1,93 @@
+"""What batch norm would compute on coefficients or responses, in closed form from moments of small things.
+
+Second moments are centred before they are squared: nowhere is a small number the difference of two large ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from farfield.ops.grid import accumulation
+
+
+class Moments(NamedTuple):
+    """Moments of a set of numbers, one set a feature.
+
+    Attributes:
+        mean: `(features…)`.
+        variance: `(features…)`, over the whole set (biased).
+        count: `()`, how many numbers each set has.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+
+def cell_moments(cells: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and number `(b, 1, 1, 1)` of the real cells `(b, h, d, n)`."""
+    cells, real = cells.to(accumulation(cells.dtype)), real.to(accumulation(cells.dtype))
+    count = real.sum(-1, keepdim=True)
+    mean = (cells * real).sum(-1, keepdim=True) / count.clamp_min(1)
+    centred = (cells - mean) * real
+    return mean, centred @ centred.mT / count.clamp_min(1), count
+
+
+def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
+    """Moments of a union of sets, from the moments of each along the first dimension, `(sets, features…)`."""
+    total = count.sum()
+    share = (count / total.clamp_min(1)).reshape(-1, *(1,) * (mean.dim() - 1))
+    whole = (share * mean).sum(0)
+    return Moments(whole, (share * (variance + (mean - whole) ** 2)).sum(0), total)
+
+
+def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor) -> Moments:
+    """Moments, one a head, of all products kᵀq of real cells of a batch, none of which is formed.
+
+    mean = q̄ᵀk̄ and variance = q̄ᵀ C_k q̄ + k̄ᵀ C_q k̄ + tr(C_q C_k) within a sample, plus the variance of the means between
+    samples; pairs weigh alike, so a sample's share is n_q·n_k.
+
+    Args:
+        query: `(b, h, d, m)`.
+        asked: `(b, 1, 1, m)`, 1 where an asking cell is real.
+        key: `(b, h, d, r)`.
+        answered: `(b, 1, 1, r)`, 1 where a slot has a real cell.
+
+    Returns:
+        Moments of `h` features.
+
+    Cost:
+        b·d²·(m + r) multiply-adds, in place of b·d·m·r and the matrix.
+
+    Reference: KAN §4.1 (batch normalisation on the coefficient matrices), SPEC Part 1.
+    """
+    (mean_q, covariance_q, count_q), (mean_k, covariance_k, count_k) = cell_moments(query, asked), cell_moments(key, answered)
+    mean = (mean_q * mean_k).sum((2, 3))  # (b, h)
+    variance = (mean_q.mT @ covariance_k @ mean_q + mean_k.mT @ covariance_q @ mean_k).sum((2, 3))
+    variance = variance + (covariance_q * covariance_k).sum((2, 3))
+    return pooled_moments(mean, variance, (count_q * count_k).flatten())
+
+
+def response_moments(slots: Tensor, coefficients: Tensor, asked: Tensor) -> Moments:
+    """Moments, one a head and channel, of the responses slotsᵀ · coefficients of the real asking cells of a batch.
+
+    Args:
+        slots: `(b, h, r, c)`.
+        coefficients: `(b, h, r, m)`.
+        asked: `(b, 1, 1, m)`, 1 where an asking cell is real.
+
+    Returns:
+        Moments of `(h, c)` features.
+
+    Cost:
+        b·h·r²·(m + c) multiply-adds.
+
+    Reference: SAN §3.2 (batch normalisation of the operator's output), SPEC Part 1.
+    """
+    mean_a, covariance_a, count = cell_moments(coefficients, asked)
+    slots = slots.to(mean_a.dtype)
+    mean = (slots.mT @ mean_a)[..., 0]  # (b, h, c)
+    variance = ((covariance_a @ slots) * slots).sum(2)
+    return pooled_moments(mean, variance, count.flatten())

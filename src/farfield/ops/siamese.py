@@ -1,0 +1,200 @@
+"""Siamese attention: similarity as one learned vector's sum of two scores, so that it splits into local and global."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield._checks import ShapeError, check_same_kind
+from farfield.ops.summary import attend
+from farfield.ops.table import OPERATORS
+
+
+def siamese_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    weight: Float[Tensor, "c"],
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Attend by the siamese similarity: a local term from the query and a global one from the keys.
+
+    `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over cells of (q_i + k_j)ᵀ w · v_j.
+
+    The similarity (SAN 4) is symmetric and additive, so the sum over cells splits: two vectors summarize the whole
+    grid, and the grid is read once and written once.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        weight: The learned vector w, `(c,)`; c/heads numbers a head.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads, weight or mask do not fit together.
+        TypeError: If grids and weight are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
+
+    Reference: SAN Eq. 5, SAN Eq. 6.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> text = torch.randn(2, 64, 512)
+        >>> ops.siamese_attention(text, text, text, weight=torch.ones(64), heads=4).shape
+        torch.Size([2, 64, 512])
+    """
+    check_weight("siamese_attention", query, weight)
+    return attend(
+        "siamese_attention", OPERATORS["siamese"], query, key, value, heads=heads, mask=mask, weight=weight
+    )
+
+
+def siamese_local_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    weight: Float[Tensor, "c"],
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Attend by the local term of siamese attention alone.
+
+    `response_i = v̄ (wᵀ q_i)`.
+
+    SAN's ablation without the global term: every cell takes the mean value, weighed by its own score. Keys are not
+    read; they are an argument so that all rows are called alike.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: Not read, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        weight: The learned vector w, `(c,)`; c/heads numbers a head.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; the mean is over those. A sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads, weight or mask do not fit together.
+        TypeError: If grids and weight are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        About b·M·(c + p) + b·N·p multiply-adds; p numbers in the summary.
+
+    Reference: SAN Table 6.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> text = torch.randn(2, 64, 512)
+        >>> ops.siamese_local_attention(text, text, text, weight=torch.ones(64)).shape
+        torch.Size([2, 64, 512])
+    """
+    check_weight("siamese_local_attention", query, weight)
+    return attend(
+        "siamese_local_attention", OPERATORS["siamese_local"], query, key, value, heads=heads, mask=mask, weight=weight
+    )
+
+
+def siamese_ones_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b p *m"]:
+    """Attend by siamese similarity with a vector of ones, which is not learned.
+
+    `response_i = v̄ (1ᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ 1)`.
+
+    SAN's ablation without parameters.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
+
+    Reference: SAN Table 8.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> text = torch.randn(2, 64, 512)
+        >>> ops.siamese_ones_attention(text, text, text, heads=4).shape
+        torch.Size([2, 64, 512])
+    """
+    return attend("siamese_ones_attention", OPERATORS["siamese_ones"], query, key, value, heads=heads, mask=mask)
+
+
+def siamese_similarity(
+    a: Float[Tensor, "... c"],
+    b: Float[Tensor, "... c"],
+    weight: Float[Tensor, "c"],
+    other_weight: Float[Tensor, "c"] | None = None,
+) -> Float[Tensor, "..."]:
+    """Compare two vectors by the weighed sum of their features.
+
+    `s(a, b) = (a + b)ᵀ w`; with a second vector `aᵀ w + bᵀ w'`, which is not symmetric.
+
+    A siamese network sees both inputs with one set of weights; sharing w makes the similarity symmetric.
+
+    Args:
+        a: `(..., c)`.
+        b: `(..., c)`.
+        weight: w, `(c,)`.
+        other_weight: w' of the second input (SAN Eq. 3); None shares w (SAN Eq. 4).
+
+    Returns:
+        `(...)`.
+
+    Raises:
+        TypeError: If dtypes differ.
+
+    Cost:
+        2·c multiply-adds a pair.
+
+    Reference: SAN Eq. 3, SAN Eq. 4.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> ops.siamese_similarity(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([10.0, 1.0]))
+        tensor(46.)
+    """
+    check_same_kind("siamese_similarity", a=a, b=b, weight=weight)
+    return a @ weight + b @ (weight if other_weight is None else other_weight)
+
+
+def check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
+    """Refuse a vector that does not have one number a query channel."""
+    if weight.dim() != 1 or (query.dim() > 1 and weight.shape[0] != query.shape[1]):
+        raise ShapeError(
+            f"{caller}: weight must have one number a channel of query, got {tuple(weight.shape)} for "
+            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
+        )
+    check_same_kind(caller, query=query, weight=weight)

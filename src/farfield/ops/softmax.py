@@ -1,0 +1,104 @@
+"""Softmax attention: the regular operator that all others make cheaper."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield.ops.summary import attend
+from farfield.ops.table import OPERATORS
+
+
+def softmax_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "b p *m"]:
+    """Attend to every cell by the softmax of its product with the query.
+
+    `response_i = Σ_j softmax_j(k_jᵀ q_i) v_j`, V · Softmax(KᵀQ) in matrices.
+
+    The regular (non-local) operator: exact, and quadratic in the number of cells. The papers do not scale the products.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        scale: What products are multiplied by; 1/√(c/heads) for the usual scaling.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·M·N·(c + p) multiply-adds; b·h·M·N coefficients, never all in memory.
+
+    Reference: KAN Eq. 1, SAN Eq. 1, FA Eq. 9.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> image = torch.randn(2, 8, 7, 7)
+        >>> ops.softmax_attention(image, image, image, heads=4).shape
+        torch.Size([2, 8, 7, 7])
+    """
+    return attend(
+        "softmax_attention", OPERATORS["softmax"], query, key, value, heads=heads, mask=mask, scale=scale
+    )
+
+
+def softmax_pooled_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "b p *m"]:
+    """Attend to the largest of every two cells a side.
+
+    `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
+
+    Non-local networks pool keys and values to save 2^rank of the cost; a side of 7 has 4 windows (ceil mode).
+    `ops.pooled` makes rows with other windows and with means.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`.
+        key: The answering grid's keys, `(b, c, *n)`, pooled channel by channel.
+        value: The answering grid's values, `(b, p, *n)`, pooled channel by channel.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; a window pools its real cells. A sample without one answers 0.
+        scale: What products are multiplied by.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or mask do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+
+    Cost:
+        b·M·N'·(c + p) multiply-adds with N' windows, a quarter of N for images with even sides.
+
+    Reference: KAN Table 2.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> image = torch.randn(2, 8, 7, 7)
+        >>> ops.softmax_pooled_attention(image, image, image).shape
+        torch.Size([2, 8, 7, 7])
+    """
+    return attend(
+        "softmax_pooled_attention", OPERATORS["softmax_pooled"], query, key, value, heads=heads, mask=mask, scale=scale
+    )

@@ -1,0 +1,125 @@
+"""The library on one screen: every operator is a basis, coefficients, and which cells answer and ask.
+
+    response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
+
+A row of one's own is two functions at module level and an `Operator`; masks, tiles, folded projections, norms and maps
+come with it. Shapes: keys `(b, h, d, n)`, queries `(b, h, d, m)`, slots `r`, real cells `(b, 1, 1, n)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from farfield.ops.grid import ALL, AXES, POOLED, Cells
+
+if TYPE_CHECKING:
+    from farfield.ops.summary import Summary
+
+
+# ---- basis(key, real) -> weight (b, h, r, n) of each answering cell in each slot, and the peak of its exponents -------
+def keys(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
+    """SAN 2, FA 3: each key channel is a slot."""
+    return key, None
+
+
+def exponentials(key: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """FA 4: a softmax over cells, without its division, relative to a peak that cancels in it."""
+    key = key.masked_fill(real == 0, -torch.inf)
+    peak = key.detach().amax(-1, keepdim=True).clamp_min(-1e30)  # (b, h, r, 1)
+    return torch.exp(key - peak), peak
+
+
+def one(score: Tensor, real: Tensor) -> tuple[Tensor, None]:
+    """SAN 5, the local term: every cell weighs the same."""
+    return torch.ones_like(score), None
+
+
+def one_and_key(score: Tensor, real: Tensor) -> tuple[Tensor, None]:
+    """SAN 5: with scores for keys, Σ_j v_j and Σ_j v_j (k_jᵀ w)."""
+    return torch.cat([torch.ones_like(score), score], 2), None
+
+
+# ---- coefficients(query, summary) -> (b, h, r, m): how an asking cell combines the slots -----------------------------
+def queries(query: Tensor, summary: Summary) -> Tensor:
+    """SAN 2, FA 3."""
+    return query
+
+
+def softmax_over_channels(query: Tensor, summary: Summary) -> Tensor:
+    """FA 4."""
+    return query.softmax(2)
+
+
+def query_and_one(score: Tensor, summary: Summary) -> Tensor:
+    """SAN 5: with scores for queries, v̄ (q_iᵀ w) and the global term once."""
+    return torch.cat([score, torch.ones_like(score)], 2)
+
+
+def products(query: Tensor, summary: Summary) -> Tensor:
+    """FA 6: the coefficient matrix E = KᵀQ."""
+    return summary.keys.to(query.dtype) @ query
+
+
+def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
+    """KAN 1: softmax of KᵀQ over the slots in which a real cell is; `respond` never calls it but fuses it."""
+    real = summary.weights > 0
+    means = summary._replace(keys=summary.keys / weight(query, summary))
+    return torch.where(real, products(query, means).masked_fill(~real, -1e30).softmax(2), 0)
+
+
+# ---- per(query, summary): what a slot's sum is divided by ------------------------------------------------------------
+def weight(query: Tensor, summary: Summary) -> Tensor:
+    """The slot's weight: a weighted mean of its cells."""
+    return summary.weights.clamp_min(1e-30)
+
+
+def cell(query: Tensor, summary: Summary) -> Tensor:
+    """The number of real cells."""
+    return summary.count.clamp_min(1)
+
+
+def channel(query: Tensor, summary: Summary) -> int:
+    """The number of channels a head."""
+    return query.shape[2]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
+
+    Attributes:
+        coefficients: How an asking cell combines the slots.
+        basis: What weight each answering cell has in each slot; None if each cell is a slot of its own.
+        per: What a slot's sum is divided by: its weight, the number of cells, the number of channels.
+        answers: Which cells answer: ALL, POOLED or AXES.
+        asks: Which cells ask: ALL or AXES.
+        score: Whether queries and keys are read through one vector a head first (SAN 4): "learned", "ones" or None.
+    """
+
+    coefficients: Callable[[Tensor, Summary], Tensor]
+    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+    per: Callable[[Tensor, Summary], Tensor | int] = weight
+    answers: Cells = ALL
+    asks: Cells = ALL
+    score: str | None = None
+
+
+OPERATORS = {
+    "softmax": Operator(coefficients=softmax_of_products),
+    "softmax_pooled": Operator(coefficients=softmax_of_products, answers=POOLED),
+    "kronecker_kv": Operator(coefficients=softmax_of_products, answers=AXES),
+    "kronecker_qkv": Operator(coefficients=softmax_of_products, answers=AXES, asks=AXES),
+    "dot": Operator(coefficients=products, per=channel),
+    "factorized": Operator(coefficients=queries, basis=keys, per=channel),
+    "averaged": Operator(coefficients=queries, basis=keys, per=cell),
+    "factorized_gaussian": Operator(coefficients=softmax_over_channels, basis=exponentials, per=weight),
+    "siamese": Operator(coefficients=query_and_one, basis=one_and_key, per=cell, score="learned"),
+    "siamese_local": Operator(coefficients=queries, basis=one, per=cell, score="learned"),
+    "siamese_ones": Operator(coefficients=query_and_one, basis=one_and_key, per=cell, score="ones"),
+}
