@@ -90,7 +90,9 @@ def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
     if channels % heads:
         divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
         nearest = min(divisors, key=lambda divisor: (abs(divisor - heads), divisor))
-        raise ShapeError(f"{caller}: heads={heads} does not divide the {channels} channels of {owner}; try heads={nearest}.")
+        raise ShapeError(
+            f"{caller}: heads={heads} does not divide the {channels} channels of {owner}; try heads={nearest}."
+        )
 
 
 def check_attention(

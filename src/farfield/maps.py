@@ -45,7 +45,7 @@ def attention_row(
     Cost:
         One forward and one backward pass of a grid with one value channel a head.
 
-    Reference: SPEC Part 1; FA Figure 2.
+    Reference: FA Figure 2.
 
     Example:
         >>> import torch
@@ -73,7 +73,9 @@ def respond_at(attention: GridAttention, grid: Tensor, summary: Summary, cell: t
     """The response `(b, h)` of one cell to a summary of one value channel a head."""
     row = attention.operator
     if row.asks.side_by_side:  # no other cell has to ask
-        grid, cell = grid[(..., *(slice(index, index + 1) for index in cell))], (0,) * len(cell)
+        for axis, index in enumerate(cell, 2):
+            grid = grid.narrow(axis, index, 1)
+        cell = (0,) * len(cell)
     cells, real = row.asks.gather(grid)
     query = attention.read_asking(cells, real) * attention.scale
     norm = attention.coefficient_norm
@@ -82,4 +84,7 @@ def respond_at(attention: GridAttention, grid: Tensor, summary: Summary, cell: t
         query, summary, _ = norm.eval()(query, real, summary)
         norm.train(training)
     response = respond(row, query, summary)[:, :, 0]  # (b, h, m)
-    return row.asks.scatter(response, grid.shape[2:], None)[(..., *cell)]
+    answers = row.asks.scatter(response, grid.shape[2:], None)
+    for index in cell:
+        answers = answers.select(2, index)
+    return answers

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from farfield._checks import (
-    ShapeError,
     check_grid,
     check_heads,
     check_mask,
@@ -52,7 +52,7 @@ class GridAttention(nn.Module):
         ShapeError: If heads do not divide the channels.
         ValueError: If the options do not fit together.
 
-    Reference: KAN Figure 4, SAN Figure 3, FA Figure 3.
+    Reference: KAN Figure 3, SAN Figure 1, FA Figure 1.
 
     Example:
         >>> import torch
@@ -121,7 +121,9 @@ class GridAttention(nn.Module):
                 f'fix: project="{project}o".'
             )
         if self.scale != 1.0 and self.operator.coefficients is not softmax_of_products:
-            raise ValueError(f"GridAttention: {self.operator_name} has no softmax of products to scale, got scale={self.scale}.")
+            raise ValueError(
+                f"GridAttention: {self.operator_name} has no softmax of products to scale, got scale={self.scale}."
+            )
         check_heads("GridAttention", self.heads, self.inner_channels, "query")
         check_heads("GridAttention", self.heads, self.value_channels, "value")
 
@@ -139,7 +141,10 @@ class GridAttention(nn.Module):
             nn.init.uniform_(self.weight, -bound, bound)
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, {self.operator_name!r}, heads={self.heads}, scale={self.scale}, residual={self.residual}"
+        """Name the operator and the options."""
+        return (
+            f"{self.channels}, {self.operator_name!r}, heads={self.heads}, scale={self.scale}, residual={self.residual}"
+        )
 
     def forward(
         self,
@@ -194,7 +199,9 @@ class GridAttention(nn.Module):
         cells, real = self.operator.answers.gather(grid, mask, place)
         shift = None if self.operator.answers.side_by_side else real
         key = self.read(self.key, cells, shift)
-        value = split_heads(cells, self.heads) if self.value is None else cells[:, None]  # every head hears every channel
+        value = (
+            split_heads(cells, self.heads) if self.value is None else cells[:, None]
+        )  # every head hears every channel
         summary = summarize(self.operator, key, value, real[:, None], mask is None and place is None)
         if self.value is None:
             return summary
@@ -263,7 +270,9 @@ class GridAttention(nn.Module):
         query, shift = self.read_asking(cells, real), None
         if self.coefficient_norm is not None:
             query, summary, shift = self.coefficient_norm(query * self.scale, real, summary)
-        response = self.project_responses(query, summary, shift, 1 if self.operator.asks.side_by_side else grid.dim() - 2)
+        response = self.project_responses(
+            query, summary, shift, 1 if self.operator.asks.side_by_side else grid.dim() - 2
+        )
         response = in_layout_of(grid, self.operator.asks.scatter(response.to(grid.dtype), grid.shape[2:], place))
         return grid + response if self.residual else response
 
@@ -351,6 +360,7 @@ def affine(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
         return matrix.to(like.dtype), bias.to(like.dtype)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
-    probe = torch.eye(module.in_features + 1, module.in_features, dtype=dtype, device=like.device)
+    width = cast(int, module.in_features)
+    probe = torch.eye(width + 1, width, dtype=dtype, device=like.device)
     answers = module(probe)  # the last row asks with 0
     return (answers[:-1] - answers[-1]).mT.to(like.dtype), answers[-1].to(like.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
@@ -30,10 +32,17 @@ class CoefficientNorm(nn.Module):
     Raises:
         ValueError: If the operator's responses are not on cells, so that they have no closed form.
 
-    Reference: KAN §4.1, SAN §3.2, SPEC Part 1.
+    Reference: KAN §4.1, SAN Appendix.
     """
 
-    def __init__(self, operator: Operator, heads: int, channels: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, operator: Operator, heads: int, channels: int, *, eps: float = 1e-5, momentum: float = 0.1
+    ) -> None:
         super().__init__()
         self.operator, self.heads, self.eps, self.momentum = operator, heads, eps, momentum
         self.of_products = operator.coefficients is softmax_of_products
@@ -47,6 +56,7 @@ class CoefficientNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def extra_repr(self) -> str:
+        """Name what is normed."""
         of = "coefficients" if self.of_products else "responses"
         return f"{len(self.weight)}, of {of}, eps={self.eps}, momentum={self.momentum}"
 
@@ -87,11 +97,11 @@ class CoefficientNorm(nn.Module):
     def moments(self, query: Tensor, asked: Tensor, summary: Summary) -> Moments:
         """Moments of what is normed, in closed form."""
         if self.of_products:
-            keys = (summary.keys / weight(query, summary)).mT
+            keys = (cast(Tensor, summary.keys) / weight(query, summary)).mT
             return product_moments(query, asked, keys, (summary.weights > 0).to(asked.dtype).mT)
         slots = summary.values / self.operator.per(query, summary)
         if self.operator.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
-            return response_moments(summary.keys.to(slots.dtype).mT @ slots, query, asked)
+            return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, asked)
         return response_moments(slots, self.operator.coefficients(query, summary), asked)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,17 +38,22 @@ class Gathered(NamedTuple):
         return Gathered(self.cells + other.cells, self.real + other.real)
 
 
+def never_asks(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
+    """Refuse to scatter: there is no cell of the grid that a pooled response belongs to."""
+    raise ValueError("Operator: cells without a scatter only answer; fix: asks=ops.ALL or ops.AXES.")
+
+
 class Cells(NamedTuple):
     """Which cells answer or ask.
 
     Attributes:
         gather: `(grid, mask, place) -> Gathered`.
-        scatter: `(responses (b, c, n), sides, place) -> grid`; None for cells that can only answer.
+        scatter: `(responses (b, c, n), sides, place) -> grid`; by default such cells only answer.
         side_by_side: True if tiles stand beside each other, False if they add up.
     """
 
     gather: Callable[..., Gathered]
-    scatter: Callable[..., Tensor] | None = None
+    scatter: Callable[..., Tensor] = never_asks
     side_by_side: bool = True
 
 
@@ -81,10 +87,20 @@ def unflatten(responses: Tensor, sides: Sequence[int], place: Place | None = Non
 
 
 # ---- pooled cells ----------------------------------------------------------------------------------------------------
-def pool(
-    grid: Tensor, mask: Tensor | None = None, place: Place | None = None, *, size: int | tuple[int, ...], kind: str
-) -> Gathered:
+@dataclass(frozen=True)
+class Pool:
     """Gather windows of `size` cells a side, ceil mode: their largest or mean real cell, channel by channel."""
+
+    size: int | tuple[int, ...]
+    kind: str
+
+    def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+        """Pool a grid; a window of a tile must be one of the whole, so tiles start at multiples of `size`."""
+        return pool(grid, mask, place, self.size, self.kind)
+
+
+def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
+    """See `Pool`."""
     rank = grid.dim() - 2
     sizes = (size,) * rank if isinstance(size, int) else tuple(size)
     if len(sizes) != rank:
@@ -182,7 +198,7 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
     """
     if kind not in ("max", "mean"):
         raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
-    return Cells(functools.partial(pool, size=size, kind=kind))
+    return Cells(Pool(size, kind))
 
 
 POOLED = pooled()
@@ -286,8 +302,6 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
     Cost:
         One copy.
 
-    Reference: SPEC Part 1, masks.
-
     Example:
         >>> import torch
         >>> from farfield import pad_grids
@@ -303,15 +317,13 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
         check_grid("pad_grids", name, grid[None])
         if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
             fix = "give all grids one rank and the same channels."
-            raise shape_error(
-                "pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid}
-            )
+            raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
     check_same_kind("pad_grids", **named)
     sides = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
     batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *sides)
     mask = torch.zeros(len(grids), *sides, dtype=torch.bool, device=batch.device)
     for index, grid in enumerate(grids):
-        corner = tuple(slice(side) for side in grid.shape[1:])
-        batch[(index, slice(None), *corner)] = grid
-        mask[(index, *corner)] = True
+        behind = [extent for side, whole in zip(grid.shape[1:], sides, strict=True) for extent in (whole - side, 0)]
+        batch[index] = F.pad(grid, behind[::-1])
+        mask[index] = F.pad(mask.new_ones(grid.shape[1:]), behind[::-1])
     return batch, mask

@@ -23,7 +23,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
 
 
 def cell_moments(cells: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +61,12 @@ def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor)
     Cost:
         b·d²·(m + r) multiply-adds, in place of b·d·m·r and the matrix.
 
-    Reference: KAN §4.1 (batch normalisation on the coefficient matrices), SPEC Part 1.
+    Reference: KAN §4.1 (batch normalisation on the coefficient matrices).
     """
-    (mean_q, covariance_q, count_q), (mean_k, covariance_k, count_k) = cell_moments(query, asked), cell_moments(key, answered)
+    (mean_q, covariance_q, count_q), (mean_k, covariance_k, count_k) = (
+        cell_moments(query, asked),
+        cell_moments(key, answered),
+    )
     mean = (mean_q * mean_k).sum((2, 3))  # (b, h)
     variance = (mean_q.mT @ covariance_k @ mean_q + mean_k.mT @ covariance_q @ mean_k).sum((2, 3))
     variance = variance + (covariance_q * covariance_k).sum((2, 3))
@@ -84,7 +87,7 @@ def response_moments(slots: Tensor, coefficients: Tensor, asked: Tensor) -> Mome
     Cost:
         b·h·r²·(m + c) multiply-adds.
 
-    Reference: SAN §3.2 (batch normalisation of the operator's output), SPEC Part 1.
+    Reference: SAN Appendix (batch normalisation of the operator's output).
     """
     mean_a, covariance_a, count = cell_moments(coefficients, asked)
     slots = slots.to(mean_a.dtype)

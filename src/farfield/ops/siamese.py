@@ -54,9 +54,7 @@ def siamese_attention(
         torch.Size([2, 64, 512])
     """
     check_weight("siamese_attention", query, weight)
-    return attend(
-        "siamese_attention", OPERATORS["siamese"], query, key, value, heads=heads, mask=mask, weight=weight
-    )
+    return attend("siamese_attention", OPERATORS["siamese"], query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def siamese_local_attention(

@@ -51,9 +51,7 @@ def softmax_attention(
         >>> ops.softmax_attention(image, image, image, heads=4).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend(
-        "softmax_attention", OPERATORS["softmax"], query, key, value, heads=heads, mask=mask, scale=scale
-    )
+    return attend("softmax_attention", OPERATORS["softmax"], query, key, value, heads=heads, mask=mask, scale=scale)
 
 
 def softmax_pooled_attention(
@@ -77,7 +75,7 @@ def softmax_pooled_attention(
         key: The answering grid's keys, `(b, c, *n)`, pooled channel by channel.
         value: The answering grid's values, `(b, p, *n)`, pooled channel by channel.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; a window pools its real cells. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering cell is real; a window pools those. A sample without one answers 0.
         scale: What products are multiplied by.
 
     Returns:

@@ -8,7 +8,8 @@ Cells `(b, h, channels, cells)`; slots `r`.
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
+def stand_beside(slots: Tensor, others: Tensor) -> Tensor:
+    """Join slots that are cells."""
+    return torch.cat([slots, others], 2)
+
+
 class Summary(NamedTuple):
     """What the answering cells say, small and mergeable.
 
@@ -44,7 +50,7 @@ class Summary(NamedTuple):
 
     values: Tensor
     weights: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     keys: Tensor | None = None
     peak: Tensor | None = None
     side_by_side: bool = False
@@ -52,31 +58,25 @@ class Summary(NamedTuple):
 
     def merge(self, other: Summary) -> Summary:
         """Merge with the summary of other cells, in any order: the summary of all of them, up to rounding."""
-        if self.side_by_side:
-            return Summary(
-                torch.cat([self.values, other.values], 2),
-                torch.cat([self.weights, other.weights], 2),
-                self.count + other.count,
-                None if self.keys is None else torch.cat([self.keys, other.keys], 2),
-                None,
-                True,
-                self.complete and other.complete,
-            )
-        if self.peak is not None:
+        join = stand_beside if self.side_by_side else torch.add
+        peak = None
+        if self.peak is not None and other.peak is not None:
             peak = torch.maximum(self.peak, other.peak)
-            return self.rescaled(peak).added(other.rescaled(peak))
-        return self.added(other)
+            self, other = self.rescaled(peak), other.rescaled(peak)
+        return Summary(
+            join(self.values, other.values),
+            join(self.weights, other.weights),
+            self.count + other.count,
+            None if self.keys is None or other.keys is None else join(self.keys, other.keys),
+            peak,
+            self.side_by_side,
+            self.complete and other.complete,
+        )
 
     def rescaled(self, peak: Tensor) -> Summary:
-        """The same summary with exponents relative to another peak."""
-        factor = torch.exp(self.peak - peak)
+        """Return the same summary with exponents relative to another peak."""
+        factor = torch.exp(cast(Tensor, self.peak) - peak)
         return self._replace(values=self.values * factor, weights=self.weights * factor, peak=peak)
-
-    def added(self, other: Summary) -> Summary:
-        """Sums and counts added slot by slot."""
-        keys = None if self.keys is None else self.keys + other.keys
-        values, weights, count = self.values + other.values, self.weights + other.weights, self.count + other.count
-        return Summary(values, weights, count, keys, self.peak, False, self.complete and other.complete)
 
     def map_values(self, matrix: Tensor, bias: Tensor) -> Summary:
         """Apply a linear map of the values to the slots: reduce first, project second, exactly.
@@ -136,7 +136,7 @@ def summarize(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete:
         dtype = accumulation(value.dtype)
         block = value.shape[-1] if torch.compiler.is_compiling() else BLOCK  # a compiled loop would be of one length
         cells = zip(key.split(block, -1), value.split(block, -1), real.split(block, -1), strict=True)
-        return merge_all([sum_cells(row, k.to(dtype), v.to(dtype), r, complete) for k, v, r in cells])
+        return merge_all([sum_cells(row.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in cells])
 
 
 def merge_all(parts: list[Summary]) -> Summary:
@@ -147,9 +147,11 @@ def merge_all(parts: list[Summary]) -> Summary:
     return merge_all(parts[:middle]).merge(merge_all(parts[middle:]))
 
 
-def sum_cells(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete: bool) -> Summary:
-    """One block of `summarize`, for rows with a basis."""
-    basis, peak = row.basis(key, real)  # (b, h, r, n)
+def sum_cells(
+    weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, real: Tensor, complete: bool
+) -> Summary:
+    """Summarize one block of cells, `weigh` being the row's basis."""
+    basis, peak = weigh(key, real)  # (b, h, r, n)
     weights = (basis if complete else basis * real).sum(-1, keepdim=True)
     if value.shape[1] < basis.shape[1]:  # values shared by the heads are read once for all of them
         values = (basis.flatten(1, 2) @ value[:, 0].mT).unflatten(1, basis.shape[1:3])
@@ -190,8 +192,8 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
 
 
 def fused_softmax(query: Tensor, summary: Summary, slots: Tensor, scale: float) -> Tensor:
-    """slots · softmax_of_products(scale · query), by the kernel that torch has for it, which wants `(…, cells, channels)`."""
-    keys = (summary.keys / weight(query, summary)).to(query.dtype)
+    """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, cells, channels)`."""
+    keys = (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
     q, k, v = (cells.contiguous() for cells in (query.mT, keys, slots))
     if summary.complete:
         return F.scaled_dot_product_attention(q, k, v, scale=scale).mT

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farfield.ops.summary import Summary
 
 
-# ---- basis(key, real) -> weight (b, h, r, n) of each answering cell in each slot, and the peak of its exponents -------
+# ---- basis(key, real) -> weight (b, h, r, n) of each answering cell in each slot, and its exponents' peak ------------
 def keys(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
     """SAN 2, FA 3: each key channel is a slot."""
     return key, None
@@ -62,13 +62,13 @@ def query_and_one(score: Tensor, summary: Summary) -> Tensor:
 
 def products(query: Tensor, summary: Summary) -> Tensor:
     """FA 6: the coefficient matrix E = KᵀQ."""
-    return summary.keys.to(query.dtype) @ query
+    return cast(Tensor, summary.keys).to(query.dtype) @ query
 
 
 def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
     """KAN 1: softmax of KᵀQ over the slots in which a real cell is; `respond` never calls it but fuses it."""
     real = summary.weights > 0
-    means = summary._replace(keys=summary.keys / weight(query, summary))
+    means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
     return torch.where(real, products(query, means).masked_fill(~real, -1e30).softmax(2), 0)
 
 

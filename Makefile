@@ -1,0 +1,81 @@
+# Everything runs in .venv, which the first command makes with the first Python 3.11-3.13 it finds. `make help` lists what there is.
+# Another Python: make test PYTHON3=/path/to/python3.12
+
+SHELL := /bin/sh
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/installed
+PYTHON3 ?= python3.13 python3.12 python3.11 python3 python
+# Test processes side by side; each computes on one thread.
+JOBS ?= 2
+
+# The editable install names this folder, so a copied or moved checkout (or one whose Python has gone) installs again.
+ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help install demo test test-slow lint types imports pytest docs format clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## make .venv and install farfield with all extras into it
+
+demo: $(STAMP) ## train two small networks on real images, measure the operators, draw what they attend to
+	$(VENV)/bin/farfield demo
+
+test: lint types imports pytest docs ## everything that must pass: format, lint, types, import ladder, tests, doctests, docs
+
+test-slow: $(STAMP) ## the tests that take minutes: inductor, long grids, trained accuracies
+	$(PYTHON) -m pytest -m slow
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+types: $(STAMP)
+	$(PYTHON) -m mypy
+
+imports: $(STAMP)
+	$(VENV)/bin/lint-imports
+
+pytest: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+
+docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
+	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+format: $(STAMP) ## let ruff format the code and mend what it can
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## remove .venv, caches and built pages
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian and Ubuntu split ensurepip off into python3-venv: such a Python is passed over, and named if no other is found.
+$(STAMP): pyproject.toml
+	@set -e; \
+	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	  found=; bare=; \
+	  for candidate in $(PYTHON3); do \
+	    "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 || continue; \
+	    if "$$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	    bare=$${bare:-$$candidate}; \
+	  done; \
+	  if [ -z "$$found" ] && [ -n "$$bare" ]; then \
+	    version=$$("$$bare" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	    echo "make: $$bare (Python $$version) cannot make a virtual environment: it lacks ensurepip." >&2; \
+	    echo "  fix: install it, on Debian or Ubuntu: apt-get install python$$version-venv" >&2; exit 1; \
+	  fi; \
+	  if [ -z "$$found" ]; then \
+	    echo "make: farfield needs Python 3.11, 3.12 or 3.13; none of these is one: $(PYTHON3)." >&2; \
+	    echo "  fix: install one, or name it: make $(MAKECMDGOALS) PYTHON3=/path/to/python3.12" >&2; exit 1; \
+	  fi; \
+	  echo "Making $(VENV) with $$found ($$("$$found" --version))"; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing farfield and what it needs into $(VENV): once, a few minutes"
+	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
+	@printf '%s\n' "$(CURDIR)" > $(STAMP)

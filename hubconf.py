@@ -1,0 +1,19 @@
+"""Entry points for ``torch.hub``: every builder of ``farfield.models.MODELS`` under its own name.
+
+Example: ``torch.hub.load("path/to/farfield", "kanet_qkv", source="local", num_classes=10)``.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+dependencies = ["torch", "jaxtyping", "safetensors", "huggingface_hub"]
+
+# torch.hub puts this folder on the path and not src/, and a checkout need not be installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "src"))
+
+from farfield.models import MODELS  # noqa: E402
+
+# torch.hub finds an entry point by its name in this module.
+globals().update(MODELS)

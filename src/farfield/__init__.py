@@ -1,0 +1,54 @@
+"""Global attention for grids of any rank, at a cost that grows with the grid and not with its square.
+
+The names below load when they are first asked for, so that ``import farfield`` itself stays light:
+
+- ``ops``: the eleven operators, ``OPERATORS``, ``summarize`` and ``respond``
+- ``nn``: ``GridAttention`` and the blocks of the papers
+- ``models``: the compact networks, ``MODELS``, ``from_pretrained``
+- ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)
+- ``maps``: which cells one cell attends to
+- ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
+- ``pad_grids``: a ragged list of grids as one batch and its mask
+- ``ShapeError``: what every function here raises for shapes that do not fit
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farfield import cost, maps, models, nn, ops, theory
+    from farfield._checks import ShapeError
+    from farfield.ops import pad_grids
+
+__version__ = "0.1.0"
+
+__all__ = ["ShapeError", "__version__", "cost", "maps", "models", "nn", "ops", "pad_grids", "theory"]
+
+# Name -> the module that holds it; a module of that very name is the export itself.
+_HOME = {
+    "ShapeError": "_checks",
+    "cost": "cost",
+    "maps": "maps",
+    "models": "models",
+    "nn": "nn",
+    "ops": "ops",
+    "pad_grids": "ops",
+    "theory": "theory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load ``name`` on first use and keep it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'farfield' has no attribute {name!r}; it has {', '.join(__all__)}.")
+    module = importlib.import_module(f"farfield.{_HOME[name]}")
+    value = module if name == _HOME[name] else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,114 @@
+"""The command line: `farfield demo | operators | models | cost | measure | info | fit | validate | test | predict`.
+
+Commands are functions `main(argv)` of modules that load when they are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from farfield import __version__
+
+
+class Command(NamedTuple):
+    """One command: the module whose `main` runs it, the extra that it needs, and what it does."""
+
+    module: str
+    extra: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("demo", "demo", "train two networks on handwritten digits, compare costs, draw attention"),
+    "operators": Command("tables", "cli", "the operators: source, slots, merging, cost"),
+    "models": Command("tables", "cli", "the networks: weights and multiply-adds beside the printed ones"),
+    "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and what executes"),
+    "measure": Command("tables", "cli", "operators on this machine: time and memory against softmax attention"),
+    "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
+    "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
+    "validate": Command("train", "train", "evaluate a checkpoint on the validation part"),
+    "test": Command("train", "train", "evaluate a checkpoint on the test part"),
+    "predict": Command("train", "train", "write a checkpoint's predictions"),
+}
+# Errors that say what is wrong by themselves.
+MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
+# Some of their kinds do not: they are faults of the program and keep their traceback.
+FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Args:
+        argv: The command line without the program's name; None takes it from the system.
+
+    Raises:
+        SystemExit: With status 2 for a wrong command line or an error that the library words, 130 if interrupted, 141
+            if nobody reads the output to its end.
+    """
+    parsed = parser().parse_args(argv)
+    if parsed.command is None:
+        parser().print_help()
+        return
+    arguments = [argument for argument in parsed.arguments if argument != "--debug"]
+    debug = parsed.debug or len(arguments) < len(parsed.arguments)
+    try:
+        dispatch(parsed.command, arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        stop(130, "farfield: interrupted.")
+    except BrokenPipeError:
+        # Whoever read the output has gone (farfield operators | head): what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop(141)
+    except MESSAGES as error:
+        if debug or isinstance(error, FAULTS):
+            raise
+        stop(2, str(error) if str(error).startswith("farfield") else f"farfield {parsed.command}: {error}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line before a command's own options."""
+    width = max(len(name) for name in COMMANDS)
+    listing = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="farfield",
+        description="Global attention for grids of any rank, at a cost that grows with the grid.",
+        epilog=f"commands:\n{listing}\n\nfarfield <command> --help lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"farfield {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("command", nargs="?", metavar="<command>", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its options")
+    return parser
+
+
+def dispatch(name: str, arguments: list[str]) -> None:
+    """Load a command's module and run it."""
+    if name not in COMMANDS:
+        # Not at the top: it loads torch, which --help and --version do without.
+        from farfield._checks import unknown
+
+        raise unknown("farfield", "command", name, COMMANDS)
+    command = COMMANDS[name]
+    try:
+        module = importlib.import_module(f"farfield.cli.{command.module}")
+        module.main(arguments if command.module == name else [name, *arguments])
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("farfield"):
+            raise
+        raise RuntimeError(f'it needs {error.name}; fix: pip install "farfield[{command.extra}]".') from error
+
+
+def stop(status: int, message: str = "") -> None:
+    """End with a status, after one message."""
+    if message:
+        print(message, file=sys.stderr)
+    raise SystemExit(status)

@@ -1,0 +1,264 @@
+"""`farfield demo`: two networks trained on real images, KAN's Table 2 on this machine, and a picture, in minutes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from farfield import cost, models
+from farfield.cli.output import Column, Row, Table, megabytes, millions, milliseconds, percent, ratio, write_table
+from farfield.cli.picture import write as write_picture
+from farfield.cli.printed import KAN_TABLE_2, NETWORKS
+from farfield.data.classify import Digits
+from farfield.nn import GridAttention
+from farfield.tasks.classify import Classify
+
+SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
+TRAINED = ("kanet_qkv", "mobilenet_v2")
+LEARNING_RATE, BATCH = 0.02, 32
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the demo.
+
+    Args:
+        argv: Its options; None takes them from the system.
+
+    Raises:
+        OSError: If the output folder cannot be written.
+        SystemExit: With status 2 for a wrong option.
+    """
+    options = parser().parse_args(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    # A folder that cannot be written to fails now, not after minutes of training.
+    save(options.output / "results.json", "{}\n")
+    console, start = Console(highlight=False), time.perf_counter()
+    console.rule("[bold]1 of 3 · Two networks on scikit-learn's handwritten digits", align="left")
+    networks = train_all(options, console)
+    write_table(trained_table(networks))
+    write_table(full_table(networks))
+    console.rule("[bold]2 of 3 · KAN Table 2 on this machine", align="left")
+    with console.status("softmax attention and Kronecker attention, side by side"):
+        operators = table_2_rows()
+    write_table(table_2(operators))
+    console.rule("[bold]3 of 3 · What one petal attends to", align="left")
+    picture = options.output / "attention.png"
+    with console.status("one attention row an operator"):
+        write_picture(picture)
+    seconds = time.perf_counter() - start
+    results = {"networks": networks, "operators": operators, "seconds": seconds}
+    save(options.output / "results.json", json.dumps(results, indent=2) + "\n")
+    console.print(f"picture   {picture}", f"numbers   {options.output / 'results.json'}", sep="\n", soft_wrap=True)
+    weights = ", ".join(str(options.output / name) for name in TRAINED)
+    console.print(f"networks  {weights}: farfield.models.from_pretrained(path)", soft_wrap=True)
+    console.print(f"[bold]Done in {clock(seconds)} minutes.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The demo's options."""
+    found = argparse.ArgumentParser(prog="farfield demo", description=__doc__, allow_abbrev=False)
+    found.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for all that it writes")
+    found.add_argument("--epochs", type=positive, default=12, help="passes over the training digits (12)")
+    found.add_argument("--seed", type=int, default=0, help="of weights, order, augmentation and split (0)")
+    found.add_argument("--width", type=float, default=0.25, help="factor on the networks' channels (0.25)")
+    found.add_argument("--subset", type=positive, default=None, help="number of training digits (all 1,437)")
+    return found
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 at least, got {number}")
+    return number
+
+
+def train_all(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Train each network with the same budget; return accuracies and costs."""
+    columns = [
+        TextColumn("{task.description:13}"),
+        BarColumn(40),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    ]
+    with quiet(), Progress(*columns, console=console) as progress:
+        bars = {name: progress.add_task(name, start=False, state="") for name in TRAINED}
+        return [train(name, options, Bar(progress, bars[name])) for name in TRAINED]
+
+
+def train(name: str, options: argparse.Namespace, bar: Bar) -> Row:
+    """Train one network, save it, and evaluate it on the held-out digits."""
+    seed_everything(options.seed, verbose=False)
+    network = models.MODELS[name](num_classes=10, width=options.width, strides=STRIDES)
+    task = Classify(network, learning_rate=LEARNING_RATE, nesterov=True, schedule="cosine", warmup_epochs=1)
+    digits = Digits(image_size=SIDE, batch_size=BATCH, subset=options.subset, seed=options.seed)
+    trainer = Trainer(
+        max_epochs=options.epochs,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        callbacks=[bar],
+    )
+    start = time.perf_counter()
+    trainer.fit(task, datamodule=digits)
+    seconds = time.perf_counter() - start
+    accuracy = trainer.test(task, datamodule=digits, verbose=False)[0]["test/accuracy"]
+    network.cpu().save_pretrained(options.output / name)
+    held_out = len(digits.parts["test"])  # type: ignore[arg-type]
+    return {
+        "network": name,
+        "accuracy": accuracy,
+        "held_out": held_out,
+        "right": round(accuracy * held_out),
+        "seconds": seconds,
+        **costs(name, network),
+    }
+
+
+class Bar(Callback):
+    """One network's line of the progress display."""
+
+    def __init__(self, progress: Progress, line: TaskID) -> None:
+        self.progress, self.line = progress, line
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self.progress.start_task(self.line)
+        self.progress.update(self.line, total=trainer.estimated_stepping_batches)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any) -> None:
+        """Tell the epoch and the loss."""
+        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        self.progress.update(self.line, completed=trainer.global_step, state=f"{epoch}  loss {outputs['loss']:.3f}")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock and tell the accuracy."""
+        accuracy = trainer.callback_metrics["test/accuracy"]
+        self.progress.update(self.line, state=f"held-out accuracy {percent(float(accuracy))}")
+        self.progress.stop_task(self.line)
+
+
+def costs(name: str, network: torch.nn.Module) -> Row:
+    """Count one image's pass: the network as trained, and in full as the papers have it."""
+    small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
+    full = cost.count(models.MODELS[name]().eval(), (1, 3, 224, 224))
+    found = {"weights": small.weights, "madds": small.madds, "full_weights": full.weights, "full_madds": full.madds}
+    return found | {"printed_weights": NETWORKS[name].parameters, "printed_madds": NETWORKS[name].madds}
+
+
+def trained_table(rows: list[Row]) -> Table:
+    """Set the trained networks side by side."""
+    columns = [
+        Column("network", "network", left=True),
+        Column("accuracy", "held-out accuracy", percent),
+        Column("right", f"right of {rows[0]['held_out']}"),
+        Column("weights", "weights", "{:,}".format),
+        Column("madds", "multiply-adds", millions),
+        Column("seconds", "trained in", lambda seconds: f"{clock(seconds)} min"),
+    ]
+    return Table(f"as trained: {SIDE} × {SIDE}, ten classes", columns, rows)
+
+
+def full_table(rows: list[Row]) -> Table:
+    """Set the networks in full beside what the paper prints."""
+    columns = [
+        Column("network", "network", left=True),
+        Column("full_weights", "weights", "{:,}".format),
+        Column("printed_weights", "KAN"),
+        Column("full_madds", "multiply-adds", millions),
+        Column("printed_madds", "KAN"),
+    ]
+    return Table("in full: width 1, 224 × 224, 1,000 classes; KAN: as printed", columns, rows)
+
+
+def table_2_rows() -> list[Row]:
+    """Measure KAN's Table 2: batch 8, 8 channels, one head, a map of the values."""
+    return [row for side in (14, 28, 56) for row in table_2_grid(side)]
+
+
+def table_2_grid(side: int) -> list[Row]:
+    """Measure the four operators on one grid."""
+    torch.manual_seed(0)
+    grid = torch.randn(8, 8, side, side)
+    printed = {name: row for (name, length), row in KAN_TABLE_2.items() if length == side}
+    found = {name: cost.measure(GridAttention(8, name, bias=False).eval(), grid) for name in printed}
+    return [
+        {
+            "grid": f"{side}²",
+            "operator": name,
+            "madds": cost.predict(name, channels=8, sides=(side, side), convention="paper").madds,
+            "printed_madds": row.madds,
+            "bytes": found[name].peak_bytes,
+            "printed_memory": row.memory,
+            "seconds": found[name].seconds,
+            "printed_time": row.time,
+            "speed_up": found["softmax"].seconds / found[name].seconds,
+            "printed_speed_up": row.speed_up,
+        }
+        for name, row in printed.items()
+    ]
+
+
+def table_2(rows: list[Row]) -> Table:
+    """Set what was measured beside what is printed."""
+    columns = [
+        Column("grid", "grid", left=True),
+        Column("operator", "operator", left=True),
+        Column("madds", "multiply-adds", millions),
+        Column("printed_madds", "KAN"),
+        Column("bytes", "memory", megabytes),
+        Column("printed_memory", "KAN"),
+        Column("seconds", "time", milliseconds),
+        Column("printed_time", "KAN"),
+        Column("speed_up", "speed-up", ratio),
+        Column("printed_speed_up", "KAN"),
+    ]
+    notes = [
+        "Multiply-adds of one image, by formula; time and memory of the batch. Softmax attention runs in torch's fused",
+        "kernel, which never forms the attention matrix: hence less memory and smaller speed-ups than printed.",
+    ]
+    title = f"batch 8, 8 channels, on {torch.get_num_threads()} threads; KAN: as printed"
+    return Table(title, columns, rows, notes)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's advice on loggers and loader processes out of the progress display."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

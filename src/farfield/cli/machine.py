@@ -1,0 +1,76 @@
+"""Rows of `farfield info`: what farfield runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+
+import torch
+
+import farfield
+from farfield.cli.output import Row
+from farfield.cost.measuring import processor_name
+
+
+def machine_rows() -> list[Row]:
+    """What there is, in the order in which a report of a fault wants it."""
+    rows = {
+        "farfield": farfield.__version__,
+        "Python": f"{sys.version.split()[0]}, {platform.platform()}",
+        "torch": f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'} build",
+        "processor": f"{processor_name()}, {torch.get_num_threads()} threads of PyTorch",
+        "devices": devices(),
+        **{f"extra {name}": text for name, text in extras().items()},
+        "kernels": "none yet: every operator runs as its equation, which torch.compile fuses",
+    }
+    return [{"what": what, "value": value} for what, value in rows.items()]
+
+
+def devices() -> str:
+    """The accelerators that PyTorch sees."""
+    if torch.cuda.is_available():
+        return ", ".join(
+            f"cuda:{index} {torch.cuda.get_device_name(index)} "
+            f"({torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB)"
+            for index in range(torch.cuda.device_count())
+        )
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return "no accelerator: the CPU only"
+
+
+def extras() -> dict[str, str]:
+    """Each extra of the installed package, and which of its packages are missing."""
+    try:
+        metadata = importlib.metadata.metadata("farfield")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    required = metadata.get_all("Requires-Dist") or []
+    found: dict[str, str] = {}
+    for extra in metadata.get_all("Provides-Extra") or []:
+        missing = [name for name in packages(required, extra) if not installed(name)]
+        found[extra] = f"lacks {', '.join(missing)}" if missing else "installed"
+    return found
+
+
+def packages(required: list[str], extra: str) -> list[str]:
+    """The packages of an extra, those of the extras that it names included."""
+    names: list[str] = []
+    for requirement in required:
+        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", requirement):
+            continue
+        name = re.split(r"[\s;\[<>=!~(]", requirement, maxsplit=1)[0]
+        inner = re.match(r"farfield\[([\w,-]+)\]", requirement)
+        names += [each for part in inner[1].split(",") for each in packages(required, part)] if inner else [name]
+    return list(dict.fromkeys(names))
+
+
+def installed(name: str) -> bool:
+    """Whether a package is there."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

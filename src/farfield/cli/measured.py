@@ -1,0 +1,72 @@
+"""Rows of `farfield measure`: operators on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from farfield import cost
+from farfield.cli.output import Row
+from farfield.cli.printed import table_for
+from farfield.nn import GridAttention
+
+# Two answers are the same function up to rounding, relative to their size, in float32.
+SAME = 1e-4
+
+
+def measured_rows(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Measure each operator on each grid; softmax first, if it is asked for, since the others are compared to it."""
+    device = torch.device(arguments.device)
+    names = sorted(names, key=lambda name: name != "softmax")
+    rows: list[Row] = []
+    for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)]:
+        torch.manual_seed(0)
+        grid = torch.randn(arguments.batch, arguments.channels, *sides, device=device, requires_grad=arguments.backward)
+        rows += rows_of_grid(grid, arguments, names)
+    return rows
+
+
+def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Measure each operator on one grid."""
+    options = {"batch": arguments.batch, "heads": arguments.heads, "project": arguments.project}
+    table = table_for(tuple(grid.shape[2:]), arguments.channels, **options)
+    rows: list[Row] = []
+    answers: dict[str, torch.Tensor] = {}
+    reference: cost.Measurement | None = None
+    for name in names:
+        attention = attention_for(name, arguments)
+        found = cost.measure(attention, grid, backward=arguments.backward, repeats=arguments.repeats)
+        reference = found if name == "softmax" else reference
+        with torch.no_grad():
+            answer = attention(grid)
+        printed = table.rows.get(name) if table else None
+        rows.append(
+            {
+                "sides": list(grid.shape[2:]),
+                "operator": name,
+                "seconds": found.seconds,
+                "fastest": found.fastest,
+                "speed_up": reference and reference.seconds / found.seconds,
+                "speed_up_printed": printed and printed.speed_up,
+                "peak_bytes": found.peak_bytes,
+                "memory_saving": reference and 1 - found.peak_bytes / reference.peak_bytes,
+                "equals": ", ".join(other for other, known in answers.items() if same(answer, known)) or None,
+                "device": found.device,
+            }
+        )
+        answers[name] = answer
+    return rows
+
+
+def attention_for(name: str, arguments: argparse.Namespace) -> GridAttention:
+    """The module of an operator; the same seed gives all of them the same maps."""
+    torch.manual_seed(1)
+    project = arguments.project.replace("k", "") if name == "siamese_local" else arguments.project
+    attention = GridAttention(arguments.channels, name, heads=arguments.heads, project=project)
+    return attention.eval().to(arguments.device)
+
+
+def same(answer: torch.Tensor, known: torch.Tensor) -> bool:
+    """Whether two answers differ by rounding only."""
+    return bool((answer - known).norm() <= SAME * known.norm())

@@ -1,0 +1,174 @@
+"""`farfield fit | validate | test | predict`: Lightning's command line on `Classify` and the data modules.
+
+    farfield fit --config recipes/digits.yaml
+    farfield fit --config recipes/digits.yaml --ckpt_path last
+    farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
+
+A run is a folder, `version_0`, `version_1` … in `--trainer.default_root_dir`: its configuration, `metrics.csv`,
+TensorBoard's events, `checkpoints/best.ckpt`, `checkpoints/last.ckpt`, and after `fit` the best weights as
+`model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+
+from farfield._checks import ShapeError, unknown
+from farfield.data import classify as _  # noqa: F401  Once imported, `--data Digits` needs no module.
+from farfield.data.folders import FolderError
+from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
+from farfield.tasks.classify import Classify
+from farfield.tasks.logs import RunLog, newest_run, next_run, number
+from farfield.tasks.predictions import PredictionTable
+
+NETWORK = "--model.network"
+
+
+class Training(LightningCLI):
+    """Lightning's command line with a run's folder, checkpoints and files arranged as this module's text says.
+
+    Args:
+        args: The command line without the program's name; None takes it from the system.
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            Classify,
+            LightningDataModule,
+            subclass_mode_data=True,
+            args=args,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            # The checkpoint to resume from: ModelCheckpoint's own save_last writes only when the best one changes.
+            trainer_defaults={"callbacks": [ModelCheckpoint(filename="last", enable_version_counter=False)]},
+            # A checkpoint names no classes to build and no functions to call: the configuration does.
+            load_from_checkpoint_support=False,
+            save_config_kwargs={"overwrite": True},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--checkpoint` and `--predictions`, and the defaults of the trainer."""
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(PredictionTable, "predictions")
+        parser.set_defaults(
+            {
+                "checkpoint.filename": "best",
+                "checkpoint.monitor": "val/accuracy",
+                "checkpoint.mode": "max",
+                "checkpoint.enable_version_counter": False,
+                "trainer.default_root_dir": "runs",
+                "trainer.log_every_n_steps": 10,
+            }
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as the user wrote it: no settings are taken from a checkpoint."""
+
+    def before_instantiate_classes(self) -> None:
+        """Find the folder of the run, and in it what `--ckpt_path last` and `best` mean."""
+        config = self.config[str(self.subcommand)]
+        root = Path(config.trainer.default_root_dir)
+        self.folder = next_run(root)
+        if config.ckpt_path in ("last", "best"):
+            file = f"checkpoints/{config.ckpt_path}.ckpt"
+            found = newest_run(root, file)
+            if found is None and self.subcommand != "fit":
+                raise CheckpointError(
+                    f"no run in {root} has {file}; fix: --trainer.default_root_dir, or the file's path."
+                )
+            if found is None:
+                rank_zero_warn(f"farfield fit: {root} has no run to resume; starting a new one.")
+            self.folder = found or self.folder
+            config.ckpt_path = found and str(found / file)
+        # Read now, a damaged file is refused before anything else is done.
+        self.resumed_at = read(Path(config.ckpt_path)).get("global_step") if config.ckpt_path else None
+        if self.subcommand == "fit" and not config.trainer.fast_dev_run:
+            # The other processes would take this folder for an older run.
+            rank_zero_only(check_writable)(self.folder)
+        elif not config.ckpt_path and self.subcommand != "fit":
+            rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network is as it was built.")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer with the run's loggers and atomic checkpoints; evaluation leaves the run as it is."""
+        config = self._get(self.config_init, "trainer")
+        fits = self.subcommand == "fit"
+        if not fits:
+            self.save_config_callback = None
+            kwargs["logger"] = config.logger or False
+        elif config.logger in (None, True) and not config.fast_dev_run:
+            events = TensorBoardLogger(str(self.folder.parent), "", number(self.folder), purge_step=self.resumed_at)
+            kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
+        plugins = config.plugins or []
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpoints()]
+        return super().instantiate_trainer(**kwargs)
+
+    def after_fit(self) -> None:
+        """Write the best weights as safetensors, and say where everything is."""
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if export_best(self.trainer, self.model, folder):
+            best: Any = self.trainer.checkpoint_callback
+            score = f", {best.monitor} {float(best.best_model_score):.4f}" if best.best_model_score is not None else ""
+            rank_zero_info(
+                f"farfield fit: best weights{score}: {folder / 'model.safetensors'}; curves: {folder / 'metrics.csv'}"
+            )
+
+    def after_predict(self) -> None:
+        """Say where the table is."""
+        table = self._get(self.config_init, "predictions")
+        rank_zero_info(f"farfield predict: {table.place(self.trainer)}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one of Lightning's four commands.
+
+    Args:
+        argv: The command line without the program's name; None takes it from the system.
+
+    Raises:
+        SystemExit: For a wrong option, a folder that cannot be trained on, or a checkpoint that cannot be read or
+            written; the text says which and why.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            Training(_with_full_names(sys.argv[1:] if argv is None else argv))
+    except (CheckpointError, FolderError, ShapeError) as error:
+        raise SystemExit(f"farfield: {error}") from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise SystemExit(f"farfield: {error.filename or 'writing'}: {error.strerror}") from error
+
+
+def _with_full_names(argv: Sequence[str]) -> list[str]:
+    """Replace a name of `models.MODELS` after `--model.network` by the path of its builder."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        option, equals, name = word.partition("=")
+        if option == NETWORK and equals:
+            words[place] = f"{NETWORK}={_full_name(name)}"
+        elif place and words[place - 1] == NETWORK:
+            words[place] = _full_name(word)
+    return words
+
+
+def _full_name(name: str) -> str:
+    if not name.isidentifier():
+        return name
+    from farfield import models
+
+    if name not in models.MODELS:
+        raise SystemExit(f"{unknown('farfield fit', 'model', name, models.MODELS)}")
+    return f"farfield.models.{name}"

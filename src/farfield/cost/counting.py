@@ -1,0 +1,194 @@
+"""What really executes in a module: multiply-adds, counted on fake tensors, which have shapes and no numbers.
+
+A fake tensor is a meta tensor that says it is on a CPU, so code that asks for a device runs as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from farfield.nn import GridAttention, SqueezeExcite
+
+# A shape, a tensor, or one of the two for each input.
+Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one forward pass takes.
+
+    Attributes:
+        madds: Multiply-adds (one multiply and one add = 1) of the whole batch.
+        parameters: Numbers that are learned, every one.
+        weights: Those of linear maps, convolutions and siamese vectors: parameters without biases and norms, as the
+            papers count.
+        activation_bytes: Bytes of what the pass forms, whole batch; `predict` and `count` say what that covers.
+        coefficients: Numbers of an operator's coefficients (heads × slots × asking cells), whole batch; None for a
+            network. For the softmax and Kronecker rows they are never formed.
+        by_module: Path -> multiply-adds of every module that has any, its children's included; empty for a formula.
+    """
+
+    madds: int
+    parameters: int
+    weights: int
+    activation_bytes: int
+    coefficients: int | None = None
+    by_module: dict[str, int] = field(default_factory=dict, repr=False)
+
+
+class Call(NamedTuple):
+    """One call of a module on one grid: the grid's shape, and the multiply-adds that executed."""
+
+    shape: tuple[int, ...]
+    madds: int
+
+
+def count(module: nn.Module, inputs: Inputs) -> Cost:
+    """Count what really executes in one forward pass of a module, without computing it or touching its weights.
+
+    Multiply-adds are those of convolutions, matrix products and scaled dot-product attention, wherever in the pass they
+    are (`torch.utils.flop_counter`, halved). Elementwise work, reductions (means, norms, pooling) and softmax count
+    nothing, as in the papers. The module runs in the mode it is in: in training, batch norm of coefficients costs its
+    moments; call `.eval()` first for inference.
+
+    Args:
+        module: Any module whose steps depend on shapes and not on values.
+        inputs: The shape of its input; or a tensor or shape for each input, of which only shape and dtype are read.
+
+    Returns:
+        The cost, with `by_module`. Activation bytes are those of the outputs of all innermost modules (`GridAttention`
+        is one), once a call.
+
+    Raises:
+        RuntimeError: If the module looks at values, or does not take such inputs.
+
+    Example:
+        >>> import torch
+        >>> from farfield import cost
+        >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).madds == 3 * 8 * 9 * 100
+        True
+    """
+    return run(module, inputs)[0]
+
+
+def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]:
+    """Count a forward pass; also return, for each attention and squeeze-excite, its calls on one grid."""
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.get_default_dtype())
+    sizes: list[int] = []
+    calls: dict[str, list[Call]] = {}
+    counter = FlopCounterMode(display=False)
+    hooks = [part.register_forward_hook(lambda *call: sizes.append(bytes_of(call[-1]))) for part in innermost(module)]
+    for name, part in module.named_modules():
+        if isinstance(part, GridAttention | SqueezeExcite):
+            hooks += record_calls(part, counter, calls.setdefault(name, []))
+    # It logs a traceback of its own for an error that is raised as well.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), counter:
+            state = {name: without_numbers(tensor) for name, tensor in tensors.items()}
+            functional_call(module, state, tuple(fake_inputs(inputs, dtype)))
+    except (RuntimeError, NotImplementedError) as error:
+        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} without numbers"
+        raise RuntimeError(f"cost.count: {what}: {error}") from error
+    finally:
+        log.disabled = disabled
+        for hook in hooks:
+            hook.remove()
+    cost = Cost(
+        madds=counter.get_total_flops() // 2,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        weights=sum(parameter.numel() for parameter in weights_of(module)),
+        activation_bytes=sum(sizes),
+        by_module=madds_by_module(module, counter),
+    )
+    return cost, calls
+
+
+def without_numbers(tensor: Tensor) -> Tensor:
+    """A tensor of this shape and dtype, to be made where tensors are fake."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Inputs from tensors or shapes, to be made where tensors are fake."""
+    if isinstance(inputs, Tensor):
+        yield without_numbers(inputs)
+        return
+    shape = [side for side in inputs if isinstance(side, int)]
+    if len(shape) == len(inputs):
+        yield torch.empty(shape, dtype=dtype, device="cpu")
+        return
+    for part in inputs:
+        yield from fake_inputs([part] if isinstance(part, int) else part, dtype)
+
+
+def shapes_text(inputs: Inputs) -> str:
+    """The shapes of inputs, for an error."""
+    with FakeTensorMode():
+        return ", ".join(str(tuple(tensor.shape)) for tensor in fake_inputs(inputs, torch.float32))
+
+
+def innermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules without children, and attentions, whose children only hold weights."""
+    children = list(module.children())
+    if not children or isinstance(module, GridAttention):
+        yield module
+    else:
+        for child in children:
+            yield from innermost(child)
+
+
+def bytes_of(output: Any) -> int:
+    """Bytes of the tensors of an output."""
+    return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[Call]) -> list[RemovableHandle]:
+    """Hooks that note each call of a module which reads one grid, and nothing else."""
+    before: list[int] = []
+
+    def start(_: nn.Module, __: tuple[Any, ...]) -> None:
+        before.append(counter.get_total_flops())
+
+    def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
+        flops = counter.get_total_flops() - before.pop()
+        grid = inputs[0] if inputs else named["grid"]
+        if len(inputs) < 2 and named.get("context") is None:
+            calls.append(Call(tuple(grid.shape), flops // 2))
+
+    return [module.register_forward_pre_hook(start), module.register_forward_hook(note, with_kwargs=True)]
+
+
+def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters without biases and without those of norms, each once."""
+    seen: set[int] = set()
+    for part in module.modules():
+        if "norm" in type(part).__name__.lower():
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            if not name.endswith("bias") and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def madds_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
+    """Path -> multiply-adds, in the order in which modules ran."""
+    prefix = f"{type(module).__name__}."
+    return {
+        name.removeprefix(prefix): sum(flops.values()) // 2
+        for name, flops in counter.get_flop_counts().items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,269 @@
+"""What each operator costs, one short function a row: the papers' multiply-adds, and the steps that execute here.
+
+All numbers are for one sample of self-attention. N cells of c channels ask; queries and keys have d channels, values p,
+outputs o; h heads. One multiply and one add are one multiply-add. A reduction without a product (means, maxima), an
+elementwise step and a softmax count nothing, in the papers and here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Sizes(NamedTuple):
+    """What a formula reads.
+
+    Attributes:
+        sides: Of the grid, which asks and answers.
+        channels: Of the grid, c.
+        inner: Channels of queries and keys, d.
+        width: Channels of values, p.
+        heads: Number of heads, h.
+        project: Which linear maps there are: letters of "qkvo".
+    """
+
+    sides: tuple[int, ...]
+    channels: int
+    inner: int
+    width: int
+    heads: int
+    project: str
+
+    @property
+    def cells(self) -> int:
+        """N."""
+        return math.prod(self.sides)
+
+    @property
+    def windows(self) -> int:
+        """Cells left by pooling 2 a side in ceil mode."""
+        return math.prod(math.ceil(side / 2) for side in self.sides)
+
+    @property
+    def indices(self) -> int:
+        """Indices of all axes, Σ sides."""
+        return sum(self.sides)
+
+    @property
+    def out(self) -> int:
+        """Channels of the response after the output map, if there is one."""
+        return self.channels if "o" in self.project else self.width
+
+    def projections(self, asks: int, answers: int) -> int:
+        """Multiply-adds of the linear maps, each applied to the cells it reads, before anything else."""
+        c, d, p = self.channels, self.inner, self.width
+        return (
+            asks * c * d * ("q" in self.project)
+            + answers * c * d * ("k" in self.project)
+            + answers * c * p * ("v" in self.project)
+            + asks * p * c * ("o" in self.project)
+        )
+
+
+class Steps(NamedTuple):
+    """What one operator does.
+
+    Attributes:
+        printed: Multiply-adds as the papers count them.
+        asks: Cells that ask.
+        answers: Cells that answer, after pooling or averaging.
+        slots: Of the summary, a head.
+        formed: Numbers of the basis and the coefficients (for a softmax of products: of queries and keys, as its kernel
+            reads them) that stand in memory.
+        basis: Whether answering cells are weighed into the slots; else each is a slot of its own.
+        scored: Whether queries and keys are read through one vector a head.
+    """
+
+    printed: int
+    asks: int
+    answers: int
+    slots: int
+    formed: int
+    basis: bool = True
+    scored: bool = False
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+def dense(s: Sizes, asks: int, answers: int) -> Steps:
+    """KᵀQ is asks·answers·d, V times its softmax asks·answers·p; the coefficients are never formed."""
+    printed = s.projections(asks, answers) + asks * answers * (s.inner + s.width)
+    return Steps(printed, asks, answers, answers, (asks + answers) * s.inner, basis=False)
+
+
+def softmax(s: Sizes) -> Steps:
+    """KAN 1, SAN 1, FA 9: N²·(d + p), KᵀQ and V times its column softmax."""
+    return dense(s, s.cells, s.cells)
+
+
+def softmax_pooled(s: Sizes) -> Steps:
+    """KAN Table 2: N·(N/4)·(d + p), K and V of KAN 1 pooled 2 a side in ceil mode."""
+    return dense(s, s.cells, s.windows)
+
+
+def kronecker_kv(s: Sizes) -> Steps:
+    """KAN 16: N·Σsides·(d + p) for attn(X, C, C), C the axis means."""
+    return dense(s, s.cells, s.indices)
+
+
+def kronecker_qkv(s: Sizes) -> Steps:
+    """KAN 17-18: (Σsides)²·(d + p) for attn(C, C, C) and an outer sum."""
+    return dense(s, s.indices, s.indices)
+
+
+def dot(s: Sizes) -> Steps:
+    """FA 6: N²·(d + p) for V (KᵀQ) / d in this order; the coefficients are formed."""
+    return dense(s, s.cells, s.cells)._replace(formed=s.heads * s.cells * s.cells)
+
+
+def factorized(s: Sizes) -> Steps:
+    """FA 3, 5: 2·N·d·p/h for (V Bᵀ) C / d; basis and coefficients are the keys and queries themselves."""
+    n = s.cells
+    return Steps(s.projections(n, n) + 2 * n * s.inner * s.width // s.heads, n, n, s.inner // s.heads, 0)
+
+
+def averaged(s: Sizes) -> Steps:
+    """SAN 2: 2·N·d·p for (1/N) (V Kᵀ) Q, heads not counted; basis and coefficients as in FA 3."""
+    return factorized(s)._replace(printed=s.projections(s.cells, s.cells) + 2 * s.cells * s.inner * s.width)
+
+
+def factorized_gaussian(s: Sizes) -> Steps:
+    """FA 4: FA 3 with a softmax of B over cells and of C over channels; basis and coefficients are formed."""
+    return factorized(s)._replace(formed=2 * s.cells * s.inner)
+
+
+def siamese(s: Sizes) -> Steps:
+    """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots a head."""
+    n = s.cells
+    printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
+    return Steps(printed, n, n, 2, 4 * s.heads * n, scored=True)
+
+
+def siamese_local(s: Sizes) -> Steps:
+    """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot a head."""
+    n = s.cells
+    printed = s.projections(n, n) + n * (s.inner + s.width)
+    return Steps(printed, n, n, 1, 2 * s.heads * n, scored=True)
+
+
+FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
+    "softmax": softmax,
+    "softmax_pooled": softmax_pooled,
+    "kronecker_kv": kronecker_kv,
+    "kronecker_qkv": kronecker_qkv,
+    "dot": dot,
+    "factorized": factorized,
+    "averaged": averaged,
+    "factorized_gaussian": factorized_gaussian,
+    "siamese": siamese,
+    "siamese_local": siamese_local,
+    "siamese_ones": siamese,
+}
+
+
+# ---- what executes here: reduce first, project second ----------------------------------------------------------------
+def executed(s: Sizes, steps: Steps) -> int:
+    """Multiply-adds of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
+    asks, answers, slots = steps.asks, steps.answers, steps.slots
+    folded = folds_output(s, steps)
+    total = reading(s, steps, asks, "q") + reading(s, steps, answers, "k")
+    if steps.basis:  # with a value map every head hears every channel
+        heard = s.heads * s.channels if "v" in s.project else s.width
+        total += answers * slots * heard
+    total += slots * s.channels * s.width * ("v" in s.project)
+    if not steps.basis:  # slots are found by their keys
+        total += asks * slots * s.inner
+    if folded:
+        return total + slots * s.width * s.out + asks * slots * s.out * s.heads
+    return total + asks * slots * s.width + asks * s.width * s.out * ("o" in s.project)
+
+
+def reading(s: Sizes, steps: Steps, cells: int, letter: str) -> int:
+    """Multiply-adds of queries or keys, or of their scores."""
+    projected = letter in s.project
+    if steps.scored:  # a map and a vector are one row a head
+        return cells * s.channels * s.heads if projected else cells * s.inner
+    return cells * s.channels * s.inner if projected else 0
+
+
+def once(s: Sizes, steps: Steps) -> int:
+    """Multiply-adds that do not grow with the batch: a score's vector times the map it is read through."""
+    maps = ("q" in s.project) + ("k" in s.project)
+    return s.channels * s.inner * maps if steps.scored else 0
+
+
+def folds_output(s: Sizes, steps: Steps) -> bool:
+    """Whether the output map acts on the slots: where that is cheaper."""
+    if "o" not in s.project:
+        return False
+    if not steps.basis:
+        return s.heads == 1 and s.out <= s.width
+    return steps.slots * s.heads <= s.width + s.out
+
+
+def held(s: Sizes, steps: Steps) -> int:
+    """Numbers that a forward pass forms on one sample: queries and keys if projected, `formed`, slots, the response."""
+    projected = 0 if steps.scored else s.inner * (steps.asks * ("q" in s.project) + steps.answers * ("k" in s.project))
+    slots = steps.slots * s.width
+    response = s.cells * s.out
+    if "o" in s.project:
+        response += steps.slots * s.heads * s.out if folds_output(s, steps) else steps.asks * s.width
+    return projected + steps.formed + slots + response
+
+
+# ---- what the papers say of memory, in bytes -------------------------------------------------------------------------
+NUMBER = 4  # bytes of a float32
+# Row -> copies of (N·c, Σsides·c) beside four of the coefficient map, read off the memory column of KAN Table 2.
+KAN_COPIES = {"softmax": (5, 0), "softmax_pooled": (5, 0), "kronecker_kv": (4, 2), "kronecker_qkv": (2, 8)}
+
+
+def coefficients(s: Sizes, steps: Steps) -> int:
+    """Numbers of the coefficients: one for each head, slot and asking cell."""
+    return s.heads * steps.slots * steps.asks
+
+
+def kan_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """KAN Table 2: four live copies of the coefficient map (KAN §2.1) and a few of the grid and of its axis means."""
+    grids, means = KAN_COPIES[row]
+    return NUMBER * batch * (4 * coefficients(s, steps) + grids * s.cells * s.channels + means * s.indices * s.channels)
+
+
+def san_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """SAN Table 2: each buffer rounded up to a power of two; twice the grid, and twice what lies between (SAN Table 1).
+
+    That is the coefficient map (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four vectors).
+    """
+    total = 2 * power_of_two(NUMBER * batch * s.cells * s.channels)
+    if steps.scored:
+        vectors = 4 * (NUMBER * batch * s.channels)
+        return total + 2 * power_of_two(NUMBER * batch * s.cells) + vectors
+    between = s.inner * s.width if steps.basis else coefficients(s, steps)
+    return total + 2 * power_of_two(NUMBER * batch * between)
+
+
+def fa_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """FA Table 9: the input, each map's result, what lies between (hN² or bm/h numbers) and the output."""
+    between = s.inner * s.width // s.heads if steps.basis else coefficients(s, steps)
+    maps = s.inner * (("q" in s.project) + ("k" in s.project)) + s.width * ("v" in s.project)
+    last = s.channels * ("o" in s.project)
+    return NUMBER * batch * (s.cells * (s.channels + maps + s.width + last) + between)
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+class Paper(NamedTuple):
+    """A paper's account of memory, and the rows that it speaks of."""
+
+    size: Callable[[str, Sizes, Steps, int], int]
+    rows: tuple[str, ...]
+
+
+PAPERS = {
+    "KAN": Paper(kan_bytes, tuple(KAN_COPIES)),
+    "SAN": Paper(san_bytes, ("averaged", "siamese", "siamese_local", "siamese_ones", "softmax", "softmax_pooled")),
+    "FA": Paper(fa_bytes, ("factorized", "factorized_gaussian", "dot", "softmax", "averaged")),
+}

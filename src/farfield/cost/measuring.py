@@ -1,0 +1,201 @@
+"""Seconds and bytes of a module or function, measured on this machine."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one run takes on one device.
+
+    Attributes:
+        seconds: Median over the repeats.
+        fastest: The shortest repeat, in seconds.
+        peak_bytes: Most bytes alive at once beyond those alive at the start. CUDA: what the allocator handed out,
+            scratch of kernels included (`torch.cuda.max_memory_allocated`). Elsewhere: the storages of tensors that
+            PyTorch's operations made, as a dispatch mode sees them; scratch inside one kernel, and what compiled code
+            allocates, is not seen.
+        repeats: How many runs were timed.
+        device: Name of the processor or GPU, with the threads of a CPU.
+    """
+
+    seconds: float
+    fastest: float
+    peak_bytes: int
+    repeats: int
+    device: str
+
+
+def measure(
+    module: Callable[..., Any], *inputs: Any, backward: bool = False, repeats: int = 10, warm_up: int = 2
+) -> Measurement:
+    """Measure the seconds and the peak memory of a module or a function on its inputs.
+
+    Runs are timed one by one, after the warm-up, with the device's queue empty before and after; memory is taken in a
+    run of its own, so that watching it does not slow what is timed. Without `backward` no gradients are recorded.
+
+    Args:
+        module: A module, or any function of tensors; a module stays in the mode (training or not) it is in.
+        inputs: Its inputs, on the device that is to be measured.
+        backward: Whether the gradients of the sum of all outputs are computed too; those of parameters are cleared.
+        repeats: How many runs are timed.
+        warm_up: How many run before, untimed: caches, compilation, allocator.
+
+    Returns:
+        Median and shortest seconds, peak bytes and the device.
+
+    Raises:
+        ValueError: If there is nothing to repeat, or nothing to differentiate.
+
+    Example:
+        >>> import torch
+        >>> from farfield import cost
+        >>> cost.measure(torch.add, torch.zeros(1000), torch.zeros(1000), repeats=3).peak_bytes
+        4000
+    """
+    if repeats < 1 or warm_up < 0:
+        raise ValueError(f"cost.measure: repeats must be 1 at least and warm_up 0, got {repeats=}, {warm_up=}.")
+    device = device_of(module, inputs)
+
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            outputs = module(*inputs)
+            if backward:
+                differentiate(outputs)
+
+    try:
+        for _ in range(warm_up):
+            run()
+        seconds = [timed(run, device) for _ in range(repeats)]
+        peak_bytes = peak_of(run, device)
+    finally:
+        if backward:
+            clear_gradients(module, inputs)
+    return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.device:
+    """Where the inputs are, or else the module's parameters, or else the default device."""
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    first = next(tensors_of([list(inputs), parameters]), None)
+    return torch.get_default_device() if first is None else first.device
+
+
+def differentiate(outputs: Any) -> None:
+    """Compute gradients of the sum of all outputs that have them."""
+    sums = [tensor.sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+    if not sums:
+        raise ValueError("cost.measure: backward=True, but no output has a gradient; fix: input.requires_grad_().")
+    torch.autograd.backward(sums)
+
+
+def clear_gradients(module: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    """Leave no gradients behind."""
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    for tensor in tensors_of([list(inputs), parameters]):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type not in ("cpu", "meta") and torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)
+
+
+def timed(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one run, from an empty queue to an empty queue."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_of(run: Callable[[], None], device: torch.device) -> int:
+    """Most bytes alive at once during one run, beyond those alive before it."""
+    if device.type == "cuda":
+        gc.collect()
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        run()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - start
+    with LiveBytes() as live:
+        run()
+    return live.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follow the storages that operations make, from the operation to the last reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        # Storage address -> weak reference, of everything alive that was seen: storages from before count nothing.
+        self.seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_of([args, kwargs]):
+            self.follow(tensor, counts=False)
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(outputs):
+            self.follow(tensor, counts=True)
+        return outputs
+
+    def follow(self, tensor: Tensor, *, counts: bool) -> None:
+        """See a tensor's storage, once; bytes of one that an operation made count until it dies."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.seen:
+            return
+        size = storage.nbytes() if counts else 0
+
+        def forget(_: object) -> None:
+            del self.seen[address]
+            self.live -= size
+
+        self.seen[address] = weakref.ref(storage, forget)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself; a CPU with the threads that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{processor_name()}, {torch.get_num_threads()} threads"
+    return str(device)
+
+
+def processor_name() -> str:
+    """The processor's name, where the system tells it."""
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

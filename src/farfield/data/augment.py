@@ -1,0 +1,108 @@
+"""Transforms for classification by name: what is random in training, and what is done to every image in evaluation.
+
+All return `uint8` images `(3, side, side)`; normalising is done by the data module on whole batches, on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from farfield._checks import unknown
+
+Augmentation = Literal["none", "paper", "author", "crop", "shift"]
+
+# Eigenvectors and eigenvalues of ImageNet's colours (Krizhevsky et al. 2012), for pixels in 0..1.
+COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
+COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
+
+
+class Lighting(torch.nn.Module):
+    """Add a random colour along the principal axes of ImageNet's colours ("PCA lighting").
+
+    Args:
+        strength: Standard deviation of the three random numbers, as a multiple of the eigenvalues.
+
+    Reference:
+        Krizhevsky et al. 2012, section 4.1
+    """
+
+    def __init__(self, strength: float = 0.1) -> None:
+        super().__init__()
+        self.strength = strength
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the `uint8` image with one colour added to all its pixels."""
+        amounts = torch.randn(3) * self.strength * torch.tensor(COLOUR_VALUES)
+        colour = torch.tensor(COLOUR_VECTORS) @ amounts * 255.0
+        return (image.float() + colour[:, None, None]).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def training(augmentation: Augmentation, side: int) -> v2.Compose:
+    """Build the random transform of the training images.
+
+    `"paper"`: resize to side * 256/224 squared, random crop, flip (KAN 4.1 and SAN 4.1; the flip is from He et al.).
+    `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
+    PCA lighting 0.1 (the authors' earlier code). `"crop"`: crop of 35-100 % of the area and flip, for a few thousand
+    images. `"shift"`: pad by an eighth of the side, crop, flip, for small images. `"none"`: as in evaluation.
+
+    Args:
+        augmentation: One of the names above.
+        side: Height and width of the result, in pixels.
+
+    Returns:
+        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
+
+    Example:
+        >>> training("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
+        torch.Size([3, 32, 32])
+    """
+    flip = v2.RandomHorizontalFlip()
+    match augmentation:
+        case "none":
+            return evaluation(augmentation, side)
+        case "paper":
+            return _steps(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
+        case "shift":
+            whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
+            return _steps(*whole, v2.RandomCrop(side, padding=side // 8), flip)
+        case "crop":
+            return _steps(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
+        case "author":
+            crop = v2.RandomResizedCrop(side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), antialias=True)
+            return _steps(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
+    raise unknown("data.classify", "augmentation", augmentation, get_args(Augmentation))
+
+
+def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
+    """Build the transform of validation, test and prediction images: the same for an image every time.
+
+    With `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut (256 and 224 on
+    ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
+
+    Args:
+        augmentation: What the training images go through.
+        side: Height and width of the result, in pixels.
+
+    Returns:
+        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
+
+    Example:
+        >>> evaluation("paper", 32)(torch.zeros(3, 40, 60, dtype=torch.uint8)).shape
+        torch.Size([3, 32, 32])
+    """
+    shorter = _before_crop(side) if augmentation in ("paper", "author") else side
+    return _steps(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
+
+
+def _steps(*transforms: torch.nn.Module) -> v2.Compose:
+    # A tensor passes the first step as it is.
+    return v2.Compose([v2.PILToTensor(), *transforms])
+
+
+def _before_crop(side: int) -> int:
+    """Return the side to resize to before a crop: 256 for 224."""
+    return round(side * 256 / 224)

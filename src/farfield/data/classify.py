@@ -1,0 +1,340 @@
+"""Images and their classes: a folder of images (`ImageFolders`), or scikit-learn's handwritten digits (`Digits`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from farfield.data.augment import Augmentation, evaluation, training
+from farfield.data.epochs import DrawnSamples, EpochSampler
+from farfield.data.folders import (
+    Check,
+    FolderError,
+    check_classes,
+    check_images,
+    classes_of,
+    images_of,
+    is_image,
+    read_image,
+)
+
+Colours = tuple[float, float, float]
+
+# Mean and standard deviation of red, green and blue over ImageNet, for pixels in 0..1.
+IMAGENET: tuple[Colours, Colours] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+# Share of the images that is held out where the data come in one piece.
+HELD_OUT = 0.2
+
+
+class _Classification(LightningDataModule):
+    """What both data modules share: loaders, and normalising on the device. Its loaders give `uint8` images.
+
+    A batch is `(images, labels)`; a batch to predict is `(images, names)`.
+    """
+
+    def __init__(self, batch_size: int, workers: int, seed: int, colours: tuple[Colours, Colours]) -> None:
+        super().__init__()
+        self.batch_size, self.workers, self.seed = batch_size, workers, seed
+        self.normalize = v2.Normalize(*colours)
+        self.classes: list[str] = []
+        self._run_seed: int | None = None
+        self.parts: dict[str, Dataset[Any]] = {}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the shuffled, augmented training images."""
+        samples = DrawnSamples(self.parts["train"])
+        ranks, rank, epoch = 1, 0, 0
+        if self.trainer is not None:
+            ranks, rank = self.trainer.world_size, self.trainer.global_rank
+            # A resumed run asks for its loader before it sets the sampler's epoch.
+            epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        order = EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank)
+        order.set_epoch(epoch)
+        # A last batch of one image has no batch statistics; there is no last batch to drop where there is only one.
+        return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation images."""
+        return self._loader(self.parts["val"])
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test images."""
+        return self._loader(self.parts["test"])
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the images to predict, with their names in place of labels."""
+        return self._loader(self.parts["predict"])
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Turn `uint8` images into normalised floating point, on the device."""
+        images, labels = batch
+        return self.normalize(functional.to_dtype(images, torch.float32, scale=True)), labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data: the seed of the epochs and the names of the classes."""
+        return {"run_seed": self.run_seed, "classes": list(self.classes)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of a run that is resumed, and refuse the checkpoint of a run with other classes."""
+        self._run_seed = int(state_dict["run_seed"])
+        if self.classes:
+            check_classes("the data", self.classes, state_dict["classes"], "the checkpoint")
+        self.classes = list(state_dict["classes"])
+
+    @property
+    def run_seed(self) -> int:
+        """The seed of order and augmentation: that of `seed_everything`, or of the checkpoint a run resumes from."""
+        return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
+
+    def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.
+        options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0}
+        return DataLoader(samples, batch_size=self.batch_size, pin_memory=torch.cuda.is_available(), **options)
+
+
+class ImageFolders(_Classification):
+    """Read images from folders, one a class: `root/train/<class>/*`, `root/val/<class>/*` and, if there, `root/test`.
+
+    Without `root/val` a fifth of each class is held out of the training images, always the same for one seed; the
+    classes may then also lie in `root` itself. All files are decoded once before the first epoch.
+
+    Args:
+        root: The folder. May be left out to predict with a checkpoint.
+        image_size: Height and width of what the network gets, in pixels.
+        batch_size: Images a batch, on each device.
+        workers: Loader processes; 0 loads in the main process.
+        augmentation: What training images go through, see `data.augment.training`.
+        subset: Number of training images to use, drawn with the same share of each class; None uses all.
+        seed: Seed of split and subset (the run's own seed, `seed_everything`, leaves them alone).
+        predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
+        check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
+        colours: Mean and standard deviation of red, green and blue, for pixels in 0..1; the network gets 0 and 1.
+
+    Raises:
+        FolderError: In `prepare_data` and `setup`: no folder, no images, one class, a damaged file, or classes that
+            differ between train and val; it names the folder or the files.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        image_size: int = 224,
+        batch_size: int = 64,
+        workers: int = 2,
+        augmentation: Augmentation = "paper",
+        subset: int | None = None,
+        seed: int = 0,
+        predict: str | None = None,
+        check: Check = "once",
+        colours: tuple[Colours, Colours] = IMAGENET,
+    ) -> None:
+        super().__init__(batch_size, workers, seed, colours)
+        if root is None and predict is None:
+            raise FolderError("ImageFolders: give root, a folder with one folder a class, or predict, one of images.")
+        self.root = None if root is None else Path(root)
+        self.predict, self.check = None if predict is None else Path(predict), check
+        self.subset = subset
+        self.training_transform = training(augmentation, image_size)
+        self.evaluation_transform = evaluation(augmentation, image_size)
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders of train and, where they exist, val and test."""
+        if self.root is None:
+            return {}
+        if not self.root.is_dir():
+            raise FolderError(f"ImageFolders: there is no folder {self.root}.")
+        nested = {name: self.root / name for name in ("train", "val", "test") if (self.root / name).is_dir()}
+        return nested or {"train": self.root}
+
+    def prepare_data(self) -> None:
+        """Check all folders and decode all files; runs in one process of each machine."""
+        self._read_classes()
+        check_images([*self.folders.values(), *([self.predict] if self.predict else [])], self.check)
+
+    def setup(self, stage: str) -> None:
+        """List the images of train, val and test, or those to predict."""
+        self.classes = self._read_classes()
+        folders = self.folders
+        if "train" in folders:
+            self.parts |= self._training_parts(folders["train"])
+        for name in ("val", "test"):
+            if name in folders:
+                self.parts[name] = _ClassFolders(folders[name], self.evaluation_transform)
+        if stage == "predict":
+            self.parts["predict"] = _NamedImages(self._paths_to_predict(), self.evaluation_transform)
+        wanted = {"fit": "train", "validate": "val"}.get(stage, stage)
+        if wanted not in self.parts:
+            raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
+
+    def _read_classes(self) -> list[str]:
+        """Return the classes of train; all folders must have them, and each class an image."""
+        folders = self.folders
+        if not folders:
+            return []
+        first, *_ = folders.values()
+        classes = classes_of(first)
+        for folder in folders.values():
+            check_classes(folder, classes_of(folder), classes, str(first))
+            for name in classes:
+                images_of(folder / name)
+        return classes
+
+    def _training_parts(self, folder: Path) -> dict[str, Dataset[Any]]:
+        """Return the training images, fewer if `subset` says so, and a fifth that was held out of them."""
+        train = _ClassFolders(folder, self.training_transform)
+        kept, held = np.arange(len(train)), np.arange(0)
+        if "val" not in self.folders:
+            kept, held = split(train.targets, HELD_OUT, self.seed)
+        if self.subset is not None:
+            kept = kept[drawn([train.targets[index] for index in kept], self.subset, self.seed)]
+        still = _ClassFolders(folder, self.evaluation_transform)
+        return {"train": Subset(train, kept.tolist()), "val": Subset(still, held.tolist())}
+
+    def _paths_to_predict(self) -> list[Path]:
+        if self.predict:
+            return images_of(self.predict)
+        held: Any = self.parts.get("test", self.parts["val"])
+        if not isinstance(held, Subset):
+            return [Path(path) for path, _ in held.samples]
+        files: Any = held.dataset
+        return [Path(files.samples[index][0]) for index in held.indices]
+
+
+class Digits(_Classification):
+    """Read scikit-learn's 1,797 handwritten digits, 8x8 pixels, enlarged to three channels; nothing is downloaded.
+
+    A fifth of each class is held out, always the same images for one seed; it is validation and test set in one.
+
+    Args:
+        image_size: Height and width of what the network gets, in pixels.
+        batch_size: Images a batch, on each device.
+        workers: Loader processes; 0 loads in the main process, which is the fastest here.
+        augmentation: What training images go through, see `data.augment.training`; flips are no digits, so `"shift"`
+            here only shifts.
+        subset: Number of training images to use, drawn with the same share of each class; None uses all.
+        seed: Seed of split and subset.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int = 32,
+        batch_size: int = 64,
+        workers: int = 0,
+        augmentation: Literal["none", "shift"] = "shift",
+        subset: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, workers, seed, ((0.3,) * 3, (0.35,) * 3))
+        self.subset, self.image_size = subset, image_size
+        shift = v2.RandomCrop(image_size, padding=image_size // 8)
+        self.training_transform = shift if augmentation == "shift" else v2.Identity()
+
+    def setup(self, stage: str) -> None:
+        """Enlarge the digits and split them."""
+        bunch = load_digits()
+        self.classes = [str(name) for name in bunch.target_names]
+        small = torch.from_numpy(bunch.images * (255 / 16)).float()[:, None].expand(-1, 3, -1, -1)
+        large = functional.resize(small, [self.image_size] * 2, antialias=True).round().clamp(0, 255).to(torch.uint8)
+        kept, held = split(bunch.target, HELD_OUT, self.seed)
+        if self.subset is not None:
+            kept = kept[drawn(bunch.target[kept], self.subset, self.seed)]
+        labels = bunch.target.tolist()
+        self.parts["train"] = _Images(large[kept], [labels[index] for index in kept], self.training_transform)
+        self.parts["val"] = self.parts["test"] = _Images(large[held], [labels[index] for index in held])
+        self.parts["predict"] = _Images(large[held], [f"digit {index}" for index in held])
+
+
+def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split samples into two parts with the same share of each class.
+
+    Args:
+        labels: The class of each sample.
+        fraction: Share of the second part, or its number of samples if a whole number.
+        seed: The same seed gives the same parts.
+
+    Returns:
+        The indices of both parts, sorted.
+
+    Raises:
+        FolderError: If a class is too small to be split.
+
+    Example:
+        >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
+        >>> len(first), len(second)
+        (24, 6)
+    """
+    try:
+        parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
+    except ValueError as error:
+        raise FolderError(
+            f"data.classify: {len(labels)} images cannot be split, {fraction:g} held out: {error}"
+        ) from error
+    return np.sort(parts[0]), np.sort(parts[1])
+
+
+def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
+    """Draw a number of samples with the same share of each class; return their indices, sorted.
+
+    Raises:
+        FolderError: If there are fewer samples than that.
+    """
+    if number > len(labels):
+        raise FolderError(f"data.classify: subset={number} of {len(labels)} training images; give at most that many.")
+    return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
+
+
+class _Images(Dataset[Any]):
+    """Images held in memory, each with its label or name."""
+
+    def __init__(
+        self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image = self.images[index]
+        return (image if self.transform is None else self.transform(image)), self.labels[index]
+
+
+class _ClassFolders(ImageFolder):
+    """torchvision's `ImageFolder` without hidden folders and files."""
+
+    def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
+        super().__init__(str(folder), transform, loader=read_image, is_valid_file=is_image)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names = classes_of(Path(directory))
+        return names, {name: place for place, name in enumerate(names)}
+
+
+class _NamedImages(Dataset[Any]):
+    """Image files, each with its path."""
+
+    def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
+        self.paths, self.transform = paths, transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        return self.transform(read_image(self.paths[index])), str(self.paths[index])

@@ -1,0 +1,75 @@
+"""Epochs that can be played again: order and augmentation depend on seed, epoch and sample, on nothing else.
+
+A run that was killed in the middle of an epoch starts that epoch over and sees the same images, cut and flipped in the
+same way, with any number of loader workers. So no state of a random generator has to be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+
+class Draw(NamedTuple):
+    """Which sample, and the seed of whatever is random about reading it."""
+
+    place: int
+    seed: int
+
+
+class EpochSampler(DistributedSampler[Draw]):
+    """Shuffle the samples by seed and epoch, and give each a seed of its own.
+
+    A `DistributedSampler` of one replica is the ordinary shuffled order. Being one, it is not wrapped by Lightning when
+    a run has several processes, and its `set_epoch` is called before every epoch.
+
+    Args:
+        samples: The dataset; only its length is read.
+        seed: Seed of the run.
+        ranks: Number of processes that share the samples.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0) -> None:
+        # The base class adds seed and epoch: mixed, the second epoch of seed 1 is not the first of seed 2.
+        super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mixed(seed))
+
+    def __iter__(self) -> Iterator[Draw]:
+        """Yield the draws of this replica for the epoch that was set last."""
+        order: Iterator[Any] = super().__iter__()
+        for place in order:
+            yield Draw(place, _mixed(self.seed, self.epoch, place))
+
+
+class DrawnSamples(Dataset[Any]):
+    """Read a dataset by `Draw`: the sample is then read with a random generator that starts at the draw's seed.
+
+    Args:
+        samples: Any dataset with `__len__` and `__getitem__`.
+    """
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, draw: Draw) -> Any:
+        """Read one sample; the process's own random state is left as it was found."""
+        # With no loader workers this runs between two training steps, where dropout reads the same generator.
+        state = torch.get_rng_state()
+        try:
+            torch.default_generator.manual_seed(draw.seed)
+            return self.samples[draw.place]
+        finally:
+            torch.set_rng_state(state)
+
+
+def _mixed(*parts: int) -> int:
+    """Mix whole numbers into one seed of 63 bits."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,178 @@
+"""Finding and checking image files: every fault of a folder is named, with its path, before the first epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
+
+Check = Literal["once", "always", "never"]
+
+# What file managers leave behind; hidden files are passed over too.
+CLUTTER = frozenset({"thumbs.db", "desktop.ini"})
+SHOWN = 10
+
+
+class FolderError(ValueError):
+    """A folder of images that cannot be trained on; the text names the folder or the files."""
+
+
+def classes_of(folder: Path) -> list[str]:
+    """List the class folders of a folder in sorted order.
+
+    Args:
+        folder: A folder with one folder a class.
+
+    Returns:
+        The names of the class folders.
+
+    Raises:
+        FolderError: If the folder does not exist, holds no class folders, or only one.
+    """
+    if not folder.is_dir():
+        raise FolderError(f"ImageFolders: there is no folder {folder}.")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    layout = f"fix: one folder a class, e.g. {folder / 'cat' / '1.jpg'} and {folder / 'dog' / '2.jpg'}."
+    if not names:
+        raise FolderError(f"ImageFolders: {folder} has no class folders.\n  {layout}")
+    if len(names) == 1:
+        raise FolderError(f'ImageFolders: {folder} has one class, "{names[0]}"; classifying needs two.\n  {layout}')
+    return names
+
+
+def is_image(path: str | Path) -> bool:
+    """Tell image files, by their suffix, from hidden and other files."""
+    path = Path(path)
+    return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """List all files below a folder in sorted order, without hidden files and file managers' clutter."""
+    found = (Path(place) / name for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    return sorted(path for path in found if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
+
+
+def images_of(folder: Path) -> list[Path]:
+    """List all image files below a folder in sorted order.
+
+    Raises:
+        FolderError: If there is none.
+    """
+    images = [path for path in files_of(folder) if is_image(path)]
+    if not images:
+        raise FolderError(f"ImageFolders: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
+    return images
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """Read an image file as RGB.
+
+    Raises:
+        FolderError: If it cannot be read; it names the file.
+    """
+    try:
+        return pil_loader(path)
+    except Exception as error:
+        raise FolderError(f"ImageFolders: cannot read {path}: {error}") from error
+
+
+def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str) -> None:
+    """Refuse class folders that differ from those of another folder or of a checkpoint.
+
+    Args:
+        folder: The folder whose classes are checked.
+        classes: Its classes.
+        expected: The classes there should be.
+        owner: Whose classes those are, for the message.
+
+    Raises:
+        FolderError: If the two lists differ.
+    """
+    if list(classes) == list(expected):
+        return
+    absent = [name for name in expected if name not in classes]
+    added = [name for name in classes if name not in expected]
+    raise FolderError(
+        f"ImageFolders: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
+        f"  only in {owner}: {_listed(absent) or 'none'}\n  only in {folder}: {_listed(added) or 'none'}\n"
+        "  fix: give both the same class folders, or leave the folder out."
+    )
+
+
+def check_images(folders: Sequence[Path], check: Check = "once") -> None:
+    """Decode every file below the folders and refuse those that are not whole images.
+
+    JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder whose
+    list of files, sizes and times was found good before is not read again; the note of that is a file of some bytes in
+    the user's cache folder.
+
+    Args:
+        folders: Folders to read, with all folders below them.
+        check: `"once"`, `"always"` or `"never"`.
+
+    Raises:
+        FolderError: If a file is truncated, empty or not an image; it names the files.
+    """
+    if check == "never":
+        return
+    for folder in folders:
+        files = files_of(folder)
+        note = _cache_folder() / _fingerprint(folder, files)
+        if check == "once" and note.exists():
+            continue
+        with ThreadPoolExecutor() as pool:
+            faults = [fault for fault in pool.map(_fault, files, chunksize=64) if fault]
+        if faults:
+            raise FolderError(
+                f"ImageFolders: {len(faults)} of the {len(files)} files in {folder} cannot be read as images.\n  "
+                + "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
+                + "\n  fix: remove or replace them."
+            )
+        _leave(note)
+
+
+def _fault(path: Path) -> str | None:
+    """Read one file to its end; return what is wrong with it, or None."""
+    try:
+        if not is_image(path):
+            return f"{path}: not an image by its suffix"
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("ignore")
+            image.draft(image.mode, (1, 1))
+            image.load()
+    except Exception as error:  # noqa: BLE001  Pillow's readers raise whatever a damaged file makes them.
+        return f"{path}: {str(error).replace(f' {str(path)!r}', '') or type(error).__name__}"
+    return None
+
+
+def _fingerprint(folder: Path, files: Iterable[Path]) -> str:
+    """Digest the names, sizes and times of files; the folder's own place counts too."""
+    digest = hashlib.sha256(str(folder.resolve()).encode())
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield" / "checked"
+
+
+def _leave(note: Path) -> None:
+    """Leave an empty file as a note; without the permission to, the folder is read again next time."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    except OSError:
+        return
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

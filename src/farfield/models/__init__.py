@@ -1,0 +1,52 @@
+"""The papers' compact networks, by function, by name, and from saved files."""
+
+from farfield.models.catalog import (
+    MODELS,
+    attnnet,
+    attnnet_averaged,
+    attnnet_pooled,
+    from_pretrained,
+    kanet,
+    kanet_kv,
+    kanet_qkv,
+    kanet_without_attention,
+    mobilenet_v2,
+    mobilenet_v2_kronecker_kv,
+    mobilenet_v2_siamese,
+    register_timm,
+    sanet,
+    sanet_local,
+    sanet_ones,
+    sanet_without_attention,
+    senet,
+)
+from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
+from farfield.models.transfer import Loaded, load_torchvision
+
+__all__ = [
+    "MODELS",
+    "STAGES",
+    "VARIANTS",
+    "CompactNet",
+    "Loaded",
+    "Stage",
+    "Variant",
+    "attnnet",
+    "attnnet_averaged",
+    "attnnet_pooled",
+    "from_pretrained",
+    "kanet",
+    "kanet_kv",
+    "kanet_qkv",
+    "kanet_without_attention",
+    "load_torchvision",
+    "mobilenet_v2",
+    "mobilenet_v2_kronecker_kv",
+    "mobilenet_v2_siamese",
+    "register_timm",
+    "sanet",
+    "sanet_local",
+    "sanet_ones",
+    "sanet_without_attention",
+    "senet",
+]

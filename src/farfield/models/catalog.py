@@ -1,0 +1,282 @@
+"""The networks by name, saved networks by path, and the same names for timm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from farfield._checks import unknown
+from farfield.models.compact import VARIANTS, CompactNet
+from farfield.models.storage import load
+from farfield.ops.table import OPERATORS, Operator
+
+
+class Builder(Protocol):
+    """What every name of `MODELS` is: a function of these arguments, all optional; see `CompactNet`."""
+
+    __name__: str
+
+    def __call__(
+        self,
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        width: float = 1.0,
+        strides: Sequence[int] | None = None,
+        dropout: float = 0.2,
+    ) -> CompactNet:
+        """Build the network."""
+        ...
+
+
+class Catalog(dict[str, Builder]):
+    """A dictionary that answers a wrong name with the nearest ones."""
+
+    def __missing__(self, name: str) -> Builder:
+        raise unknown("models.MODELS", "model", name, self)
+
+
+def builder(name: str, what: str) -> Builder:
+    """Make the builder of one row of `VARIANTS`: a function that pickles and that YAML can name."""
+
+    def build(
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        width: float = 1.0,
+        strides: Sequence[int] | None = None,
+        dropout: float = 0.2,
+    ) -> CompactNet:
+        return CompactNet(
+            name, num_classes=num_classes, in_channels=in_channels, width=width, strides=strides, dropout=dropout
+        )
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"Build {what}\n\nThe arguments are `CompactNet`'s."
+    return build
+
+
+def kanet(
+    operator: str | Operator = "kronecker_qkv",
+    *,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    width: float = 1.0,
+    strides: Sequence[int] | None = None,
+    dropout: float = 0.2,
+) -> CompactNet:
+    """Build KANet, its attention blocks with any operator: a name of `ops.OPERATORS` or an `Operator`.
+
+    The other arguments are `CompactNet`'s.
+
+    Reference: KAN Table 1.
+
+    Example:
+        >>> import torch
+        >>> from farfield import models
+        >>> net = models.kanet("factorized_gaussian", num_classes=10, width=0.25, strides=(1, 1, 2, 2, 2))
+        >>> net(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    return CompactNet(
+        "kanet",
+        operator=operator,
+        num_classes=num_classes,
+        in_channels=in_channels,
+        width=width,
+        strides=strides,
+        dropout=dropout,
+    )
+
+
+def sanet(
+    operator: str | Operator = "siamese",
+    *,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    width: float = 1.0,
+    strides: Sequence[int] | None = None,
+    dropout: float = 0.2,
+) -> CompactNet:
+    """Build SANet, its attention blocks with any operator: KANet's architecture, with another default.
+
+    The other arguments are `CompactNet`'s.
+
+    Reference: SAN Table 9.
+
+    Example:
+        >>> import torch
+        >>> from farfield import models
+        >>> models.sanet(num_classes=10, width=0.25)(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([2, 10])
+    """
+    return CompactNet(
+        "sanet",
+        operator=operator,
+        num_classes=num_classes,
+        in_channels=in_channels,
+        width=width,
+        strides=strides,
+        dropout=dropout,
+    )
+
+
+mobilenet_v2 = builder("mobilenet_v2", "MobileNetV2.")
+mobilenet_v2_kronecker_kv = builder(
+    "mobilenet_v2_kronecker_kv", "MobileNetV2+KAO, with attention blocks without inner skip (KAN Table 5)."
+)
+mobilenet_v2_siamese = builder("mobilenet_v2_siamese", "MobileNetV2+SAO (SAN Table 6).")
+kanet_kv = builder("kanet_kv", "KANet_KV (KAN Table 3).")
+kanet_qkv = builder("kanet_qkv", "KANet_QKV (KAN Table 3).")
+kanet_without_attention = builder(
+    "kanet_without_attention", "KANet w/o KAO, MobileNetV2's blocks in its place (KAN Table 5)."
+)
+attnnet = builder("attnnet", "AttnNet, with softmax attention (KAN Table 4).")
+attnnet_pooled = builder("attnnet_pooled", "AttnNet+Pool, with keys and values pooled 2x2 (KAN Table 4).")
+attnnet_averaged = builder("attnnet_averaged", "AttnNet1/N, with dot products over N (SAN Table 4).")
+sanet_ones = builder("sanet_ones", "SANet w/o params, w = 1 (SAN Table 8).")
+sanet_local = builder("sanet_local", "SANet w/o the global term (SAN Table 6).")
+sanet_without_attention = builder("sanet_without_attention", "SANet w/o SAO (SAN Table 6).")
+
+
+def senet(
+    *,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    width: float = 1.0,
+    strides: Sequence[int] | None = None,
+    dropout: float = 0.2,
+    reduction: int = 2,
+) -> CompactNet:
+    """Build SENet (SAN Table 4), squeeze-excite of ρ = `reduction` where SANet has attention.
+
+    The other arguments are `CompactNet`'s.
+    """
+    return CompactNet(
+        "senet",
+        num_classes=num_classes,
+        in_channels=in_channels,
+        width=width,
+        strides=strides,
+        dropout=dropout,
+        reduction=reduction,
+    )
+
+
+MODELS: dict[str, Builder] = Catalog(
+    mobilenet_v2=mobilenet_v2,
+    mobilenet_v2_kronecker_kv=mobilenet_v2_kronecker_kv,
+    mobilenet_v2_siamese=mobilenet_v2_siamese,
+    kanet_kv=kanet_kv,
+    kanet_qkv=kanet_qkv,
+    kanet_without_attention=kanet_without_attention,
+    attnnet=attnnet,
+    attnnet_pooled=attnnet_pooled,
+    attnnet_averaged=attnnet_averaged,
+    sanet=sanet,
+    sanet_ones=sanet_ones,
+    sanet_local=sanet_local,
+    sanet_without_attention=sanet_without_attention,
+    senet=senet,
+)
+# timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
+__all__ = ["MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
+
+
+def from_pretrained(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> CompactNet:
+    """Rebuild the model that `save_pretrained` wrote, from its name, arguments and weights; in eval mode, on the CPU.
+
+    Nothing is executed: the name is looked up in `MODELS`, the weights are safetensors.
+
+    Args:
+        path_or_repo: A folder, or a repository of the Hugging Face Hub.
+        revision: Branch, tag or commit of the repository.
+        cache_dir: Where downloads are kept.
+        token: For private repositories.
+        local_files_only: Whether only what was downloaded before is used.
+        force_download: Whether to download again.
+
+    Raises:
+        OSError: If the files are not there.
+        ValueError: If one of them is damaged, or they are not of one model.
+        LookupError: If the model's name is unknown.
+
+    Example:
+        >>> import tempfile
+        >>> from farfield import models
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.kanet("dot", num_classes=10, width=0.25).save_pretrained(folder)
+        ...     models.from_pretrained(folder).config["operator"]
+        'dot'
+    """
+    hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
+    hub |= {"local_files_only": local_files_only, "force_download": force_download}
+    return load("models.from_pretrained", path_or_repo, rebuild, hub)
+
+
+def rebuild(config: dict[str, Any]) -> CompactNet:
+    """Build the untrained model of a saved configuration."""
+    if config["model"] not in VARIANTS:
+        raise unknown("models.from_pretrained", "model", config["model"], VARIANTS)
+    if config.get("operator", "softmax") not in OPERATORS:
+        raise unknown("models.from_pretrained", "operator", config["operator"], OPERATORS)
+    return CompactNet(**config)
+
+
+def register_timm() -> list[str]:
+    """Make every name of `MODELS` known to timm, and so to what finds its encoders there.
+
+    `timm.create_model(name, num_classes=…, in_chans=…, drop_rate=…, features_only=True)` then works. No pretrained
+    weights are published, so `pretrained=True` is an error of timm's. Calling it again changes nothing.
+
+    Returns:
+        The names.
+
+    Example:
+        >>> import timm
+        >>> from farfield import models
+        >>> names = models.register_timm()
+        >>> timm.create_model("kanet_qkv", features_only=True).feature_info.channels()
+        [16, 24, 32, 96, 320]
+    """
+    import timm.models
+
+    for name in MODELS:
+        if not (timm.models.is_model(name) and timm.models.model_entrypoint(name).__module__ == __name__):
+            timm.models.register_model(timm_entry(name))
+    return list(MODELS)
+
+
+def timm_entry(name: str) -> Callable[..., nn.Module]:
+    """Make the function that timm calls for a name, with timm's names for the arguments."""
+
+    def build(*, num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.2, **arguments: Any) -> CompactNet:
+        return MODELS[name](num_classes=num_classes, in_channels=in_chans, dropout=drop_rate, **arguments)
+
+    def entry(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> nn.Module:
+        from timm.models import build_model_with_cfg
+
+        shape = {"input_size": (3, 224, 224), "pool_size": (7, 7), "crop_pct": 0.875, "interpolation": "bilinear"}
+        ends = {"first_conv": "stem.convolution", "classifier": "classifier"}
+        return build_model_with_cfg(
+            build,
+            name,
+            pretrained,
+            pretrained_cfg=pretrained_cfg or {**shape, **ends, "architecture": name},
+            feature_cfg={"out_indices": (0, 1, 2, 3, 4), "flatten_sequential": True},
+            **options,
+        )
+
+    entry.__name__ = entry.__qualname__ = name
+    return entry

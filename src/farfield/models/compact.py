@@ -1,0 +1,293 @@
+"""MobileNetV2, KANet, SANet and every variant and ablation of the two papers: one table of stages, one of variants.
+
+Letters as in the papers: r expansion, out output channels, n blocks in the row, s stride of the row's first block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import shape_error, unknown
+from farfield.models.storage import Stored
+from farfield.nn.attention import GridAttention
+from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite, convolved
+from farfield.ops.table import OPERATORS, Operator
+
+
+class Stage(NamedTuple):
+    """One row of the papers' architecture table."""
+
+    r: int
+    out: int
+    n: int
+    s: int
+    kind: str
+
+
+STAGES = (
+    Stage(r=1, out=16, n=1, s=1, kind="base"),
+    Stage(r=6, out=24, n=2, s=2, kind="base"),
+    Stage(r=6, out=32, n=2, s=2, kind="base"),
+    Stage(r=6, out=32, n=1, s=1, kind="attention"),
+    Stage(r=6, out=64, n=1, s=2, kind="base"),
+    Stage(r=6, out=64, n=3, s=1, kind="attention"),
+    Stage(r=6, out=96, n=3, s=1, kind="attention"),
+    Stage(r=6, out=160, n=1, s=2, kind="base"),
+    Stage(r=6, out=160, n=2, s=1, kind="attention"),
+    Stage(r=6, out=320, n=1, s=1, kind="attention"),
+)
+# Channels of the 3x3 convolution before the rows (stride 2) and of the 1x1 convolution after them.
+STEM, HEAD = 32, 1280
+STRIDES = (2, *(stage.s for stage in STAGES if stage.s > 1))
+# The rows after which the sides halve, and the last: their grids are the pyramid.
+PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
+
+
+class Variant(NamedTuple):
+    """Which block stands in the base rows, which in the attention rows, and what the latter's global path is."""
+
+    base: str
+    attention: str
+    path: str | None = None
+
+
+VARIANTS = {
+    # network                           base rows    attention rows    global path
+    "mobilenet_v2":              Variant("mobilenet", "mobilenet"),
+    "mobilenet_v2_kronecker_kv": Variant("mobilenet", "attention", "kronecker_kv"),
+    "mobilenet_v2_siamese":      Variant("mobilenet", "attention_skip", "siamese"),
+    "kanet":                     Variant("skip", "attention_skip", "kronecker_qkv"),
+    "kanet_kv":                  Variant("skip", "attention_skip", "kronecker_kv"),
+    "kanet_qkv":                 Variant("skip", "attention_skip", "kronecker_qkv"),
+    "kanet_without_attention":   Variant("skip", "mobilenet"),
+    "attnnet":                   Variant("skip", "attention_skip", "softmax"),
+    "attnnet_pooled":            Variant("skip", "attention_skip", "softmax_pooled"),
+    "attnnet_averaged":          Variant("skip", "attention_skip", "averaged"),
+    "sanet":                     Variant("skip", "attention_skip", "siamese"),
+    "sanet_ones":                Variant("skip", "attention_skip", "siamese_ones"),
+    "sanet_local":               Variant("skip", "attention_skip", "siamese_local"),
+    "sanet_without_attention":   Variant("skip", "skip"),
+    "senet":                     Variant("skip", "attention_skip", "squeeze_excite"),
+}  # fmt: skip
+
+
+class CompactNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-classification"):
+    """Classify images by a row of `VARIANTS` on the rows of `STAGES` (KAN Table 1).
+
+    Args:
+        model: A name of `VARIANTS`.
+        operator: Another operator for the global path than the variant's: a name of `ops.OPERATORS` or an `Operator`.
+        num_classes: Outputs; 0 leaves the classifier out, and the output is the pooled features.
+        in_channels: Channels of the image.
+        width: Factor on all channels, rounded to multiples of 8 as MobileNetV2's; the head is never below 1280.
+        strides: Strides of the five places where the papers halve the sides: the stem and the rows that reach 24, 32,
+            64 and 160 channels. Default (2, 2, 2, 2, 2). At 32 pixels those leave attention grids of 4², 2² and 1²,
+            where attention can do nothing; (1, 1, 2, 2, 2) makes them 16², 8² and 4².
+        dropout: Probability before the classifier.
+        reduction: ρ of squeeze-excite; read by senet alone.
+
+    Raises:
+        LookupError: For an unknown model or operator.
+        ValueError: For a number out of range, or an operator where the variant has no attention.
+
+    Reference: KAN Table 1, SAN Table 9.
+
+    Example:
+        >>> import torch
+        >>> from farfield.models import CompactNet
+        >>> net = CompactNet("kanet_qkv", num_classes=10, width=0.25)
+        >>> net(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([2, 10])
+        >>> [tuple(grid.shape[1:]) for grid in net.pyramid(torch.randn(2, 3, 64, 64))]
+        [(8, 32, 32), (8, 16, 16), (8, 8, 8), (24, 4, 4), (80, 2, 2)]
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        operator: str | Operator | None = None,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        width: float = 1.0,
+        strides: Sequence[int] | None = None,
+        dropout: float = 0.2,
+        reduction: int = 2,
+    ) -> None:
+        super().__init__()
+        variant = find_variant(model, operator)
+        check_arguments(model, num_classes, in_channels, width, dropout)
+        strides = check_strides(model, strides)
+        self.name, self.in_channels, self.strides = model, in_channels, strides
+        self.config: dict[str, Any] = {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
+        self.config |= {"num_classes": num_classes, "in_channels": in_channels, "width": width}
+        self.config |= {"strides": list(strides), "dropout": dropout}
+        self.config |= {"reduction": reduction} if variant.path == "squeeze_excite" else {}
+
+        channels = divisible(STEM * width)
+        self.stem = convolved(in_channels, channels, kernel=3, stride=strides[0])
+        rows, later = [], iter(strides[1:])
+        self.row_channels = [divisible(stage.out * width) for stage in STAGES]
+        for stage, out in zip(STAGES, self.row_channels, strict=True):
+            kind, stride = getattr(variant, stage.kind), next(later) if stage.s > 1 else stage.s
+            rows.append(build_row(stage, kind, operator or variant.path, channels, out, stride, reduction))
+            channels = out
+        self.rows = nn.Sequential(*rows)
+        self.num_features = divisible(HEAD * max(1.0, width))
+        self.head = convolved(channels, self.num_features)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_classifier(num_classes)
+        initialize(self)
+
+    def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Return one logit a class."""
+        return self.forward_head(self.forward_features(image))
+
+    def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
+        """Return the last grid, after the head's 1x1 convolution and before pooling."""
+        self.check_image(image)
+        return self.head(self.rows(self.stem(image)))
+
+    def forward_head(
+        self, features: Float[Tensor, "b d y x"], *, pre_logits: bool = False
+    ) -> Float[Tensor, "b classes"]:
+        """Pool the last grid and classify it; `pre_logits` stops before the classifier."""
+        pooled = self.dropout(F.adaptive_avg_pool2d(features, 1).flatten(1))
+        return pooled if pre_logits else self.classifier(pooled)
+
+    def pyramid(self, image: Float[Tensor, "b c h w"]) -> list[Tensor]:
+        """Return the grids before each halving and the last: strides 2 to 32, channels 16, 24, 32, 96 and 320."""
+        self.check_image(image)
+        grid, grids = self.stem(image), []
+        for index, row in enumerate(self.rows):
+            grid = row(grid)
+            if index in PYRAMID:
+                grids.append(grid)
+        return grids
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What the grids of `pyramid` are, as timm describes them: channels, total stride, module."""
+        info, stride, places = [], 1, iter(self.strides)
+        for row in PYRAMID:
+            stride *= next(places)
+            info.append({"num_chs": self.row_channels[row], "reduction": stride, "module": f"rows.{row}"})
+        return info
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer, under the name that timm calls it by."""
+        return self.classifier
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Put a new, untrained classifier in the old one's place, e.g. to fine-tune; 0 leaves it out."""
+        check_whole(self.name, "num_classes", num_classes, 0)
+        old = next(self.parameters())
+        classifier = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.classifier = initialize(classifier.to(old.device, old.dtype))
+        self.num_classes = self.config["num_classes"] = num_classes
+
+    def check_image(self, image: Tensor) -> None:
+        """Refuse what is not a floating-point batch of images with the net's channels."""
+        channels = self.in_channels
+        if image.dim() != 4 or image.shape[1] != channels:
+            fix = f"give it (batch, {channels}, height, width), or build the net with in_channels."
+            if image.dim() == 3:
+                fix = "add the batch: image.unsqueeze(0)."
+            elif image.dim() == 4 and image.shape[3] == channels:
+                fix = "put the channels first: image.permute(0, 3, 1, 2)."
+            problem = f"the image must be (batch, {channels}, height, width)."
+            raise shape_error(self.name, problem, fix, image=image)
+        if 0 in image.shape:
+            raise shape_error(self.name, "the image is empty.", "give it one pixel a side at least.", image=image)
+        if not image.is_floating_point():
+            fix = "fix: image.float() / 255, then the normalization it was trained with."
+            raise TypeError(f"{self.name}: the image must be floating point, got {image.dtype}; {fix}")
+
+
+def find_variant(model: str, operator: str | Operator | None) -> Variant:
+    """Return a row of `VARIANTS`, its global path replaced where an operator is given."""
+    if model not in VARIANTS:
+        raise unknown("models.CompactNet", "model", model, VARIANTS)
+    variant = VARIANTS[model]
+    if operator is None:
+        return variant
+    if isinstance(operator, str) and operator not in OPERATORS:
+        raise unknown(model, "operator", operator, OPERATORS)
+    if variant.path not in OPERATORS:
+        raise ValueError(f"{model}: has no attention whose operator could be replaced; fix: models.kanet(operator).")
+    return variant
+
+
+def name_of(operator: str | Operator) -> str | None:
+    """Return the row's name of an operator, None for one of the user's own."""
+    if isinstance(operator, str):
+        return operator
+    return next((name for name, row in OPERATORS.items() if row == operator), None)
+
+
+def build_row(
+    stage: Stage, kind: str, path: str | Operator | None, channels: int, out: int, stride: int, reduction: int
+) -> nn.Sequential:
+    """Build the n blocks of one stage; the first takes the stride and changes the channels."""
+    blocks: list[nn.Module] = []
+    for index in range(stage.n):
+        first = stride if index == 0 else 1
+        if path is None or not kind.startswith("attention"):
+            blocks.append(BaseBlock(channels, out, expansion=stage.r, stride=first, skip=kind == "skip"))
+        else:
+            far = SqueezeExcite(channels, reduction=reduction) if path == "squeeze_excite" else path
+            inner = kind == "attention_skip"
+            blocks.append(AttentionBlock(channels, out, far, expansion=stage.r, stride=first, skip=inner))
+        channels = out
+    return nn.Sequential(*blocks)
+
+
+def divisible(channels: float, divisor: int = 8) -> int:
+    """Round channels to a multiple of the divisor, and up where that would lose more than a tenth (MobileNetV2)."""
+    rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return rounded + divisor if rounded < 0.9 * channels else rounded
+
+
+def initialize(net: nn.Module) -> nn.Module:
+    """Draw all weights as the papers: Glorot uniform, biases 0; batch norm starts at 1 and 0 by itself."""
+    for module in net.modules():
+        if isinstance(module, GridAttention):
+            module.reset_parameters()  # for w, which is one map from c/heads to 1 a head
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return net
+
+
+def check_whole(model: str, name: str, value: int, smallest: int) -> None:
+    """Refuse what is not a whole number from the smallest that makes sense."""
+    if not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")
+
+
+def check_arguments(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
+    """Refuse numbers with which no net can be built."""
+    check_whole(model, "num_classes", num_classes, 0)
+    check_whole(model, "in_channels", in_channels, 1)
+    if not 0 < width < math.inf:
+        raise ValueError(f"{model}: width must be a number above 0, got {width!r}.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{model}: dropout must be a probability below 1, got {dropout!r}.")
+
+
+def check_strides(model: str, strides: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the five strides, the papers' where none are given."""
+    if strides is None:
+        return STRIDES
+    if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
+        raise ValueError(
+            f"{model}: strides must be {len(STRIDES)} whole numbers from 1, those of the stem and of the rows of 24, "
+            f"32, 64 and 160 channels, got {strides!r}; fix: the papers' {STRIDES}, or (1, 1, 2, 2, 2) for 32 pixels."
+        )
+    return tuple(strides)

@@ -1,0 +1,233 @@
+"""The blocks of the papers' compact networks: KAN Figure 4, SAN Figure 2, and squeeze-excite as SAN's baseline.
+
+Letters as in the papers: c input channels, d output channels, r expansion, s stride. Every convolution is followed by
+batch norm and ReLU6, the last 1x1 by batch norm alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, shape_error
+from farfield.nn.attention import GridAttention
+from farfield.nn.ranks import layers
+from farfield.ops.table import Operator
+
+
+def convolved(
+    channels: int,
+    out_channels: int,
+    *,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
+    activate: bool = True,
+    rank: int = 2,
+) -> nn.Sequential:
+    """Build convolution, batch norm and ReLU6 (which a block's last leaves out), under the names state dicts carry."""
+    convolution, batch_norm, _ = layers("convolved", rank)
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    parts["convolution"] = convolution(
+        channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
+    )
+    parts["norm"] = batch_norm(out_channels)
+    if activate:
+        parts["activation"] = nn.ReLU6(inplace=True)
+    return nn.Sequential(parts)
+
+
+class BaseBlock(nn.Module):
+    """Inverted residual: 1x1 to rc channels, depthwise 3x3 of stride s, 1x1 to d; plus the input if s = 1 and c = d.
+
+    With `skip` the first 1x1 makes (r-1)c channels and the input itself is the rest of the rc, which reuses features
+    and saves c² weights. Without it the block is MobileNetV2's. At r = 1 there is no first 1x1 and the two are one.
+
+    Args:
+        channels: c.
+        out_channels: d.
+        expansion: r.
+        stride: s.
+        skip: Whether the input is concatenated to the expanded channels.
+        rank: Number of sides of the grid, 1 to 3.
+
+    Raises:
+        ValueError: For an expansion or stride below 1, or a rank above 3.
+
+    Reference: KAN Figure 4 (a) BaseModule, (b) BaseSkipModule; SAN Figure 2 (a).
+
+    Example:
+        >>> import torch
+        >>> from farfield.nn import BaseBlock
+        >>> BaseBlock(24, 32, stride=2, skip=True)(torch.randn(2, 24, 9, 9)).shape
+        torch.Size([2, 32, 5, 5])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        out_channels: int,
+        *,
+        expansion: int = 6,
+        stride: int = 1,
+        skip: bool = False,
+        rank: int = 2,
+    ) -> None:
+        super().__init__()
+        check_block("BaseBlock", expansion=expansion, stride=stride, rank=rank, smallest=1)
+        wide = expansion * channels
+        self.channels, self.stride, self.rank = channels, stride, rank
+        self.concatenates = skip and expansion > 1
+        self.expanded = wide - channels if self.concatenates else wide
+        self.residual = stride == 1 and channels == out_channels
+        self.expand = convolved(channels, self.expanded, rank=rank) if expansion > 1 else None
+        self.depthwise = convolved(wide, wide, kernel=3, stride=stride, groups=wide, rank=rank)
+        self.project = convolved(wide, out_channels, activate=False, rank=rank)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
+        """Return the block's grid, its sides divided by the stride and rounded up."""
+        check_channels("BaseBlock", grid, self.channels, self.rank)
+        wide = grid if self.expand is None else self.expand(grid)
+        if self.concatenates:
+            wide = torch.cat([wide, grid], 1)
+        out = self.project(self.depthwise(wide))
+        return grid + out if self.residual else out
+
+
+class AttentionBlock(nn.Module):
+    """Inverted residual with a parallel global path: [depthwise(expand(x)) | attention(x)] to d channels by a 1x1.
+
+    The local path makes (r-1)c channels, the global path the c others, so the last 1x1 is as wide as `BaseBlock`'s and
+    each cell mixes what lies beside it with what lies anywhere. Attention reads the block's input, not the expanded
+    channels, and projects only the values: c² weights. At s > 1 the global path is average-pooled by s.
+
+    Args:
+        channels: c.
+        out_channels: d.
+        operator: A name of `ops.OPERATORS`, an `Operator`, or a module that keeps a grid's shape, as `SqueezeExcite`.
+        expansion: r, 2 at least.
+        stride: s.
+        heads: Heads of the attention; read where `operator` is not a module.
+        skip: Whether the block's input is added to the attention's output (where s = 1).
+        rank: Number of sides of the grid, 1 to 3.
+
+    Raises:
+        ValueError: For an expansion below 2, a stride below 1, or a rank above 3.
+        LookupError: For an operator with no row in `ops.OPERATORS`.
+
+    Reference: KAN Figure 4 (c) AttnModule, (d) AttnSkipModule; SAN Figure 2 (b).
+
+    Example:
+        >>> import torch
+        >>> from farfield.nn import AttentionBlock
+        >>> AttentionBlock(32, 64, "kronecker_qkv")(torch.randn(2, 32, 14, 14)).shape
+        torch.Size([2, 64, 14, 14])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        out_channels: int,
+        operator: str | Operator | nn.Module,
+        *,
+        expansion: int = 6,
+        stride: int = 1,
+        heads: int = 4,
+        skip: bool = True,
+        rank: int = 2,
+    ) -> None:
+        super().__init__()
+        check_block("AttentionBlock", expansion=expansion, stride=stride, rank=rank, smallest=2)
+        self.channels, self.stride, self.rank = channels, stride, rank
+        self.expanded = (expansion - 1) * channels
+        self.residual = stride == 1 and channels == out_channels
+        self.skip = skip and stride == 1
+        self.expand = convolved(channels, self.expanded, rank=rank)
+        self.depthwise = convolved(
+            self.expanded, self.expanded, kernel=3, stride=stride, groups=self.expanded, rank=rank
+        )
+        if not isinstance(operator, nn.Module):
+            operator = GridAttention(channels, operator, heads=heads, project="v", bias=False, coefficient_norm=True)
+        self.attention = operator
+        self.project = convolved(self.expanded + channels, out_channels, activate=False, rank=rank)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
+        """Return the block's grid, its sides divided by the stride and rounded up."""
+        check_channels("AttentionBlock", grid, self.channels, self.rank)
+        near = self.depthwise(self.expand(grid))
+        far = self.attention(grid)
+        if self.skip:
+            far = grid + far
+        if self.stride > 1:
+            far = self.average(far)
+        out = self.project(torch.cat([near, far], 1))
+        return grid + out if self.residual else out
+
+    def average(self, grid: Tensor) -> Tensor:
+        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 cells by 2 are 4 on both paths."""
+        window = [min(self.stride, side) for side in grid.shape[2:]]  # torch refuses one that sticks out of a volume
+        return layers("AttentionBlock", self.rank).average_pool(grid, window, self.stride, ceil_mode=True)
+
+
+class SqueezeExcite(nn.Module):
+    """Scale each channel by a gate read from all channels' means: sigmoid(W₂ relu(W₁ mean(x))) · x.
+
+    The baseline of SAN Table 4: global as attention is, but with the same answer in every cell. Without biases and at
+    ρ = 2 it has the c² weights of a value map, which is the one reading that gives the table's parameters.
+
+    Args:
+        channels: c.
+        reduction: ρ; the two maps have c/ρ channels between them.
+        bias: Whether the two maps have biases.
+
+    Raises:
+        ShapeError: If `reduction` does not divide the channels.
+
+    Reference: SAN Table 4 (SENet).
+
+    Example:
+        >>> import torch
+        >>> from farfield.nn import SqueezeExcite
+        >>> SqueezeExcite(32)(torch.randn(2, 32, 7, 7)).shape
+        torch.Size([2, 32, 7, 7])
+    """
+
+    def __init__(self, channels: int, *, reduction: int = 2, bias: bool = False) -> None:
+        super().__init__()
+        if reduction < 1 or channels % reduction:
+            divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
+            nearest = min(divisors, key=lambda divisor: abs(divisor - reduction))
+            problem = f"{reduction=} does not divide the {channels} channels"
+            raise ShapeError(f"SqueezeExcite: {problem}; try reduction={nearest}.")
+        self.channels = channels
+        self.squeeze = nn.Linear(channels, channels // reduction, bias=bias)
+        self.excite = nn.Linear(channels // reduction, channels, bias=bias)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+        """Return the grid with its channels scaled."""
+        check_channels("SqueezeExcite", grid, self.channels)
+        means = grid.mean(tuple(range(2, grid.dim())))
+        gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
+        return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
+
+
+def check_block(caller: str, *, expansion: int, stride: int, rank: int, smallest: int) -> None:
+    """Refuse an expansion or a stride with which a block has no channels or no cells, and a rank without layers."""
+    layers(caller, rank)
+    if expansion < smallest:
+        why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
+        raise ValueError(f"{caller}: expansion must be {smallest} at least{why}, got {expansion=}.")
+    if stride < 1:
+        raise ValueError(f"{caller}: stride must be 1 at least, got {stride=}.")
+
+
+def check_channels(caller: str, grid: Tensor, channels: int, rank: int | None = None) -> None:
+    """Refuse a grid of other channels, or of another rank, than a block was built for."""
+    if grid.dim() < 3 or grid.shape[1] != channels or (rank is not None and grid.dim() != rank + 2):
+        sides = "*sides" if rank is None else ", ".join(["side"] * rank)
+        fix = f"a block for this grid: channels={grid.shape[1] if grid.dim() > 1 else None}"
+        fix += "." if rank is None else f", rank={grid.dim() - 2}."
+        raise shape_error(caller, f"the grid must be (batch, {channels}, {sides}).", fix, grid=grid)

@@ -1,0 +1,47 @@
+"""The layers that come once per rank in torch: convolution, batch norm and average pooling, found by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Layers(NamedTuple):
+    """The layers of one rank."""
+
+    convolution: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
+    batch_norm: type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]
+    average_pool: Callable[..., Tensor]
+
+
+RANKS = {
+    1: Layers(nn.Conv1d, nn.BatchNorm1d, F.avg_pool1d),
+    2: Layers(nn.Conv2d, nn.BatchNorm2d, F.avg_pool2d),
+    3: Layers(nn.Conv3d, nn.BatchNorm3d, F.avg_pool3d),
+}
+
+
+def layers(caller: str, rank: int) -> Layers:
+    """Return the layers of a rank.
+
+    Attention reads the rank from its grid; torch's convolutions have it in their class, so what holds one is told.
+
+    Args:
+        caller: What an error names.
+        rank: Number of sides: 1 for sequences, 2 for images, 3 for volumes and video.
+
+    Raises:
+        ValueError: For a rank that torch has no convolution for.
+
+    Example:
+        >>> layers("BaseBlock", 3).convolution.__name__
+        'Conv3d'
+    """
+    if rank not in RANKS:
+        raise ValueError(
+            f"{caller}: convolutions have rank 1, 2 or 3, got rank={rank!r}; fix: fold further sides into the batch."
+        )
+    return RANKS[rank]

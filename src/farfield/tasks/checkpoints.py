@@ -1,0 +1,187 @@
+"""Checkpoints that are whole or not there, that run nothing when they are read, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from safetensors.torch import save_model
+from torch import Tensor
+
+SHOWN = 5
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the text names the file and what is wrong."""
+
+
+class AtomicCheckpoints(CheckpointIO):
+    """Write each checkpoint beside its place, flush it to the disk, then rename it; read tensors and plain values only.
+
+    Renaming replaces the previous file at once: a full disk or a kill leaves that one as it was. (Lightning's own
+    writer keeps the half-written file in the system's temporary folder, often another disk, from where it is copied.)
+
+    Example:
+        >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointError: If the folder may not be written to, or the disk is full.
+        """
+        with written(Path(path)) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Read a checkpoint; nothing in it is executed, whatever `weights_only` says.
+
+        Raises:
+            CheckpointError: If there is no such file, or it is damaged, or holds more than tensors and plain values.
+        """
+        return read(Path(path), map_location)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, if it is there."""
+        Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that appears at `path` whole, when the block ends without an error, or not at all.
+
+    Raises:
+        CheckpointError: If the folder may not be written to, or the disk is full.
+    """
+    beside: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp leaves the file to its owner alone; give it what any new file here gets.
+        os.umask(mask := os.umask(0))
+        os.chmod(beside, 0o666 & ~mask)
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:
+        # torch.save turns the error of a full disk into a RuntimeError of its own.
+        reason = next((cause for cause in _causes(error) if isinstance(cause, OSError)), None)
+        if reason is None:
+            raise
+        kept = "the file that was there is unchanged" if path.exists() else "nothing was left there"
+        raise CheckpointError(f"cannot write {path}: {reason.strerror or reason}; {kept}.") from error
+    finally:
+        if beside is not None:
+            Path(beside).unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder, and refuse it if nothing can be written there.
+
+    Raises:
+        CheckpointError: With the reason.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=_made(folder)) as file:
+            file.write(b"farfield")
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror or error}.") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
+    """Read a checkpoint as tensors and plain values.
+
+    Raises:
+        CheckpointError: If there is no such file, or it is damaged, or holds more than tensors and plain values.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint {path}.")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            reason = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
+        else:
+            reason = "is damaged: it is no whole checkpoint file"
+        raise CheckpointError(f"{path} {reason}.") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} is no checkpoint of a training run: it has no state_dict.")
+    return checkpoint
+
+
+def check_same_network(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Refuse a state dict that is not the network's.
+
+    Raises:
+        CheckpointError: If names or shapes differ; it names the first few.
+    """
+    absent = [name for name in expected if name not in found]
+    added = [name for name in found if name not in expected]
+    differing = [
+        f"{name} {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        for name in expected
+        if name in found and found[name].shape != expected[name].shape
+    ]
+    if not (absent or added or differing):
+        return
+    lines = [
+        f"  {what} ({len(names)}): {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        for what, names in (("not in it", absent), ("only in it", added), ("of another shape", differing))
+        if names
+    ]
+    fix = "  fix: the configuration the checkpoint was trained with lies beside it, as config.yaml."
+    raise CheckpointError("\n".join(["the checkpoint is of another network.", *lines, fix]))
+
+
+def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path | None:
+    """Write the network with the best weights of a fit to `folder`, as safetensors with its configuration.
+
+    The file is `model.safetensors`; a network with `save_pretrained` writes it itself, and `from_pretrained` reads it.
+
+    Args:
+        trainer: The trainer after `fit`.
+        module: A task with a `network`.
+        folder: Where to write.
+
+    Returns:
+        The folder; None in other processes than the first, or if the fit wrote no checkpoint.
+    """
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if not (trainer.is_global_zero and best):
+        return None
+    module.load_state_dict(read(Path(best))["state_dict"])
+    network: Any = module.network
+    save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
+    with tempfile.TemporaryDirectory(dir=_made(folder), prefix=".") as beside:
+        if save is None:
+            save_model(network, os.path.join(beside, "model.safetensors"))
+        else:
+            save(Path(beside))
+        for file in Path(beside).iterdir():
+            os.replace(file, folder / file.name)
+    return folder
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

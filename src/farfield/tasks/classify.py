@@ -1,0 +1,203 @@
+"""Classification of images: the loss, the optimiser with the papers' schedule, and what is measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from farfield._checks import shape_error
+from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.replay import Replay
+
+Decay = Literal["weights", "weights and depthwise", "all"]
+
+
+class Predicted(NamedTuple):
+    """What `predict_step` returns for a batch: names of the images, the likeliest class of each, its probability."""
+
+    names: list[str]
+    classes: Tensor
+    probabilities: Tensor
+
+
+class Classify(LightningModule):
+    """Train a network that turns images into one score a class, with the settings of KAN and SAN as defaults.
+
+    SGD with momentum; the learning rate falls to a tenth after the epochs of `schedule`. Weight decay acts on weights
+    of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and attention's own
+    vectors: so the papers' authors did it in the code they published. Logged: `train/loss`, `val/loss`, `val/accuracy`,
+    `val/top5` where there are more than five classes, and the same for `test`.
+
+    A checkpoint holds the network's weights and these numbers; never the network's code.
+
+    Args:
+        network: Any module from images `(batch, 3, height, width)` to scores `(batch, classes)`.
+        learning_rate: Learning rate of the first epoch (after the warm-up, if any).
+        momentum: Momentum of SGD.
+        nesterov: Whether the momentum is Nesterov's.
+        weight_decay: L2 penalty of the weights that decay.
+        decay: Which do: `"weights"` of convolutions and linear layers, those `"weights and depthwise"` kernels, or
+            `"all"` parameters.
+        schedule: Epochs after which the learning rate falls to a tenth, or `"cosine"` for half a cosine in all.
+        warmup_epochs: Epochs over which the learning rate first rises, from a tenth.
+        label_smoothing: Share of the target that is spread over all classes.
+        channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
+            processors.
+
+    Raises:
+        ShapeError: In the first batch, if the network's scores are not one for each class of the data.
+
+    Reference:
+        KAN 4.1, SAN 4.1
+
+    Example:
+        >>> module = Classify(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), learning_rate=0.05)
+        >>> module(torch.zeros(2, 3, 2, 2)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 0.1,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 4e-5,
+        decay: Decay = "weights",
+        schedule: list[int] | Literal["cosine"] = [80, 105, 120],  # noqa: B006  A tuple would be no YAML list.
+        warmup_epochs: int = 0,
+        label_smoothing: float = 0.0,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        # The network itself would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        if channels_last:
+            self.network.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes"]:
+        """Return the scores of all classes."""
+        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
+        images = images.to(next(self.network.parameters()).dtype)
+        if self.hparams["channels_last"]:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return self.network(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        scores, labels = self._scores(batch)
+        loss = functional.cross_entropy(scores, labels, label_smoothing=self.hparams["label_smoothing"])
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on a validation batch."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on a test batch."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> Predicted:
+        """Return the likeliest class of each image of a batch."""
+        images, names = batch
+        probabilities, classes = self(images).float().softmax(1).max(1)
+        return Predicted(list(names), classes.cpu(), probabilities.cpu())
+
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+        """Return SGD on two groups of parameters, of which one decays, and its schedule."""
+        settings = self.hparams
+        decayed = set(decayed_parameters(self.network, settings["decay"]))
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [parameter for parameter in trained if parameter in decayed]},
+            {"params": [parameter for parameter in trained if parameter not in decayed], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.SGD(
+            [group for group in groups if group["params"]],
+            lr=settings["learning_rate"],
+            momentum=settings["momentum"],
+            nesterov=settings["nesterov"],
+            weight_decay=settings["weight_decay"],
+        )
+        return [optimizer], [self._scheduler(optimizer)]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    def _scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        scores = self(images)
+        classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
+            expected = f"the data's {len(classes)} classes" if classes else "each class"
+            problem = f"the network must give one score for {expected}."
+            fix = f"build it with num_classes={len(classes or ())} (--model.network.num_classes {len(classes or ())})."
+            raise shape_error("Classify", problem, fix, images=images, scores=scores)
+        return scores, labels
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        scores, labels = self._scores(batch)
+        scores = scores.float()
+        values = {"loss": functional.cross_entropy(scores, labels)}
+        for name, number in (("accuracy", 1), ("top5", 5)):
+            if number < scores.shape[1] - 1 or number == 1:
+                values[name] = multiclass_accuracy(scores, labels, scores.shape[1], average="micro", top_k=number)
+        logged = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))
+
+    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return the schedule, a step an epoch, with the warm-up in front."""
+        schedule, warmup = self.hparams["schedule"], self.hparams["warmup_epochs"]
+        main: LRScheduler
+        if schedule == "cosine":
+            epochs = self.trainer.max_epochs or 1
+            main = CosineAnnealingLR(optimizer, max(1, epochs - warmup))
+        else:
+            main = MultiStepLR(optimizer, [epoch - warmup for epoch in schedule], gamma=0.1)
+        if not warmup:
+            return main
+        rising = LinearLR(optimizer, start_factor=0.1, total_iters=warmup)
+        return SequentialLR(optimizer, [rising, main], milestones=[warmup])
+
+
+def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
+    """List the parameters that weight decay acts on.
+
+    Args:
+        network: Any module.
+        decay: See `Classify`.
+
+    Returns:
+        The parameters, in the order of the network's modules.
+
+    Example:
+        >>> [tuple(weight.shape) for weight in decayed_parameters(nn.Conv2d(4, 8, 1), "weights")]
+        [(8, 4, 1, 1)]
+        >>> decayed_parameters(nn.Conv2d(4, 4, 3, groups=4), "weights")
+        []
+    """
+    if decay == "all":
+        return list(network.parameters())
+    found: list[nn.Parameter] = []
+    for module in network.modules():
+        depthwise = isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels
+        if isinstance(module, nn.Linear | _ConvNd) and (not depthwise or decay != "weights"):
+            found += [weight for name, weight in module.named_parameters(recurse=False) if name == "weight"]
+    return found

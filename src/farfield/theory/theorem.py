@@ -1,0 +1,107 @@
+"""Averages of a matrix-variate normal's rows and columns, and what they add up to: KAN's Theorem 1."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from farfield.theory.matrix_normal import MatrixNormal
+
+
+class Averages(NamedTuple):
+    """Distributions of the average row (w numbers) and of the average column (h numbers) of a random matrix."""
+
+    row: MultivariateNormal
+    column: MultivariateNormal
+
+
+def averages(distribution: MatrixNormal) -> Averages:
+    """Give the distributions of the average row and of the average column.
+
+    sum:     X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·I + Ψ/h),   X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·I + Ω/w)
+    product: X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·Ψ),         X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·Ω)
+
+    KAN prints the sum's covariances as (Ω̄ + Ψ)/h and (Ψ̄ + Ω)/w, with Ω̄ and Ψ̄ the means of the diagonals. That adds a
+    scalar to a matrix (read Ω̄·I + Ψ) and holds for diagonal Ω and Ψ, for which 1ᵀΩ1/h² = Ω̄/h; those above hold for all.
+
+    Args:
+        distribution: Distribution of the matrix.
+
+    Returns:
+        The two marginal distributions; they are not independent of each other.
+
+    Reference: KAN Eq. 4, KAN Eq. 5.
+
+    Example:
+        >>> import torch
+        >>> row, column = averages(MatrixNormal(torch.zeros(4, 2), torch.eye(4), torch.eye(2), structure="sum"))
+        >>> row.covariance_matrix
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.5000]])
+    """
+    row, column = distribution.row_covariance, distribution.column_covariance
+    h, w = distribution.event_shape
+    row_mean, column_mean = distribution.mean.mean(-2), distribution.mean.mean(-1)
+    row_scale, column_scale = row.sum((-2, -1))[..., None, None] / h**2, column.sum((-2, -1))[..., None, None] / w**2
+    if distribution.structure == "product":
+        return Averages(
+            MultivariateNormal(row_mean, row_scale * column), MultivariateNormal(column_mean, column_scale * row)
+        )
+    return Averages(
+        MultivariateNormal(row_mean, row_scale * torch.eye(w, dtype=column.dtype, device=column.device) + column / h),
+        MultivariateNormal(column_mean, column_scale * torch.eye(h, dtype=row.dtype, device=row.device) + row / w),
+    )
+
+
+def reconstruct(row: MultivariateNormal, column: MultivariateNormal) -> MatrixNormal:
+    """Give the distribution of h independent rows and w independent columns, added to one h × w matrix.
+
+    X̃ = [r₁, …, r_h]ᵀ + [c₁, …, c_w]  ~  MN(outer sum of the means, cov(c) ⊕ cov(r))
+
+    With the averages of a matrix X whose mean is an outer sum this is Theorem 1. X̃ has X's mean plus one constant, the
+    mean of X's mean. For h = w and diagonal Ω and Ψ its covariance is (Ω⊕Ψ)/h + (Ω̄ + Ψ̄)/h·I. In trace that is 2/h times
+    the covariance of X (Eq. 7); as a matrix it is a multiple of it only where all cells of X have one variance.
+
+    Args:
+        row: Distribution of one row (w numbers), such as `averages(x).row`.
+        column: Distribution of one column (h numbers), such as `averages(x).column`.
+
+    Returns:
+        The sum's distribution, structure "sum".
+
+    Reference: KAN Eq. 6, KAN Eq. 7, KAN Theorem 1.
+
+    Example:
+        >>> x = MatrixNormal(torch.zeros(3, 3), torch.eye(3), torch.eye(3), structure="sum")
+        >>> ratio = reconstruct(*averages(x)).variance.sum() / x.variance.sum()
+        >>> round(ratio.item(), 4)
+        0.6667
+    """
+    mean = outer_sum(column.mean, row.mean)
+    return MatrixNormal(mean, column.covariance_matrix, row.covariance_matrix, structure="sum")
+
+
+def outer_sum(column: Float[Tensor, "*batch h"], row: Float[Tensor, "*batch w"]) -> Float[Tensor, "*batch h w"]:
+    """Add each number of a column to each number of a row: μ⊕υ = μ·1ᵀ + 1·υᵀ.
+
+    KAN restricts the mean of a feature map to this form. `ops.outer_sum` does the same to the axis vectors of a grid.
+
+    Args:
+        column: μ, a number for each row of the matrix.
+        row: υ, a number for each column of the matrix.
+
+    Returns:
+        The matrix.
+
+    Reference: KAN Eq. 3.
+
+    Example:
+        >>> outer_sum(torch.tensor([0.0, 10.0]), torch.tensor([1.0, 2.0, 3.0]))
+        tensor([[ 1.,  2.,  3.],
+                [11., 12., 13.]])
+    """
+    return column[..., :, None] + row[..., None, :]
