@@ -1,0 +1,129 @@
+"""`farfield demo`, once through with very little training; what is learned in full is a slow test."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+import farfield.cli
+from farfield import models
+from farfield.cli import demo, picture
+from farfield.data.classify import Digits
+
+QUICK = ["--epochs", "1", "--subset", "40", "--width", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder and the screen of one quick run."""
+    folder, screen = tmp_path_factory.mktemp("demo") / "new" / "folder", io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        farfield.cli.main(["demo", *QUICK, "--output", str(folder)])
+    return folder, screen.getvalue(), json.loads((folder / "results.json").read_text())
+
+
+def test_screen_sets_networks_and_operators_beside_what_the_paper_prints(run):
+    _, screen, results = run
+    for text in ("kanet_qkv", "mobilenet_v2", "held-out accuracy", "3.44m", "281.12m", "281m", "1,262.6MB", "305.8×"):
+        assert text in screen
+    for network in results["networks"]:
+        assert f"{100 * network['accuracy']:.2f}%" in screen
+        assert f"{network['weights']:,}" in screen
+    assert "attention.png" in screen
+
+
+def test_costs_are_those_of_both_networks(run):
+    kanet, mobilenet = run[2]["networks"]
+    assert (kanet["network"], mobilenet["network"]) == demo.TRAINED
+    assert (kanet["full_weights"], mobilenet["full_weights"]) == (3_448_448, 3_469_760)
+    assert kanet["full_madds"] < mobilenet["full_madds"]
+    assert kanet["held_out"] == mobilenet["held_out"] == 360
+
+
+def test_table_2_is_whole_and_measured(run):
+    rows = run[2]["operators"]
+    assert len(rows) == 12
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
+    assert [row["speed_up"] for row in rows if row["operator"] == "softmax"] == [1, 1, 1]
+    # To the paper's two decimals, which it cuts off in two cells and rounds in the others.
+    assert all(abs(row["madds"] / 1e6 - float(row["printed_madds"][:-1])) < 0.01 for row in rows)
+
+
+def test_saved_network_has_the_accuracy_that_is_told(run):
+    folder, _, results = run
+    network = models.from_pretrained(folder / "kanet_qkv").eval()
+    digits = Digits(image_size=32)
+    digits.setup("test")
+    images, labels = digits.on_after_batch_transfer(
+        next(iter(torch.utils.data.DataLoader(digits.parts["test"], 360))), 0
+    )
+    with torch.no_grad():
+        right = int((network(images).argmax(1) == labels).sum())
+    # Another batch size sums in another order: a digit that two classes fit equally may change sides.
+    assert abs(right - results["networks"][0]["right"]) <= 1
+
+
+def test_picture_is_whole_and_not_blank(run):
+    image = np.asarray(Image.open(run[0] / "attention.png").convert("RGB"))
+    assert image.shape[1] > 2000
+    # The photograph, the glow over it and the dark page: many colours, and much of the page's own.
+    assert len({tuple(pixel) for pixel in image[::9, ::9].reshape(-1, 3).tolist()}) > 2_000
+    assert (image == np.array([0x10, 0x12, 0x16])).all(-1).mean() > 0.2
+    assert not list(run[0].glob("*.part"))
+
+
+def test_features_tell_no_place_and_panels_hold_attention_rows():
+    photograph = load_sample_image("flower.jpg")[::4, ::4] / 255.0
+    grid = picture.features(photograph, (16, 24))
+    mirrored = picture.features(photograph[:, ::-1], (16, 24))
+    torch.testing.assert_close(mirrored, grid.flip(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grid.square().sum(1), torch.full((1, 16, 24), picture.SHARPNESS))
+    panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.SAYS}
+    for name, total in (("softmax", 1), ("softmax_pooled", 1), ("kronecker_kv", 1), ("kronecker_qkv", 2)):
+        assert panels[name].weights.sum() == pytest.approx(total, abs=1e-5)
+    cell = panels["softmax"].weights[15, 14]
+    assert cell == pytest.approx(panels["softmax"].weights.max())
+    assert panels["averaged"].weights.min() < 0 < panels["siamese"].weights[15, 14]
+    assert min(panels.values(), key=lambda panel: panel.madds).name == "siamese"
+
+
+def test_runs_again_in_the_same_folder(run, monkeypatch, capsys):
+    folder, _, results = run
+    monkeypatch.setattr(demo, "train_all", lambda options, console: results["networks"])
+    monkeypatch.setattr(demo, "table_2_rows", lambda: results["operators"])
+    before = (folder / "attention.png").read_bytes()
+    farfield.cli.main(["demo", "--output", str(folder)])
+    assert (folder / "attention.png").read_bytes() == before
+    assert json.loads((folder / "results.json").read_text())["networks"] == results["networks"]
+
+
+def test_a_folder_that_cannot_be_written_fails_before_the_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "train_all", lambda options, console: pytest.fail("trained first"))
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        farfield.cli.main(["demo", "--output", str(blocked)])
+    assert exit_.value.code == 2
+    assert str(blocked) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--epochs", "0"], ["--subset", "many"], ["--epoch", "3"], ["--seed"]])
+def test_wrong_options_are_refused(options, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        farfield.cli.main(["demo", *options])
+    assert exit_.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_kanet_reads_98_percent_of_the_held_out_digits(tmp_path):
+    demo.main(["--output", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["networks"][0]["accuracy"] >= 0.98

@@ -1,0 +1,360 @@
+"""The command line and its five tables, for people, as JSON, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farfield import __version__, cost, models
+from farfield.cli import COMMANDS, main, output, printed, tables
+from farfield.ops import OPERATORS
+
+PAPERS = Path(__file__).parents[1] / "papers"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> str:
+        main(arguments)
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Any:
+    def fails(*arguments: str, status: int = 2) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        return captured.err
+
+    return fails
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def literals(file: str, name: str) -> dict[Any, Any]:
+    """A table of literals from a test file."""
+    spec = importlib.util.spec_from_file_location(file, PAPERS / f"{file}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: dict[Any, Any] = getattr(module, name)
+    return found
+
+
+# ---- main ------------------------------------------------------------------------------------------------------------
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["-h"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert not stopped.value.code
+        text = capsys.readouterr().out
+        for name, command in COMMANDS.items():
+            assert f"\n  {name:9}  {command.summary}\n" in text
+    main([])
+    assert capsys.readouterr().out == text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"farfield {__version__}\n"
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    script = "import sys\nfrom farfield.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    script += "assert 'torch' not in sys.modules; main(['operators', '--json']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_unknown_command(fails: Any) -> None:
+    assert fails("operatrs") == 'farfield: no command "operatrs"; nearest: operators.\n'
+    assert fails("xyz").startswith('farfield: no command "xyz"; it has demo, operators, models, ')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["cost", "--sides", "56,x"], "argument --sides: '56,x' is not sides: whole numbers from 1 joined by commas"),
+        (["cost", "--sides", "56,0"], "argument --sides: '56,0' is not sides"),
+        (["cost", "--channels", "0"], "argument --channels: '0' is not a whole number from 1"),
+        (["cost", "--channels", "eight"], "argument --channels: 'eight' is not a whole number from 1"),
+        (["cost", "--json", "--csv"], "argument --csv: not allowed with argument --json"),
+        (["cost", "--chanels", "8"], "unrecognized arguments: --chanels 8"),
+        (["measure", "--repeats", "-1"], "argument --repeats: '-1' is not a whole number from 1"),
+        (["models", "--width", "wide"], "argument --width: invalid float value: 'wide'"),
+        (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
+        (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
+        (["cost", "--heads", "3"], "farfield cost: cost.predict: heads=3 does not divide the 8 channels of query"),
+        (["cost", "--project", "vx"], "farfield cost: cost.predict: project='vx' must be letters of \"qkvo\""),
+        (["measure", "--device", "abacus", "--sides", "4"], "farfield measure: Expected one of cpu, cuda, "),
+    ],
+)
+def test_bad_arguments(fails: Any, arguments: list[str], text: str) -> None:
+    assert text in fails(*arguments)
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--debug", "cost", "--heads", "3"], ["cost", "--heads", "3", "--debug"]):
+        with pytest.raises(ValueError, match="heads=3 does not divide"):
+            main(arguments)
+
+
+def raising(error: BaseException) -> Any:
+    def build(_: object) -> None:
+        raise error
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt(), 130, "farfield: interrupted.\n"),
+        (ValueError("a clear sentence."), 2, "farfield info: a clear sentence.\n"),
+        (LookupError("no such thing."), 2, "farfield info: no such thing.\n"),
+        (
+            OSError(28, "No space left on device", "runs"),
+            2,
+            "farfield info: [Errno 28] No space left on device: 'runs'\n",
+        ),
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, None),
+    ],
+)
+def test_errors_are_one_message(
+    fails: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str | None
+) -> None:
+    monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
+    found = fails("info", status=status)
+    assert found == text if text else 'fix: pip install "farfield[cli]"' in found
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
+def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
+    with pytest.raises(type(error)):
+        main(["info"])
+
+
+@pytest.mark.parametrize("form", [[], ["--csv"], ["--json"]])
+def test_a_reader_that_leaves_early_is_no_error(form: list[str]) -> None:
+    command = [sys.executable, "-m", "farfield.cli", "operators", *form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+def test_operators_lists_every_row(run: Any) -> None:
+    assert list(tables.OPERATORS) == list(OPERATORS)
+    text = run("operators")
+    for row, cells in tables.OPERATORS.items():
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [row]]
+        assert all(cell in line for cell in cells)
+    assert [row["operator"] for row in json.loads(run("operators", "--json"))] == list(OPERATORS)
+
+
+@pytest.mark.parametrize("row", OPERATORS)
+def test_operators_says_how_summaries_merge(row: str) -> None:
+    operator, (_, slots, merging, _) = OPERATORS[row], tables.OPERATORS[row]
+    assert (merging == "stand side by side") == (operator.basis is None and operator.answers.side_by_side)
+    key = torch.ones(1, 1, 1 if operator.score else 5, 3)
+    number = None if operator.basis is None else operator.basis(key, torch.ones(1, 1, 1, 3))[0].shape[2]
+    assert {"one": 1, "two": 2, "one a key channel": 5}.get(slots) == number
+
+
+@pytest.mark.parametrize("row", OPERATORS)
+def test_operators_says_how_the_cost_grows(row: str) -> None:
+    rule = tables.OPERATORS[row][3].replace("²", "**2").replace("·", "*").replace("^rank", "**2").replace("Σsides", "S")
+
+    def grown(side: int) -> float:
+        return float(eval(rule, {"N": side**2, "S": 2 * side, "c": 16, "h": 1}))
+
+    small, large = (cost.predict(row, channels=16, sides=(side, side), project="").madds for side in (64, 128))
+    assert large / small == pytest.approx(grown(128) / grown(64), rel=1e-6)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def test_models(run: Any) -> None:
+    names = ["kanet_qkv", "sanet"]
+    asked = [part for name in names for part in ("--model", name)]
+    rows = json.loads(run("models", *asked, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
+    assert [row["model"] for row in rows] == names
+    for row in rows:
+        with torch.device("meta"):
+            net = models.MODELS[row["model"]](num_classes=10, width=0.5).eval()
+        counted = cost.count(net, (1, 3, 64, 64))
+        assert (row["madds_executed"], row["weights"]) == (counted.madds, counted.weights)
+        assert row["madds_paper"] == cost.predict(net, channels=3, sides=(64, 64), convention="paper").madds
+        assert row["parameters"] == sum(parameter.numel() for parameter in net.parameters())
+        # What the papers print is of 224 pixels and 1,000 classes.
+        assert row["madds_printed"] is None
+        assert row["weights_printed"] is None
+
+
+def test_models_beside_what_the_papers_print(run: Any) -> None:
+    lines = {line.split()[0]: line for line in run("models").splitlines() if line.strip()}
+    assert set(models.MODELS) <= set(lines)
+    for name, network in printed.NETWORKS.items():
+        assert all(text in lines[name] for text in network if text)
+    assert "3,448,448" in lines["kanet_qkv"]
+    assert "281.12m" in lines["kanet_qkv"]
+
+
+def test_printed_networks_are_the_papers() -> None:
+    weights, madds = (literals("test_network_tables", f"PRINTED_{what}") for what in ("PARAMETERS", "MADDS"))
+    assert set(printed.NETWORKS) <= set(models.MODELS)
+    for name, text in weights.items():
+        assert printed.NETWORKS[name].parameters == text
+    for name, text in madds.items():
+        assert printed.NETWORKS[name].madds == text
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+def test_cost_prints_kan_table_2(run: Any) -> None:
+    text = run("cost", "--channels", "8", "--sides", "56,56")
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert lines["softmax"][1:9] == words("157.55m 157.55m 0.00% 0.00% 1,262.8MB 1,262.6MB 0.00% 0.00%")
+    assert lines["softmax_pooled"][1:9] == words("39.39m 39.39m 75.00% 75.00% 318.7MB 318.7MB 74.76% 74.76%")
+    assert lines["kronecker_kv"][1:9] == words("5.63m 5.62m 96.43% 96.43% 48.2MB 48.2MB 96.18% 96.18%")
+    assert lines["kronecker_qkv"][1:9] == words("0.21m 0.21m 99.87% 99.87% 3.4MB 3.4MB 99.73% 99.73%")
+    assert set(OPERATORS) <= set(lines)
+    # What executes here, counted.
+    assert lines["averaged"][-2] == "0.40m"
+    assert lines["kronecker_qkv"][-2] == "0.21m"
+    assert "KAN Table 2" in text
+
+
+def test_cost_prints_san_table_2(run: Any) -> None:
+    arguments = words("cost --channels 128 --sides 28,28 --batch 32 --project= --operator softmax --operator siamese")
+    text = run(*arguments)
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert lines["siamese"][1:8] == words("0.40m 0.40m 99.74% 33.88MB 33.88MB 88.78% 88.78%")
+    assert lines["softmax"][1:8] == words("157.35m 157.35m 0.00% 301.99MB 301.99MB 0.00% 0.00%")
+    assert "SAN Table 2" in text
+
+
+def test_cost_without_a_table_of_a_paper(run: Any) -> None:
+    text = run("cost", "--channels", "12", "--sides", "9,7,5", "--heads", "2", "--project", "qkvo")
+    assert "printed" not in text.lower()
+    rows = json.loads(
+        run("cost", "--channels", "12", "--sides", "9,7,5", "--heads", "2", "--project", "qkvo", "--json")
+    )
+    for row in rows:
+        name = row["operator"]
+        maps = "qvo" if name == "siamese_local" else "qkvo"
+        options = {"channels": 12, "sides": (9, 7, 5), "heads": 2, "project": maps}
+        ours, paper = (cost.predict(name, convention=each, **options) for each in ("farfield", "paper"))
+        assert (row["madds_executed"], row["madds_paper"]) == (ours.madds, paper.madds)
+        assert row["memory_paper"] == 8 * paper.activation_bytes or row["paper"] == "SAN"
+        assert row["parameters"] == paper.parameters
+        assert row["madds_printed"] is None
+
+
+def test_printed_operators_are_the_papers() -> None:
+    kan, san = literals("test_operator_tables", "KAN_TABLE_2"), literals("test_operator_tables", "SAN_TABLE_2")
+    assert {cell: tuple(row[:4]) for cell, row in printed.KAN_TABLE_2.items()} == kan
+    assert {cell: (row.madds, row.memory, row.memory_saving) for cell, row in printed.SAN_TABLE_2.items()} == san
+
+
+def test_csv_is_as_json(run: Any) -> None:
+    arguments = ["cost", "--sides", "14,14", "--operator", "softmax", "--operator", "kronecker_kv"]
+    rows = list(csv.DictReader(io.StringIO(run(*arguments, "--csv"))))
+    raw = json.loads(run(*arguments, "--json"))
+    assert [row["operator"] for row in rows] == ["softmax", "kronecker_kv"]
+    assert rows == [{key: "" if value is None else str(value) for key, value in row.items()} for row in raw]
+
+
+# ---- measure ---------------------------------------------------------------------------------------------------------
+def test_measure(run: Any) -> None:
+    rows = json.loads(run("measure", "--sides", "12", "--sides", "4,5", "--repeats", "2", "--batch", "2", "--json"))
+    assert [(row["sides"], row["operator"]) for row in rows] == [
+        (sides, name) for sides in ([12], [4, 5]) for name in OPERATORS
+    ]
+    found = {(len(row["sides"]), row["operator"]): row for row in rows}
+    for row in rows:
+        assert 0 < row["fastest"] <= row["seconds"]
+        assert row["speed_up"] == pytest.approx(found[len(row["sides"]), "softmax"]["seconds"] / row["seconds"])
+        assert row["peak_bytes"] > 0
+    # On one axis the Kronecker operators are softmax attention; dot and factorized are one function in two orders.
+    assert found[1, "kronecker_kv"]["equals"] == "softmax"
+    assert found[1, "kronecker_qkv"]["equals"] == "softmax, kronecker_kv"
+    assert found[2, "kronecker_kv"]["equals"] is None
+    assert found[2, "factorized"]["equals"] == "dot"
+
+
+def test_measure_for_people(run: Any) -> None:
+    arguments = words("measure --sides 14,14 --repeats 1 --backward --operator kronecker_kv --operator softmax")
+    text = run(*arguments)
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[3] for line in lines if line[:1] == ["14"]] == ["softmax", "kronecker_kv"]
+    assert "forward and backward, 1 runs" in text
+    assert "3.5×" in text  # KAN's
+    assert "printed" not in run("measure", "--sides", "5", "--repeats", "1", "--operator", "dot")
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+def test_info(run: Any) -> None:
+    rows = {row["what"]: row["value"] for row in json.loads(run("info", "--json"))}
+    assert rows["farfield"] == __version__
+    assert rows["torch"].startswith(torch.__version__)
+    assert f"{torch.get_num_threads()} threads" in rows["processor"]
+    assert rows["kernels"].startswith("none yet")
+    assert rows["extra cli"] == "installed"
+
+
+def test_info_says_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from farfield.cli import machine
+
+    monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
+    found = machine.extras()
+    assert found["cli"] == "installed"
+    assert found["train"] == found["demo"] == "lacks lightning"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def test_a_wide_table_is_not_cut_in_a_pipe(run: Any) -> None:
+    text = run("operators")
+    assert max(len(line) for line in text.splitlines()) > 100
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (output.millions, 157_552_640, "157.55m"),
+        (output.millions, 5_035_261_952, "5,035.26m"),
+        (output.millions, 4_999, "4,999"),
+        (output.megabytes, 1_262_600_000, "1,262.6MB"),
+        (output.megabytes, 1_500, "1.5kB"),
+        (output.megabytes_finely, 20_971_520, "20.97MB"),
+        (output.megabytes_finely, 4_563_402_752, "4.56GB"),
+        (output.milliseconds, 1.5411, "1,541.1ms"),
+        (output.milliseconds, 0.00123, "1.230ms"),
+        (output.percent, 0.9987, "99.87%"),
+        (output.ratio, 305.82, "305.8×"),
+        (output.joined, [56, 57], "56 × 57"),
+    ],
+)
+def test_units(write: Any, value: Any, text: str) -> None:
+    assert write(value) == text
