@@ -61,7 +61,7 @@ def attention_row(
     row, context = attention.operator, grid if context is None else context
     with torch.enable_grad():
         cells, real = row.answers.gather(context)
-        key = attention.read(attention.key, cells, None if row.answers.side_by_side else real)
+        key = attention.read_answering(cells, real)
         value = context.new_ones(len(context), attention.heads, *context.shape[2:], requires_grad=True)
         summary = summarize(row, key, row.answers.gather(value).cells[:, :, None], real[:, None], True)
         response = respond_at(attention, grid, summary, tuple(cell))

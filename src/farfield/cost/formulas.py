@@ -74,6 +74,7 @@ class Steps(NamedTuple):
             reads them) that stand in memory.
         basis: Whether answering cells are weighed into the slots; else each is a slot of its own.
         scored: Whether queries and keys are read through one vector a head.
+        reads_keys: Whether keys are read at all.
     """
 
     printed: int
@@ -83,6 +84,7 @@ class Steps(NamedTuple):
     formed: int
     basis: bool = True
     scored: bool = False
+    reads_keys: bool = True
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def siamese_local(s: Sizes) -> Steps:
     """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot a head."""
     n = s.cells
     printed = s.projections(n, n) + n * (s.inner + s.width)
-    return Steps(printed, n, n, 1, 2 * s.heads * n, scored=True)
+    return Steps(printed, n, n, 1, 2 * s.heads * n, scored=True, reads_keys=False)
 
 
 FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
@@ -167,7 +169,7 @@ def executed(s: Sizes, steps: Steps) -> int:
     """Multiply-adds of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
     asks, answers, slots = steps.asks, steps.answers, steps.slots
     folded = folds_output(s, steps)
-    total = reading(s, steps, asks, "q") + reading(s, steps, answers, "k")
+    total = reading(s, steps, asks, "q") + reading(s, steps, answers, "k") * steps.reads_keys
     if steps.basis:  # with a value map every head hears every channel
         heard = s.heads * s.channels if "v" in s.project else s.width
         total += answers * slots * heard

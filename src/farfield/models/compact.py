@@ -5,6 +5,7 @@ Letters as in the papers: r expansion, out output channels, n blocks in the row,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -22,7 +22,7 @@ from farfield._checks import (
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.grid import Gathered, accumulation, hide, in_layout_of
 from farfield.ops.summary import Summary, respond, split_heads, summarize
-from farfield.ops.table import OPERATORS, Operator, one, softmax_of_products
+from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 
 class GridAttention(nn.Module):
@@ -101,7 +101,7 @@ class GridAttention(nn.Module):
         """Refuse options that do not fit together."""
         if project != "".join(letter for letter in "qkvo" if letter in project):
             raise ValueError(f'GridAttention: {project=} must be letters of "qkvo", each once and in that order.')
-        reads_keys = self.operator.basis is not one
+        reads_keys = self.operator.reads_keys
         if "k" in project and not reads_keys:
             letters = project.replace("k", "")
             raise ValueError(f'GridAttention: {self.operator_name} reads no keys; fix: project="{letters}".')
@@ -197,8 +197,7 @@ class GridAttention(nn.Module):
         """
         place = self.check_input(grid, mask, origin, sides)
         cells, real = self.operator.answers.gather(grid, mask, place)
-        shift = None if self.operator.answers.side_by_side else real
-        key = self.read(self.key, cells, shift)
+        key = self.read_answering(cells, real)
         value = (
             split_heads(cells, self.heads) if self.value is None else cells[:, None]
         )  # every head hears every channel
@@ -275,6 +274,12 @@ class GridAttention(nn.Module):
         )
         response = in_layout_of(grid, self.operator.asks.scatter(response.to(grid.dtype), grid.shape[2:], place))
         return grid + response if self.residual else response
+
+    def read_answering(self, cells: Tensor, real: Tensor) -> Tensor:
+        """Keys, or their scores, of gathered answering cells; sums stay sums."""
+        if not self.operator.reads_keys:
+            return real[:, None].expand(-1, self.heads, -1, -1)
+        return self.read(self.key, cells, None if self.operator.answers.side_by_side else real)
 
     def read_asking(self, cells: Tensor, real: Tensor) -> Tensor:
         """Queries, or their scores, of gathered asking cells; sums ask as means, an index without a real cell as 0."""

@@ -27,7 +27,9 @@ BLOCK = 1024
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Compute in the tensors' own dtypes also under autocast: sums over cells accumulate in float32 at least."""
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def stand_beside(slots: Tensor, others: Tensor) -> Tensor:
@@ -229,8 +231,8 @@ def attend(
         asking = asking / asked.clamp_min(1)
     k, v, q = (split_heads(cells, heads) for cells in (keys, values, asking))
     if row.score is not None:  # SAN 4: (a + b)ᵀ w = aᵀ w + bᵀ w
-        vector = query.new_ones(query.shape[1]) if weight is None else weight
-        k, q = (vector.to(cells.dtype).reshape(heads, 1, -1) @ cells for cells in (k, q))
+        vector = (query.new_ones(query.shape[1]) if weight is None else weight).to(q.dtype).reshape(heads, 1, -1)
+        k, q = vector @ k if row.reads_keys else k[:, :, :1], vector @ q
     summary = summarize(row, k, v, real[:, None], mask is None)
     response = respond(row, q, summary, scale).flatten(1, 2).to(query.dtype)
     return in_layout_of(query, row.asks.scatter(response, query.shape[2:], None))

@@ -109,6 +109,11 @@ class Operator:
     asks: Cells = ALL
     score: str | None = None
 
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the keys matter at all."""
+        return self.basis is not one
+
 
 OPERATORS = {
     "softmax": Operator(coefficients=softmax_of_products),
