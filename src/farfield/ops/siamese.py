@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_same_kind
+from farfield._checks import ShapeError, check_grid, check_same_kind
 from farfield.ops.summary import attend
 from farfield.ops.table import OPERATORS
 
@@ -190,7 +190,8 @@ def siamese_similarity(
 
 def check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
     """Refuse a vector that does not have one number a query channel."""
-    if weight.dim() != 1 or (query.dim() > 1 and weight.shape[0] != query.shape[1]):
+    check_grid(caller, "query", query)
+    if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
         raise ShapeError(
             f"{caller}: weight must have one number a channel of query, got {tuple(weight.shape)} for "
             f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."

@@ -1,0 +1,71 @@
+"""Settings that every test shares: one thread, fixed seeds, derandomised hypothesis, skips that say why."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+# Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The loops of reference.py and its neighbours are imported by name from any folder of tests.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+torch.set_num_threads(1)
+# A first example may compile or warm a cache: no deadline. Derandomised, so that a failure is the same for everybody.
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.differing_executors],
+    database=None,
+)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("house"), max_examples=500)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave `slow` tests out unless `-m` asks for something, and skip `data` tests where the packs are absent."""
+    without_data = pytest.mark.skip(reason=f"no data packs at {DATA.relative_to(DATA.parents[2])}")
+    slow, kept = [], []
+    for item in items:
+        if "data" in item.keywords and not DATA.is_dir():
+            item.add_marker(without_data)
+        # A test that is named on the command line is meant to run.
+        named = any("::" in str(argument) for argument in config.args)
+        leave_out = "slow" in item.keywords and not config.option.markexpr and not named
+        (slow if leave_out else kept).append(item)
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every test, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(request: pytest.FixtureRequest) -> None:
+    """A test that compiles starts without another test's compiled frames and their recompile counts."""
+    if "compile" in request.node.name:
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def data() -> Path:
+    """The folder of the data packs; tests that take it are marked `data`."""
+    return DATA

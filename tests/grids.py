@@ -1,0 +1,172 @@
+"""Random grids, masks and tiles for the tests of all rows, and one way to call a row in each of its forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import explicit
+import reference
+from farfield import ops
+
+ROWS = tuple(ops.OPERATORS)
+SCALED_ROWS = explicit.SOFTMAX_ROWS
+WEIGHT_ROWS = explicit.WEIGHT_ROWS
+# Rows whose implied rows sum to one (kronecker_qkv: to the rank).
+NORMALISED_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "factorized_gaussian")
+
+# (asking sides, answering sides): ranks 1–4, sides of 1, odd, prime and unequal, then different ranks.
+PAIRS = (
+    ((7,), (7,)),
+    ((1,), (5,)),
+    ((4,), (1,)),
+    ((3, 5), (4, 3)),
+    ((1, 4), (7, 1)),
+    ((1, 1), (1, 1)),
+    ((2, 3, 5), (3, 2, 3)),
+    ((2, 1, 3, 2), (1, 2, 2, 3)),
+    ((6,), (3, 4)),
+    ((3, 4), (2, 3, 2)),
+    ((2, 3, 2), (5,)),
+)
+
+
+def name(sides: tuple[int, ...]) -> str:
+    """(3, 5) as 3x5."""
+    return "x".join(map(str, sides))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one row, in the library, as loops and as an explicit matrix."""
+
+    row: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a gradient is taken of."""
+        weight = {"weight": self.options["weight"]} if "weight" in self.options else {}
+        return {"query": self.query, "key": self.key, "value": self.value, **weight}
+
+    def replace(self, **changes: Any) -> Case:
+        """The same call with other tensors or options."""
+        own = {field: changes.pop(field) for field in ("query", "key", "value") if field in changes}
+        return dataclasses.replace(self, **own, options={**self.options, **changes})
+
+    def map(self, function: Any) -> Case:
+        """The same call with `function` of every input."""
+        return self.replace(**{field: function(tensor) for field, tensor in self.inputs.items()})
+
+    def library(self) -> Tensor:
+        """farfield's answer."""
+        return getattr(ops, f"{self.row}_attention")(self.query, self.key, self.value, **self.options)
+
+    def explicit(self) -> Tensor:
+        """The explicit matrix's answer, differentiable."""
+        return explicit.attention(self.row, self.query, self.key, self.value, **self.options)
+
+    def loops(self) -> Tensor:
+        """The loops' answer."""
+        options = {field: _numpy(option) for field, option in self.options.items()}
+        grids = (_numpy(self.query), _numpy(self.key), _numpy(self.value))
+        return torch.from_numpy(np.asarray(getattr(reference, self.row)(*grids, **options)))
+
+
+def _numpy(value: Any) -> Any:
+    return value.detach().numpy() if isinstance(value, Tensor) else value
+
+
+def draw(
+    row: str,
+    asks: tuple[int, ...] = (3, 5),
+    answers: tuple[int, ...] = (4, 3),
+    *,
+    batch: int = 2,
+    channels: int = 4,
+    values: int = 6,
+    heads: int = 1,
+    masked: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+) -> Case:
+    """A random call of `row` in float64: value channels are not key channels, masks keep some cells of each sample."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    options: dict[str, Any] = {"heads": heads}
+    query, key, value = (
+        normal(batch, channels, *asks),
+        normal(batch, channels, *answers),
+        normal(batch, values, *answers),
+    )
+    if row in WEIGHT_ROWS:
+        options["weight"] = normal(channels)
+    if row in SCALED_ROWS and scale is not None:
+        options["scale"] = scale
+    if masked:
+        options["mask"] = draw_mask(batch, answers, generator)
+        if row == "kronecker_qkv":
+            options["query_mask"] = draw_mask(batch, asks, generator)
+    return Case(row, query, key, value, options)
+
+
+def draw_mask(batch: int, sides: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """About two cells in three real, one at least in each sample, and the first index of the first axis empty once."""
+    mask = torch.rand(batch, *sides, generator=generator) > 0.35
+    if sides[0] > 1:
+        mask[-1, 0] = False
+    flat = mask.flatten(1)
+    flat[:, -1] |= ~flat.any(dim=1)
+    return flat.unflatten(1, sides)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error in float64; of zeros, the plain norm."""
+    assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
+    got, want = got.detach().double(), want.detach().double()
+    size = float(want.norm())
+    return float((got - want).norm()) / (size if size > 0 else 1.0)
+
+
+def assert_close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
+    """Relative L2 error at most `tolerance`; NaN is never close."""
+    error = relative_error(got, want)
+    assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.2e}"
+
+
+def gradients(output: Tensor, inputs: dict[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+    """The gradient of Σ output · cotangent in every input; zeros in one that is not read."""
+    found = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.dtype), allow_unused=True)
+    return {
+        field: torch.zeros_like(tensor) if gradient is None else gradient
+        for (field, tensor), gradient in zip(inputs.items(), found, strict=True)
+    }
+
+
+def leaves(case: Case) -> Case:
+    """The same call on inputs that take gradients."""
+    return case.map(lambda tensor: tensor.detach().clone().requires_grad_())
+
+
+def tiles(
+    sides: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """(origin, slices) of the tiles that `cuts`, the inner boundaries on each axis, make of a grid."""
+    spans = []
+    for side, inner in zip(sides, cuts, strict=True):
+        edges = (0, *inner, side)
+        spans.append(list(itertools.pairwise(edges)))
+    for tile in itertools.product(*spans):
+        yield tuple(start for start, _ in tile), tuple(slice(start, stop) for start, stop in tile)

@@ -1,0 +1,193 @@
+"""Summaries of tiles, merged in any order, are the summary of the whole; linear maps act on them exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from farfield import ShapeError, ops
+from grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles
+
+# sides, inner cuts of each axis: uneven, at even indices so that pooled rows may be cut there too.
+WHOLES = {
+    "1": ((13,), ((2, 8),)),
+    "2": ((7, 9), ((4,), (2, 6))),
+    "3": ((5, 4, 7), ((2,), (2,), (4, 6))),
+}
+
+
+def _read(case: Case, cells: Tensor) -> Tensor:
+    """Cells split into heads, or one score a head where the row reads through a vector (SAN Eq. 4)."""
+    row, heads = ops.OPERATORS[case.row], case.options["heads"]
+    split = cells.unflatten(1, (heads, -1))
+    if row.score is None:
+        return split
+    weight = case.options["weight"] if case.row in WEIGHT_ROWS else cells.new_ones(cells.shape[1])
+    return weight.reshape(heads, 1, -1) @ split
+
+
+def _summarize(case: Case, key: Tensor, value: Tensor, mask: Tensor | None, place: tuple | None) -> ops.Summary:
+    row = ops.OPERATORS[case.row]
+    keys, real = row.answers.gather(key, mask, place)
+    values, _ = row.answers.gather(value, mask, place)
+    return ops.summarize(row, _read(case, keys), values.unflatten(1, (case.options["heads"], -1)), real[:, None])
+
+
+def _whole(case: Case) -> ops.Summary:
+    return _summarize(case, case.key, case.value, case.options.get("mask"), None)
+
+
+def _respond(case: Case, summary: ops.Summary) -> Tensor:
+    row, sides = ops.OPERATORS[case.row], tuple(case.query.shape[2:])
+    cells, real = row.asks.gather(case.query, case.options.get("query_mask"))
+    cells = cells if row.asks.side_by_side else cells / real.clamp_min(1)
+    return row.asks.scatter(ops.respond(row, _read(case, cells), summary).flatten(1, 2), sides)
+
+
+def _tile_summaries(case: Case, cuts: tuple) -> list[ops.Summary]:
+    sides, mask = tuple(case.key.shape[2:]), case.options.get("mask")
+    summaries = []
+    for origin, slices in tiles(sides, cuts):
+        part = (slice(None), *slices)
+        cells = (slice(None), *part)
+        tile_mask = None if mask is None else mask[part]
+        summaries.append(_summarize(case, case.key[cells], case.value[cells], tile_mask, (origin, sides)))
+    return summaries
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_responding_to_a_summary_is_attention(row: str) -> None:
+    case = draw(row, (3, 4), (4, 5), heads=2, masked=True)
+    assert_close(_respond(case, _whole(case)), case.library(), 1e-14)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("rank", WHOLES)
+@pytest.mark.parametrize("row", ROWS)
+def test_merged_shuffled_tiles_are_the_whole(row: str, rank: str, masked: bool) -> None:
+    sides, cuts = WHOLES[rank]
+    case = draw(row, (3, 4), sides, heads=2, masked=masked)
+    summaries = _tile_summaries(case, cuts)
+    assert len(summaries) > 2
+    want = case.loops()
+    for seed in range(3):
+        random.Random(seed).shuffle(summaries)
+        merged = summaries[0]
+        for summary in summaries[1:]:
+            merged = merged.merge(summary)
+        assert_close(_respond(case, merged), want, 1e-12)
+        assert torch.equal(merged.count, _whole(case).count)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_merging_is_associative_and_commutative_up_to_rounding(row: str) -> None:
+    sides, cuts = WHOLES["2"]
+    case = draw(row, (3, 4), sides, heads=2, masked=True)
+    first, second, third = _tile_summaries(case, cuts)[:3]
+    forms = [first.merge(second).merge(third), first.merge(second.merge(third)), third.merge(first).merge(second)]
+    for one, other in itertools.combinations(forms, 2):
+        assert_close(_respond(case, one), _respond(case, other), 1e-13)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_tile_without_a_real_cell_adds_nothing(row: str) -> None:
+    sides, cuts = WHOLES["2"]
+    case = draw(row, (3, 4), sides, heads=2, masked=True)
+    case.options["mask"][:, :4, :2] = False
+    empty, *others = _tile_summaries(case.replace(key=case.key * 50), cuts)
+    merged = empty
+    for summary in others:
+        merged = summary.merge(merged)
+    assert_close(_respond(case, merged), case.replace(key=case.key * 50).loops(), 1e-12)
+
+
+@pytest.mark.parametrize("row", ["factorized_gaussian", "softmax", "kronecker_kv"])
+def test_tiles_whose_exponents_are_far_apart(row: str) -> None:
+    sides, cuts = (4, 6), ((2,), (2, 4))
+    case = draw(row, (3, 4), sides, heads=2)
+    key = case.key.clone()
+    key[:, :, 2:, 4:] += 800.0
+    case = case.replace(key=key)
+    merged = None
+    for summary in _tile_summaries(case, cuts):
+        merged = summary if merged is None else merged.merge(summary)
+    assert_close(_respond(case, merged), case.loops(), 1e-12)
+
+
+@pytest.mark.parametrize("rank", ["2", "3"])
+@pytest.mark.parametrize("row", ROWS)
+def test_tiles_give_every_gradient(row: str, rank: str) -> None:
+    sides, cuts = WHOLES[rank]
+    case = draw(row, (3, 4), sides, heads=2, masked=True)
+    key, value = case.key.requires_grad_(), case.value.requires_grad_()
+    merged = None
+    for summary in _tile_summaries(case, cuts):
+        merged = summary if merged is None else merged.merge(summary)
+    cotangent = torch.randn(2, 6, 3, 4, dtype=torch.float64)
+    got = torch.autograd.grad(_respond(case, merged), (key, value), cotangent, allow_unused=True)
+    want = torch.autograd.grad(case.explicit(), (key, value), cotangent, allow_unused=True)
+    for one, other in zip(got, want, strict=True):
+        if other is None:
+            assert one is None or not one.any()
+        else:
+            assert_close(one, other, 1e-11)
+
+
+def test_pooled_tiles_start_at_even_indices() -> None:
+    case = draw("softmax_pooled", (3, 4), (7, 9), heads=2)
+    with pytest.raises(ShapeError, match=r"softmax_pooled: a tile must start at even indices, got origin=\(0, 3\)"):
+        _tile_summaries(case, ((4,), (3,)))
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+def test_pooling_of_ones_own_size(kind: str) -> None:
+    """Non-local video pools (1, 2, 2); one `dataclasses.replace` on the row is all it takes."""
+    import reference
+
+    row = dataclasses.replace(ops.OPERATORS["softmax_pooled"], answers=ops.pooled((1, 2, 2), kind))
+    case = draw("softmax_pooled", (2, 3, 2), (3, 5, 4), masked=True)
+    keys, real = row.answers.gather(case.key, case.options["mask"])
+    values, _ = row.answers.gather(case.value, case.options["mask"])
+    summary = ops.summarize(row, keys[:, None], values[:, None], real[:, None])
+    got = ops.respond(row, case.query.flatten(2)[:, None], summary)
+    grids = (grid.numpy() for grid in (case.query, case.key, case.value))
+    want = reference.softmax_pooled(*grids, mask=case.options["mask"].numpy(), size=(1, 2, 2), kind=kind)
+    assert_close(got.flatten(1, 2).unflatten(2, (2, 3, 2)), torch.from_numpy(want), 1e-13)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "softmax_pooled"])
+def test_mapping_the_values_of_a_summary_is_projecting_before(row: str, masked: bool) -> None:
+    case = draw(row, (3, 4), (4, 5), heads=2, masked=masked)
+    matrix, bias = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    split = case.value.unflatten(1, (2, 3))
+    projected = torch.einsum("hpc,bhc...->bhp...", matrix, split) + bias.view(1, 2, 5, *[1] * (split.dim() - 3))
+    before = case.replace(value=projected.flatten(1, 2))
+    assert_close(_respond(case, _whole(case).map_values(matrix, bias)), before.loops(), 1e-12)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
+    """Only rows without compression keep a slot for each answering cell."""
+    slots = [_whole(draw(row, (3,), (side, side), heads=2)).values.shape[2] for side in (4, 8)]
+    grows = {
+        "softmax": (16, 64),
+        "dot": (16, 64),
+        "softmax_pooled": (4, 16),
+        "kronecker_kv": (8, 16),
+        "kronecker_qkv": (8, 16),
+    }
+    fixed = {
+        "averaged": 2,
+        "factorized": 2,
+        "factorized_gaussian": 2,
+        "siamese": 2,
+        "siamese_ones": 2,
+        "siamese_local": 1,
+    }
+    assert tuple(slots) == grows.get(row, (fixed.get(row),) * 2)

@@ -1,0 +1,326 @@
+"""Every equation of the papers again, as plain float64 loops over cells.
+
+Written from the papers (KAN, SAN, FA) and never from the library, slow on purpose, and read only by tests. A grid is an
+array `(batch, channels, *sides)`, a mask an array `(batch, *sides)` that is True where a cell is real. A masked cell is
+never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Cell = tuple[int, ...]
+Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
+
+
+def _real(mask: Mask) -> list[Cell]:
+    """The positions of one sample's real cells, in grid order."""
+    return [cell for cell in np.ndindex(mask.shape) if mask[cell]]
+
+
+def _softmax(scores: Sequence[float]) -> Array:
+    """Exponentials divided by their sum; of no scores, nothing."""
+    if not len(scores):
+        return np.zeros(0)
+    exponentials = np.exp(np.asarray(scores) - max(scores))
+    return exponentials / exponentials.sum()
+
+
+def _weighted(weights: Iterable[float], vectors: Iterable[Array], channels: int) -> Array:
+    """Σ_j weight_j · vector_j; of no vectors, zeros."""
+    total = np.zeros(channels)
+    for weight, vector in zip(weights, vectors, strict=True):
+        total += weight * vector
+    return total
+
+
+def _each_head(
+    head: Head,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int,
+    mask: Mask | None,
+    query_mask: Mask | None = None,
+    weight: Array | None = None,
+) -> Array:
+    """Split the channels into heads in order, operate on each sample and head alone, concatenate (FA Eq. 5)."""
+    query, key, value = (np.asarray(grid, dtype=np.float64) for grid in (query, key, value))
+    batch, channels, *sides = query.shape
+    mask = np.ones((batch, *key.shape[2:]), bool) if mask is None else mask
+    query_mask = np.ones((batch, *sides), bool) if query_mask is None else query_mask
+    weight = np.ones(channels) if weight is None else np.asarray(weight, dtype=np.float64)
+    d, p = channels // heads, value.shape[1] // heads
+    out = np.zeros((batch, p * heads, *sides))
+    for sample in range(batch):
+        for h in range(heads):
+            out[sample, h * p : (h + 1) * p] = head(
+                query[sample, h * d : (h + 1) * d],
+                key[sample, h * d : (h + 1) * d],
+                value[sample, h * p : (h + 1) * p],
+                mask[sample],
+                query_mask[sample],
+                weight[h * d : (h + 1) * d],
+            )
+    return out
+
+
+def _attend(query: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
+    """One asking vector: Σ_j softmax_j(scale · k_jᵀ q) v_j (KAN Eq. 1)."""
+    weights = _softmax([scale * float(key @ query) for key in keys])
+    return _weighted(weights, values, channels)
+
+
+def softmax(
+    query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None, scale: float = 1.0
+) -> Array:
+    """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        cells = _real(real)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            out[:, *i] = _attend(q[:, *i], [k[:, *j] for j in cells], [v[:, *j] for j in cells], scale, v.shape[0])
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def _windows(real: Mask, size: tuple[int, ...]) -> list[list[Cell]]:
+    """The real cells of each pooling window, stride = size, ceil mode (7 → 4); windows without one are left out."""
+    windows = []
+    for window in np.ndindex(*(-(-side // step) for side, step in zip(real.shape, size, strict=True))):
+        members = [j for j in _real(real) if all(j[a] // size[a] == window[a] for a in range(real.ndim))]
+        if members:
+            windows.append(members)
+    return windows
+
+
+def softmax_pooled(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int = 1,
+    mask: Mask | None = None,
+    scale: float = 1.0,
+    size: int | tuple[int, ...] = 2,
+    kind: str = "max",
+) -> Array:
+    """KAN Table 2 ("+Pool", Wang et al. 2018): `softmax` whose keys and values are pooled first, channel by channel."""
+
+    def pooled(grid: Array, members: list[Cell]) -> Array:
+        vectors = np.stack([grid[:, *j] for j in members])
+        return vectors.max(axis=0) if kind == "max" else vectors.mean(axis=0)
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        windows = _windows(real, (size,) * real.ndim if isinstance(size, int) else size)
+        keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of cells at a time."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            for j in _real(real):
+                out[:, *i] += float(k[:, *j] @ q[:, *i]) / k.shape[0] * v[:, *j]
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of real answering cells."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        cells = _real(real)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            for j in cells:
+                out[:, *i] += float(k[:, *j] @ q[:, *i]) / len(cells) * v[:, *j]
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """FA Eq. 3 and 8: the context Σ_j v_j k_jᵀ first, combined by q_i, divided by d, the channels of the basis."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        context = np.zeros((v.shape[0], k.shape[0]))
+        for j in _real(real):
+            context += np.outer(v[:, *j], k[:, *j])
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            out[:, *i] = context @ q[:, *i] / k.shape[0]
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """FA Eq. 4 and §3.2.2: softmax over the cells of each basis channel, and over the channels of each asking cell."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        cells = _real(real)
+        values = [v[:, *j] for j in cells]
+        context = [_weighted(_softmax([float(k[r, *j]) for j in cells]), values, v.shape[0]) for r in range(k.shape[0])]
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            out[:, *i] = _weighted(_softmax(q[:, *i]), context, v.shape[0])
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def _axis_vectors(grid: Array, real: Mask) -> list[Array | None]:
+    """KAN Eq. 14–15 for one sample: for each axis, for each of its indices, the mean of that slice's real cells."""
+    vectors: list[Array | None] = []
+    for axis, side in enumerate(real.shape):
+        for index in range(side):
+            members = [grid[:, *j] for j in _real(real) if j[axis] == index]
+            vectors.append(sum(members) / len(members) if members else None)
+    return vectors
+
+
+def axis_means(grid: Array, mask: Mask | None = None) -> Array:
+    """KAN Eq. 14–15: the axes' mean matrices side by side, `(batch, channels, Σ sides)`; 0 where no cell is real."""
+    mask = np.ones((grid.shape[0], *grid.shape[2:]), bool) if mask is None else mask
+    zeros = np.zeros(grid.shape[1])
+    return np.stack(
+        [
+            np.stack([zeros if vector is None else vector for vector in _axis_vectors(sample, real)], axis=1)
+            for sample, real in zip(grid, mask, strict=True)
+        ]
+    )
+
+
+def outer_sum(vectors: Array, sides: tuple[int, ...]) -> Array:
+    """KAN Eq. 18: Y[:, x_1, …, x_r] = Σ_a vectors of axis a at x_a; `vectors` is `(batch, channels, Σ sides)`."""
+    out = np.zeros((*vectors.shape[:2], *sides))
+    for cell in np.ndindex(*sides):
+        for axis, index in enumerate(cell):
+            out[:, :, *cell] += vectors[:, :, sum(sides[:axis]) + index]
+    return out
+
+
+def _axis_answers(k: Array, v: Array, real: Mask) -> tuple[list[Array], list[Array]]:
+    """Keys and values of the axes' indices that have a real cell."""
+    pairs = zip(_axis_vectors(k, real), _axis_vectors(v, real), strict=True)
+    present = [(key, value) for key, value in pairs if key is not None and value is not None]
+    return [key for key, _ in present], [value for _, value in present]
+
+
+def kronecker_kv(
+    query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None, scale: float = 1.0
+) -> Array:
+    """KAN Eq. 16: attn(X, C, C), every cell asks, the axes' means answer."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        keys, values = _axis_answers(k, v, real)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def kronecker_qkv(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int = 1,
+    mask: Mask | None = None,
+    query_mask: Mask | None = None,
+    scale: float = 1.0,
+) -> Array:
+    """KAN Eq. 17–18: attn(C, C, C), the axes' means ask too, their responses are added by outer sum."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, asks: Mask, _w: Array) -> Array:
+        keys, values = _axis_answers(k, v, real)
+        asking = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, asks)]
+        responses = np.stack([_attend(vector, keys, values, scale, v.shape[0]) for vector in asking], axis=1)
+        return outer_sum(responses[None], q.shape[1:])[0]
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+
+
+def similarity(a: Array, b: Array, weight: Array) -> float:
+    """SAN Eq. 3, not symmetric: [aᵀ, bᵀ] w with a weight of twice the channels."""
+    return float(sum(a[i] * weight[i] + b[i] * weight[len(a) + i] for i in range(len(a))))
+
+
+def siamese_similarity(a: Array, b: Array, weight: Array) -> float:
+    """SAN Eq. 4, symmetric: (a + b)ᵀ w."""
+    return float(sum((a[i] + b[i]) * weight[i] for i in range(len(a))))
+
+
+def siamese(
+    query: Array, key: Array, value: Array, *, weight: Array, heads: int = 1, mask: Mask | None = None
+) -> Array:
+    """SAN Eq. 5, its first line: response_i = (1/N) Σ_j v_j (q_i + k_j)ᵀ w."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, w: Array) -> Array:
+        cells = _real(real)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            for j in cells:
+                out[:, *i] += v[:, *j] * siamese_similarity(q[:, *i], k[:, *j], w) / len(cells)
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
+
+
+def siamese_local(
+    query: Array, key: Array, value: Array, *, weight: Array, heads: int = 1, mask: Mask | None = None
+) -> Array:
+    """SAN Eq. 5's local term alone (SAN Table 6): response_i = v̄ (wᵀ q_i)."""
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, w: Array) -> Array:
+        cells = _real(real)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            for j in cells:
+                out[:, *i] += v[:, *j] * float(w @ q[:, *i]) / len(cells)
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
+
+
+def siamese_ones(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """SAN Table 8: `siamese` whose vector is all ones and not learned."""
+    return siamese(query, key, value, weight=np.ones(query.shape[1]), heads=heads, mask=mask)
+
+
+def elu_linear(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """Katharopoulos et al. 2020: Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j) with φ = elu + 1; the tests' own row."""
+
+    def feature(vector: Array) -> Array:
+        return np.where(vector > 0, vector, np.expm1(np.minimum(vector, 0))) + 1
+
+    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            scores = [float(feature(q[:, *i]) @ feature(k[:, *j])) for j in _real(real)]
+            out[:, *i] = _weighted(
+                [score / sum(scores) for score in scores], [v[:, *j] for j in _real(real)], v.shape[0]
+            )
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask)
