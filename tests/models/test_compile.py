@@ -1,0 +1,126 @@
+"""One compiled graph and one exported program serve every batch and every image size.
+
+Tracing is slow: a stem, an attention block and a base block, every layer that a network has, stand for networks in the
+fast tests, and two operators for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from farfield.models import MODELS
+from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite
+from farfield.nn.blocks import convolved
+from farfield.ops import OPERATORS
+
+# The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
+SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
+PATHS = (*OPERATORS, "squeeze_excite")
+
+
+def fast(*paths: str) -> list[Any]:
+    """All global paths, those not named as slow tests."""
+    return [path if path in paths else pytest.param(path, marks=pytest.mark.slow) for path in PATHS]
+
+
+def settled(net: nn.Module) -> nn.Module:
+    """A float64 net in eval mode, its running statistics those of random images."""
+    for part in net.modules():
+        if hasattr(part, "momentum"):
+            part.momentum = 1.0
+    with torch.no_grad():
+        net.double()(torch.randn(4, 3, 64, 64, dtype=torch.float64))
+    return net.eval()
+
+
+def short(path: str, stride: int = 1) -> nn.Module:
+    """Every layer of a network once."""
+    far = SqueezeExcite(8) if path == "squeeze_excite" else path
+    attention = AttentionBlock(8, 8, far, expansion=2, stride=stride)
+    ends = convolved(3, 8, kernel=3, stride=4), BaseBlock(8, 16, expansion=2, stride=2, skip=True)
+    return settled(nn.Sequential(ends[0], attention, ends[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)))
+
+
+def compiles_once(net: nn.Module, backend: str) -> None:
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=counter)
+    frames = 0
+    with torch.no_grad():
+        for batch, *sides in SIZES:
+            image = torch.randn(batch, 3, *sides, dtype=torch.float64)
+            torch.testing.assert_close(compiled(image), net(image))
+            # torch traces a first call twice where it finds Python numbers among the tensors: batch norm's.
+            frames = frames or counter.frame_count
+    assert 0 < counter.frame_count == frames
+
+
+def exports(net: nn.Module) -> None:
+    # A grid of one cell a side is another program for torch: the smallest here leaves two to the deepest.
+    batch = torch.export.Dim("batch", min=2, max=4096)
+    height, width = (torch.export.Dim(what, min=33, max=4096) for what in ("height", "width"))
+    image = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    program = torch.export.export(net, (image,), dynamic_shapes=({0: batch, 2: height, 3: width},)).module()
+    with torch.no_grad():
+        for size, *sides in SIZES:
+            image = torch.randn(size, 3, *sides, dtype=torch.float64)
+            torch.testing.assert_close(program(image), net(image))
+
+
+@pytest.mark.parametrize("path", fast("kronecker_qkv"))
+def test_blocks_compile_once(path: str) -> None:
+    compiles_once(short(path), "aot_eager")
+
+
+@pytest.mark.parametrize("path", fast("siamese"))
+def test_blocks_compile_once_for_training(path: str) -> None:
+    net, counter = short(path).train(), CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(net, fullgraph=True, dynamic=True, backend=counter), 0
+    for batch, *sides in SIZES[:3]:
+        image, gradients = torch.randn(batch, 3, *sides, dtype=torch.float64), []
+        for form in (net, compiled):
+            net.zero_grad()
+            form(image).square().sum().backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+        torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-7 * gradients[0].abs().max().item())
+        frames = frames or counter.frame_count
+    assert 0 < counter.frame_count == frames
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["kronecker_qkv", "siamese"])
+def test_a_strided_attention_block_compiles_once(path: str) -> None:
+    compiles_once(short(path, stride=2), "aot_eager")
+
+
+@pytest.mark.parametrize("path", fast("kronecker_qkv", "siamese"))
+def test_blocks_export_with_free_batch_and_sides(path: str) -> None:
+    exports(short(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_base_block_of_any_rank_compiles_once(rank: int) -> None:
+    block, counter = BaseBlock(8, 12, stride=2, skip=True, rank=rank).eval(), CompileCounterWithBackend("eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for batch, side in ((2, 9), (3, 12), (5, 7), (2, 16), (4, 5)):
+            grid = torch.randn(batch, 8, *[side + axis for axis in range(rank)])
+            torch.testing.assert_close(compiled(grid), block(grid))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_compile_once(name: str) -> None:
+    compiles_once(settled(MODELS[name](width=0.25, num_classes=4)), "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_export_with_free_batch_and_sides(name: str) -> None:
+    exports(settled(MODELS[name](width=0.25, num_classes=4)))

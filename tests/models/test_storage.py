@@ -1,0 +1,351 @@
+"""Saved models: round trips, files of an earlier version, damage, mixed-up files, and disks that refuse."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from farfield import models
+from farfield.models import MODELS, CompactNet, storage
+from farfield.ops import OPERATORS, Operator
+from farfield.ops.table import softmax_of_products
+
+SAVED = Path(__file__).parent / "saved" / "sanet"
+LOGITS = [3.703454, -3.534860, 0.315928]  # of the saved model, in float64
+
+
+def randomized(net: CompactNet) -> CompactNet:
+    with torch.no_grad():
+        for name, entry in net.state_dict().items():
+            number = torch.rand(entry.shape) + (0.5 if name.endswith("var") else -0.5)
+            entry.copy_(number if entry.is_floating_point() else torch.tensor(7))
+    return net.eval()
+
+
+def same(net: nn.Module, other: nn.Module) -> None:
+    mine, others = net.state_dict(), other.state_dict()
+    assert list(mine) == list(others)
+    for name, entry in mine.items():
+        torch.testing.assert_close(entry, others[name], rtol=0, atol=0)
+
+
+def saved(folder: Path, **arguments: Any) -> Path:
+    randomized(models.sanet(**{"width": 0.125, "num_classes": 3, **arguments})).save_pretrained(folder)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+# ---- round trips -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_comes_back(tmp_path: Path, name: str) -> None:
+    net = randomized(MODELS[name](width=0.125, num_classes=3, strides=(1, 1, 2, 2, 2), dropout=0.1, in_channels=2))
+    assert net.train().save_pretrained(tmp_path / "run" / "best") is None
+    found = models.from_pretrained(tmp_path / "run" / "best")
+    same(found, net)
+    assert not found.training
+    assert (found.name, found.config) == (name, net.config)
+    assert (found.dropout.p, found.strides, found.in_channels) == (0.1, (1, 1, 2, 2, 2), 2)
+    same(CompactNet.from_pretrained(str(tmp_path / "run" / "best")), net)
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS, OPERATORS["dot"]])
+@pytest.mark.parametrize("build", [models.kanet, models.sanet])
+def test_any_row_comes_back(tmp_path: Path, operator: str | Operator, build: Callable[..., CompactNet]) -> None:
+    net = randomized(build(operator, width=0.125, num_classes=3))
+    net.save_pretrained(tmp_path)
+    found = models.from_pretrained(tmp_path)
+    same(found, net)
+    image = torch.randn(1, 3, 32, 32)
+    assert net(image).isfinite().all()
+    torch.testing.assert_close(found(image), net(image), rtol=0, atol=0)
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    models.kanet("dot", width=0.125, num_classes=3).save_pretrained(tmp_path)
+    assert sorted(files(tmp_path)) == ["README.md", "config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "model": "kanet",
+        "operator": "dot",
+        "num_classes": 3,
+        "in_channels": 3,
+        "width": 0.125,
+        "strides": [2, 2, 2, 2, 2],
+        "dropout": 0.2,
+    }
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "model": "kanet", "operator": "dot"}
+
+
+def test_senet_keeps_its_reduction(tmp_path: Path) -> None:
+    net = randomized(models.senet(width=0.125, num_classes=3, reduction=4))
+    net.save_pretrained(tmp_path)
+    same(models.from_pretrained(tmp_path), net)
+
+
+def test_a_new_classifier_is_saved_with_its_size(tmp_path: Path) -> None:
+    net = models.sanet(width=0.125, num_classes=3)
+    net.reset_classifier(5)
+    net.save_pretrained(tmp_path)
+    same(models.from_pretrained(tmp_path), net)
+
+
+def test_channels_last_and_half_precision_come_back_as_float32(tmp_path: Path) -> None:
+    net = randomized(models.sanet(width=0.125, num_classes=3)).to(torch.bfloat16, memory_format=torch.channels_last)
+    net.save_pretrained(tmp_path)
+    same(models.from_pretrained(tmp_path), net.to(torch.float32, memory_format=torch.contiguous_format))
+
+
+def test_saving_again_replaces_the_model_and_keeps_the_rest(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    saved(tmp_path, num_classes=4)
+    assert models.from_pretrained(tmp_path).num_classes == 4
+    assert (tmp_path / "README.md").read_text() == (tmp_path / "notes.txt").read_text() == "mine"
+    assert len(files(tmp_path)) == 4
+
+
+def test_a_model_of_version_0_1_still_loads() -> None:
+    """The files were written once; what they give must not change with the code."""
+    net = models.from_pretrained(SAVED)
+    assert sum(path.stat().st_size for path in SAVED.iterdir()) < 300_000
+    assert net.config == json.loads((SAVED / "config.json").read_text())
+    side = torch.linspace(-1, 1, 64)
+    image = torch.stack([side.outer(side), side[:, None].expand(64, 64), side.expand(64, 64)])[None]
+    expected = torch.tensor(LOGITS)
+    torch.testing.assert_close(net(image)[0].detach(), expected, rtol=1e-3, atol=1e-3)
+
+
+# ---- what cannot be saved --------------------------------------------------------------------------------------------
+def test_an_operator_of_ones_own_is_not_saved(tmp_path: Path) -> None:
+    net = models.kanet(Operator(coefficients=softmax_of_products, score="ones"), width=0.125)
+    text = (
+        "kanet.save_pretrained: an Operator of your own has no name to be saved by; fix: safetensors.torch.save_model"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        net.save_pretrained(tmp_path)
+    assert files(tmp_path) == {}
+
+
+def test_a_config_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("sanet.save_pretrained: config.json holds the model's own arguments")
+    ):
+        models.sanet(width=0.125).save_pretrained(tmp_path, config={"model": "kanet"})
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=r"sanet.save_pretrained: cannot write to .*file.best: Not a directory; what was"):
+        saved(tmp_path / "file" / "best")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.EACCES, PermissionError), (errno.ENOSPC, OSError)])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_disk_that_refuses_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, code: int, error: type[OSError]
+) -> None:
+    before = files(saved(tmp_path))
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, step, refuse)
+        text = re.escape(
+            f"sanet.save_pretrained: cannot write to {tmp_path}: {os.strerror(code)}; what was there is kept."
+        )
+        with pytest.raises(error, match=text):
+            saved(tmp_path, num_classes=4)
+    assert files(tmp_path) == before
+    assert models.from_pretrained(tmp_path).num_classes == 3
+
+
+# ---- what cannot be loaded -------------------------------------------------------------------------------------------
+Damage = Callable[[Path], object]
+
+
+def config_is(content: str | bytes) -> Damage:
+    content = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / "config.json").write_bytes(content)
+
+
+def config_has(**entries: Any) -> Damage:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | entries
+        config = {key: value for key, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def weights_of(build: Callable[..., CompactNet], **arguments: Any) -> Damage:
+    def change(folder: Path) -> None:
+        build(width=0.125, num_classes=3, **arguments).save_pretrained(folder / "other")
+        os.replace(folder / "other" / "model.safetensors", folder / "model.safetensors")
+        shutil.rmtree(folder / "other")
+
+    return change
+
+
+def cut(size: int) -> Damage:
+    return lambda folder: os.truncate(folder / "model.safetensors", size)
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def renamed_without_metadata(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["rows.0.0.strange"] = tensors.pop("stem.norm.bias")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def pickled(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+IS_DAMAGED, OTHER = (
+    "/model.safetensors is damaged: ",
+    "/model.safetensors holds the weights of another model than the sanet",
+)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "text"),
+    [
+        (
+            without("config.json"),
+            FileNotFoundError,
+            " has no config.json, it holds README.md, model.safetensors; fix: ",
+        ),
+        (
+            pickled,
+            FileNotFoundError,
+            " has no model.safetensors, it holds README.md, config.json, pytorch_model.bin; "
+            "fix: a folder written by save_pretrained (pickled weights are never loaded).",
+        ),
+        (config_is("{"), ValueError, "/config.json is damaged, not JSON: "),
+        (config_is(b"\xff\xfe"), ValueError, "/config.json is damaged, not JSON: "),
+        (config_is("[1]"), ValueError, '/config.json names no "model", it has list; fix: a model saved by farfield.'),
+        (
+            config_has(model=None),
+            ValueError,
+            '/config.json names no "model", it has operator, num_classes, in_channels',
+        ),
+        (config_has(model="sannet"), LookupError, 'models.from_pretrained: no model "sannet"; nearest: sanet'),
+        (config_has(operator="siam"), LookupError, 'models.from_pretrained: no operator "siam"; nearest: siamese'),
+        (config_has(depth=3), ValueError, "/config.json does not describe a model of this version: "),
+        (config_has(width=-1), ValueError, "of this version: sanet: width must be a number above 0, got -1."),
+        (config_has(width="wide"), ValueError, "/config.json does not describe a model of this version: "),
+        (
+            config_has(num_classes=4),
+            ValueError,
+            f"{OTHER} its config.json describes: classifier.weight is (3, 1280) and not (4, 1280); "
+            "classifier.bias is (3,) and not (4,).",
+        ),
+        (cut(0), ValueError, IS_DAMAGED),
+        (cut(100), ValueError, IS_DAMAGED),
+        (cut(100_000), ValueError, IS_DAMAGED),
+        (
+            weights_of(models.mobilenet_v2),
+            ValueError,
+            '/model.safetensors holds weights of model "mobilenet_v2", its config.json says "sanet"; '
+            "fix: keep the two files of one save together.",
+        ),
+        # The same entries of the same shapes: only what was written with them tells them apart.
+        (
+            weights_of(models.sanet, operator="siamese_local"),
+            ValueError,
+            '/model.safetensors holds weights of operator "siamese_local", its config.json says "siamese"; ',
+        ),
+        (
+            renamed_without_metadata,
+            ValueError,
+            f"{OTHER} its config.json describes: it lacks stem.norm.bias; rows.0.0.strange is unknown.",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded(tmp_path: Path, damage: Damage, error: type[Exception], text: str) -> None:
+    damage(saved(tmp_path))
+    with pytest.raises(error, match=re.escape(text)) as found:
+        models.from_pretrained(tmp_path)
+    assert str(found.value).startswith("models.from_pretrained: ")
+    assert error is LookupError or str(tmp_path) in str(found.value)
+
+
+def test_a_file_or_nothing_in_place_of_a_folder(tmp_path: Path) -> None:
+    file = saved(tmp_path) / "model.safetensors"
+    with pytest.raises(
+        NotADirectoryError, match=re.escape(f"models.from_pretrained: {file} is a file; fix: the folder")
+    ):
+        models.from_pretrained(file)
+    for missing in (tmp_path / "none", str(tmp_path / "none"), "./none"):
+        with pytest.raises(
+            FileNotFoundError, match=r"models.from_pretrained: there is no folder .*none; fix: the folder"
+        ):
+            models.from_pretrained(missing)
+    with pytest.raises(FileNotFoundError, match=r"CompactNet.from_pretrained: there is no folder"):
+        CompactNet.from_pretrained(tmp_path / "none")
+
+
+# ---- the Hub ---------------------------------------------------------------------------------------------------------
+def test_a_repository_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(repo: str, name: str, **options: Any) -> str:
+        asked.append((repo, name, options["revision"], options["local_files_only"]))
+        return str(saved(tmp_path) / name)
+
+    monkeypatch.setattr(storage, "hf_hub_download", download)
+    assert models.from_pretrained("somebody/sanet", revision="v1").name == "sanet"
+    assert asked == [("somebody/sanet", name, "v1", False) for name in ("config.json", "model.safetensors")]
+
+
+def test_a_repository_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo: str, name: str, **options: Any) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(storage, "hf_hub_download", download)
+    text = 'models.from_pretrained: "somebody/sanet" is no folder here, and the Hub did not give its config.json'
+    with pytest.raises(FileNotFoundError, match=re.escape(text)):
+        models.from_pretrained("somebody/sanet")
+
+
+def test_uploading_writes_the_same_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = {}
+
+    class Api:
+        def __init__(self, token: str | None = None) -> None:
+            pass
+
+        def create_repo(self, repo_id: str, **options: Any) -> Any:
+            return type("Address", (), {"repo_id": repo_id})
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, **options: Any) -> str:
+            seen[repo_id] = sorted(files(Path(folder_path)))
+            return repo_id
+
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
+    net = models.sanet(width=0.125, num_classes=3)
+    assert net.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/sanet") == "me/sanet"
+    assert seen == {"me/sanet": ["README.md", "config.json", "model.safetensors"]}
