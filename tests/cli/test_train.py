@@ -96,7 +96,7 @@ def test_a_recipe_runs_two_steps_and_its_weights_load_again(recipe: Path, tmp_pa
         assert torch.equal(weight, best["state_dict"][f"network.{name}"]), name
     assert set(load_file(run / "model.safetensors")) <= {name for name, _ in network.state_dict().items()}
     rows = table(run / "metrics.csv")
-    assert {"epoch", "step", "train/loss_epoch", "val/loss", "val/accuracy"} <= set(rows[0])
+    assert {"epoch", "step", "train/loss_epoch", "val/loss", "val/accuracy", "learning_rate"} <= set(rows[0])
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 1
     assert list(run.glob("events.out.tfevents*"))
 
@@ -174,18 +174,29 @@ def test_predict_reads_any_folder_and_the_classes_of_the_checkpoint(tmp_path: Pa
 
 
 def test_saved_weights_are_a_network_of_the_command_line(tmp_path: Path) -> None:
-    root = make_root(tmp_path / "images")
-    run = fit(root)
-    options: dict[str, Any] = {**QUIET, "data": FOLDERS["data"], "data.image_size": 32, "data.root": root}
-    options |= {"model.network": "farfield.models.from_pretrained", "model.network.path_or_repo": run}
-    farfield("predict", predictions__path="saved.csv", **options)
-    farfield("predict", config=run / "config.yaml", ckpt_path="best", predictions__path="best.csv")
+    run = fit(make_root(tmp_path / "images"))
+    config = run / "config.yaml"
+    options = {"model.network": "farfield.models.from_pretrained", "model.network.path_or_repo": run}
+    farfield("predict", config=config, predictions__path="saved.csv", **options)
+    farfield("predict", config=config, ckpt_path="best", predictions__path="best.csv")
     assert Path("saved.csv").read_text() == Path("best.csv").read_text()
 
 
 def test_an_unknown_network_is_named_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match='no model "kanet_qvk"; nearest: kanet_qkv'):
         farfield("fit", **{**FOLDERS, "model.network": "kanet_qvk", "data.root": tmp_path})
+
+
+def test_networks_of_the_users_own_are_found_in_the_folder_it_is_called_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    network = "class Mine(torch.nn.Sequential):\n    def __init__(self, width: int):\n        super().__init__("
+    layers = "torch.nn.AdaptiveAvgPool2d(width), torch.nn.Flatten(), torch.nn.Linear(3 * width**2, 3))\n"
+    Path("users_own.py").write_text("import torch\n" + network + layers)
+    options = {"model.network": "users_own.Mine", "model.network.width": 4, "model.network.num_classes": None}
+    run = fit(make_root(tmp_path / "images"), **options)
+    assert set(load_file(run / "model.safetensors")) == {"2.weight", "2.bias"}
 
 
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ TensorBoard's events, `checkpoints/best.ckpt`, `checkpoints/last.ckpt`, and afte
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,8 +25,9 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
+# Once it is imported, `--data Digits` needs no module.
+import farfield.data.classify  # noqa: F401
 from farfield._checks import ShapeError, unknown
-from farfield.data import classify as _  # noqa: F401  Once imported, `--data Digits` needs no module.
 from farfield.data.folders import FolderError
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
@@ -95,7 +97,7 @@ class Training(LightningCLI):
         self.resumed_at = read(Path(config.ckpt_path)).get("global_step") if config.ckpt_path else None
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             # The other processes would take this folder for an older run.
-            rank_zero_only(check_writable)(self.folder)
+            rank_zero_only(check_writable)(self.folder if config.trainer.logger in (None, True) else root)
         elif not config.ckpt_path and self.subcommand != "fit":
             rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network is as it was built.")
 
@@ -139,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: For a wrong option, a folder that cannot be trained on, or a checkpoint that cannot be read or
             written; the text says which and why.
     """
+    # The user's own networks and data are looked for in the folder the command is called from, after everything else.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         with warnings.catch_warnings():
             # Lightning fears that the caller's command line is meant for another program; here it is the caller's.

@@ -35,7 +35,7 @@ class Classify(LightningModule):
     SGD with momentum; the learning rate falls to a tenth after the epochs of `schedule`. Weight decay acts on weights
     of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and attention's own
     vectors: so the papers' authors did it in the code they published. Logged: `train/loss`, `val/loss`, `val/accuracy`,
-    `val/top5` where there are more than five classes, and the same for `test`.
+    `val/top5` where there are more than five classes, the same for `test`, and `learning_rate`.
 
     A checkpoint holds the network's weights and these numbers; never the network's code.
 
@@ -57,7 +57,7 @@ class Classify(LightningModule):
         ShapeError: In the first batch, if the network's scores are not one for each class of the data.
 
     Reference:
-        KAN 4.1, SAN 4.1
+        KAN §4.1, SAN Appendix
 
     Example:
         >>> module = Classify(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), learning_rate=0.05)
@@ -93,6 +93,10 @@ class Classify(LightningModule):
         if self.hparams["channels_last"]:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.network(images)
+
+    def on_train_epoch_start(self) -> None:
+        """Log the learning rate of the epoch."""
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
@@ -157,7 +161,7 @@ class Classify(LightningModule):
         scores = scores.float()
         values = {"loss": functional.cross_entropy(scores, labels)}
         for name, number in (("accuracy", 1), ("top5", 5)):
-            if number < scores.shape[1] - 1 or number == 1:
+            if number == 1 or number < scores.shape[1]:
                 values[name] = multiclass_accuracy(scores, labels, scores.shape[1], average="micro", top_k=number)
         logged = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))

@@ -1,0 +1,173 @@
+"""Checkpoints are whole or not there, run nothing, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from farfield.tasks import checkpoints
+from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_same_network, check_writable, read
+from farfield.tasks.classify import Classify
+
+files = AtomicCheckpoints()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A good checkpoint."""
+    path = tmp_path / "run" / "last.ckpt"
+    files.save_checkpoint({"state_dict": {"weight": torch.ones(3)}, "epoch": 1}, path)
+    return path
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 100,000 bytes: writing more fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def only_file(path: Path) -> bool:
+    return [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    assert files.load_checkpoint(path)["epoch"] == 1
+    assert only_file(path)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_leaves_the_previous_checkpoint(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write .*last\.ckpt: File too large; the file .* is unchanged"):
+        files.save_checkpoint({"state_dict": {"weight": torch.ones(10**6)}}, path)
+    assert files.load_checkpoint(path)["epoch"] == 1
+    assert only_file(path)
+
+
+def test_a_kill_while_writing_leaves_the_previous_checkpoint(path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with checkpoints.written(path) as file:
+            file.write(b"half of it")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert files.load_checkpoint(path)["epoch"] == 1
+
+
+def test_no_permission_to_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # The tests may run as a user whom no folder refuses.
+    monkeypatch.setattr(checkpoints.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(checkpoints.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*last\.ckpt: Permission denied; the file .* is unchanged"
+    ):
+        files.save_checkpoint({"state_dict": {}}, path)
+    with pytest.raises(CheckpointError, match=r"cannot write to .*run: Permission denied"):
+        check_writable(path.parent)
+
+
+def test_a_folder_that_is_a_file(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: (Not a directory|File exists)"):
+        check_writable(path / "checkpoints")
+
+
+def test_an_error_of_the_caller_leaves_nothing_behind(path: Path) -> None:
+    def write_half() -> None:
+        with checkpoints.written(path) as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert files.load_checkpoint(path)["epoch"] == 1
+    assert only_file(path)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 200, -50])
+def test_a_damaged_checkpoint_is_named(path: Path, kept: int) -> None:
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged"):
+        read(path)
+
+
+def test_bits_flipped_in_the_middle_are_refused_or_harmless(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        assert read(path)["epoch"] == 1
+
+
+def test_a_file_that_is_no_checkpoint(path: Path) -> None:
+    path.write_text("words " * 50)
+    with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged"):
+        read(path)
+    torch.save({"weight": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match="has no state_dict"):
+        read(path)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt"):
+        read(path.with_name("none.ckpt"))
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda trap, path: path.write_bytes(pickle.dumps(trap))])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_nothing_in_a_checkpoint_is_executed(path: Path, save: Any) -> None:
+    sprung = path.parent / "sprung"
+    save({"state_dict": {}, "extra": Trap(sprung)}, path)
+    with pytest.raises(CheckpointError, match=r"it was not loaded|is damaged"):
+        # Lightning hands on what its caller asked for.
+        files.load_checkpoint(path, weights_only=False)
+    assert not sprung.exists()
+
+
+def test_the_checkpoint_of_another_network_is_refused_with_what_differs(tmp_path: Path) -> None:
+    def module(*layers: nn.Module) -> Classify:
+        return Classify(nn.Sequential(*layers))
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", plugins=[files], default_root_dir=tmp_path, **quiet)
+    trainer.strategy.connect(module(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)))
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    found = read(tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"of another network[\s\S]*only in it \(5\): network\.1\.weight"):
+        module(nn.Conv2d(3, 8, 1)).on_load_checkpoint(found)
+    with pytest.raises(
+        CheckpointError, match=r"another shape \(1\): network\.0\.weight \(8, 3, 1, 1\), not \(8, 3, 3, 3\)"
+    ):
+        module(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).on_load_checkpoint(found)
+    with pytest.raises(CheckpointError, match=r"not in it \(2\): network\.2\.weight, network\.2\.bias"):
+        module(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Linear(2, 2)).on_load_checkpoint(found)
+    check_same_network(found["state_dict"], found["state_dict"])
