@@ -1,0 +1,425 @@
+"""The rules of the house that a machine can hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import farfield
+from farfield import cost, models, ops
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "farfield"
+SOURCES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = (".ci", "src", "tests", "docs", "recipes", "examples", "benchmarks")
+PAPERS = ("KAN", "SAN", "FA")
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def read(path: Path | str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def tracked_files() -> list[Path]:
+    """The files of the project, without asking git, which a machine may lack."""
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [path for path in found if not {"__pycache__", "_build"} & set(path.parts) and path.suffix != ".pyc"]
+
+
+# ---- the ladder ------------------------------------------------------------------------------------------------------
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    script = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports as run; sys.exit(run())"
+    return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_imports_go_one_way() -> None:
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("ops/grid.py", "from farfield.nn import GridAttention"),
+        ("nn/attention.py", "import farfield.cost"),
+        ("maps.py", "import farfield.theory"),
+        ("models/compact.py", "import lightning"),
+        ("models/compact.py", "import torchvision"),
+        ("nn/blocks.py", "import timm"),
+    ],
+)
+def test_the_ladder_can_fail(tmp_path: Path, file: str, line: str) -> None:
+    shutil.copytree(SOURCE, tmp_path / "src" / "farfield", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "src" / "farfield" / file
+    path.write_text(f"{read(path)}\n{line}\n", encoding="utf-8")
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "BROKEN" in result.stdout
+
+
+# Package -> where it may be imported: files, or folders with a slash.
+HOMES = {
+    "lightning": ("tasks/", "data/", "cli/"),
+    "torchvision": ("data/", "models/deeplab.py", "models/detector.py", "models/video.py"),
+    "timm": ("models/catalog.py", "insertion.py"),
+    "transformers": ("models/bert.py", "insertion.py"),
+    "torchmetrics": ("tasks/",),
+    "jsonargparse": ("cli/",),
+    "sklearn": ("data/", "cli/"),
+    "skimage": ("data/", "cli/"),
+    "matplotlib": ("cli/", "explorer.py", "maps.py"),
+    "rich": ("cli/", "tasks/"),
+    "gradio": ("explorer.py",),
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}: imports are absolute"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_heavy_packages_are_imported_only_where_they_belong(path: Path) -> None:
+    for name in imported(path):
+        package = name.split(".")[0]
+        homes = HOMES.get("lightning" if package == "pytorch_lightning" else package)
+        assert homes is None or relative(path).startswith(homes), f"{relative(path)} must not import {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if relative(path).startswith("ops/")], ids=relative)
+def test_ops_import_torch_jaxtyping_and_checks_only(path: Path) -> None:
+    packages = {"torch", "jaxtyping", "triton"} | sys.stdlib_module_names
+    for name in imported(path):
+        own = name.startswith(("farfield._checks", "farfield.ops"))
+        assert own or name.split(".")[0] in packages, f"{relative(path)} must not import {name}"
+
+
+# ---- light import ----------------------------------------------------------------------------------------------------
+HEAVY = ("lightning", "pytorch_lightning", "torchvision", "transformers", "timm", "matplotlib", "sklearn", "skimage")
+HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The heavy packages that a fresh Python has loaded after a statement."""
+    script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(json.loads(result.stdout)) & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import farfield",
+        "from farfield import ShapeError, ops, nn, cost, maps, theory, pad_grids",
+        "from farfield import models; models.MODELS",
+        "import farfield.cli",
+    ],
+)
+def test_import_is_light(statement: str) -> None:
+    assert loaded_by(statement) == set()
+
+
+def test_light_import_can_fail() -> None:
+    assert loaded_by("import farfield, rich, sklearn") == {"rich", "sklearn"}
+
+
+def test_import_farfield_does_not_even_load_torch() -> None:
+    script = "import sys, farfield; assert 'torch' not in sys.modules; farfield.ops; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_public_name_resolves() -> None:
+    for name in farfield.__all__:
+        assert getattr(farfield, name) is not None
+        assert name in dir(farfield)
+    with pytest.raises(AttributeError, match="module 'farfield' has no attribute 'opps'; it has ShapeError, "):
+        farfield.opps  # noqa: B018
+
+
+# ---- every row -------------------------------------------------------------------------------------------------------
+SCALED = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv")
+WEIGHTED = ("siamese", "siamese_local")
+
+
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_every_row_has_its_whole(row: str) -> None:
+    parameters = inspect.signature(getattr(ops, f"{row}_attention")).parameters
+    expected = ["query", "key", "value", "heads", "mask"]
+    expected += ["scale"] * (row in SCALED) + ["query_mask"] * (row == "kronecker_qkv") + ["weight"] * (row in WEIGHTED)
+    assert sorted(parameters) == sorted(expected)
+    positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
+    assert positional == ["query", "key", "value"]
+    assert parameters["heads"].default == 1
+    assert parameters["mask"].default is None
+
+
+def functions(operator: ops.Operator) -> list[object]:
+    """What a row is made of; a partial function, which equals nothing but itself, as its parts."""
+    parts = (operator.coefficients, operator.basis, operator.per, operator.score, *operator.answers, *operator.asks)
+    return [(part.func, part.args, part.keywords) if isinstance(part, partial) else part for part in parts]
+
+
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_every_row_pickles(row: str) -> None:
+    operator = ops.OPERATORS[row]
+    assert functions(pickle.loads(pickle.dumps(operator))) == functions(operator)
+    assert "<lambda>" not in repr(operator)
+
+
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_every_row_has_a_cost_formula(row: str) -> None:
+    small, large = (cost.predict(row, channels=16, sides=(side, side)) for side in (14, 28))
+    assert 0 < small.madds < large.madds
+
+
+def table_rows(page: str) -> dict[str, list[str]]:
+    """First cell, without its backticks -> the other cells, of every table row of a page whose first cell is code."""
+    found = re.findall(r"^\| *`([^`]+)` *\|(.+)\|$", read(page), flags=re.MULTILINE)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in found}
+
+
+@pytest.mark.parametrize("page", ["docs/guide/operators.md", "README.md"])
+def test_every_row_has_a_row_in_the_documentation(page: str) -> None:
+    assert sorted(set(ops.OPERATORS) - set(table_rows(page))) == []
+
+
+@pytest.mark.parametrize(("page", "column"), [("docs/guide/operators.md", -1), ("README.md", 2)])
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_costs_in_the_documentation_are_the_papers(row: str, page: str, column: int) -> None:
+    formula = re.sub(r" */ *", "/", table_rows(page)[row][column])
+    for written, python in {"²": "**2", "^": "**", " ": "*"}.items():
+        formula = formula.replace(written, python)
+    sides = (14, 12)
+    sizes = {"N": 14 * 12, "S": 14 + 12, "rank": 2, "c": 16, "h": 1}
+    assert eval(formula, sizes) == cost.predict(row, channels=16, sides=sides, project="", convention="paper").madds
+
+
+def test_every_row_has_a_section_in_the_documentation() -> None:
+    text = read("docs/guide/operators.md")
+    assert [row for row in ops.OPERATORS if f"\n### {row}\n" not in text] == []
+
+
+# ---- docstrings and the equation map ---------------------------------------------------------------------------------
+CITATION = re.compile(
+    r"\b(?P<paper>KAN|SAN|FA)\b(?: (?P<bare>\d\.\d))?"
+    r"|(?P<kind>Eqs?\.|Tables?|Theorem|Definition|Figures?|§) ?(?P<first>\d+(?:\.\d)?)(?:[–-](?P<last>\d+))?"
+    r"|(?P<appendix>Appendix)|(?P<other>\b[A-Z]\w+ et al\. \d{4})"
+)
+KINDS = {"Eqs.": "Eq.", "Tables": "Table", "Figures": "Figure"}
+
+
+def citations(text: str) -> set[str]:
+    """`KAN Eq. 4–5, Theorem 1` as {KAN Eq. 4, KAN Eq. 5, KAN Theorem 1}; what stands in parentheses explains."""
+    paper, found = "", set()
+    for match in CITATION.finditer(re.sub(r"\(.*?\)", "", text, flags=re.DOTALL)):
+        paper, kind, first = match["paper"] or paper, match["kind"], match["first"]
+        if match["other"]:
+            found.add(match["other"])
+        elif match["appendix"]:
+            found.add(f"{paper} Appendix")
+        elif match["bare"] or kind == "§":
+            found.add(f"{paper} §{match['bare'] or first}")
+        elif kind:
+            numbers = range(int(first), int(match["last"] or first) + 1)
+            found |= {f"{paper} {KINDS.get(kind, kind)} {number}" for number in numbers}
+    return found
+
+
+def equation_map() -> dict[str, str]:
+    """Citation -> the rest of its row in docs/equations.md."""
+    rows: dict[str, str] = {}
+    for first, rest in re.findall(r"^\| *([^|`]+?) *\|(.+)\|$", read("docs/equations.md"), re.MULTILINE):
+        rows |= {citation: rows.get(citation, "") + rest for citation in citations(first)}
+    return rows
+
+
+REFERENCE = re.compile(r"^ *References?:\s*(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def references() -> list[tuple[str, str, str]]:
+    """(file, name, text) of every `Reference:` in a docstring."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                texts = REFERENCE.findall(ast.get_docstring(node) or "")
+                found += [(relative(path), getattr(node, "name", path.stem), text) for text in texts]
+    return found
+
+
+def test_citations_are_read() -> None:
+    assert citations("KAN Eq. 4–5, Theorem 1; FA Eq. 3.") == {"KAN Eq. 4", "KAN Eq. 5", "KAN Theorem 1", "FA Eq. 3"}
+    assert citations("KAN Eq. 18 (Eq. 17 swaps the lengths).") == {"KAN Eq. 18"}
+    assert citations("KAN §4.1, SAN 3.2 and Appendix; Sun et al. 2012") == {
+        *("KAN §4.1", "SAN §3.2", "SAN Appendix", "Sun et al. 2012")
+    }
+    assert len(references()) > 10
+
+
+@pytest.mark.parametrize(("file", "name", "text"), [pytest.param(*row, id=":".join(row[:2])) for row in references()])
+def test_every_reference_is_on_the_equation_map(file: str, name: str, text: str) -> None:
+    cited, rows = citations(text), equation_map()
+    assert cited, f"{file}: {name} cites no equation, table or figure of {', '.join(PAPERS)}: {text!r}"
+    for citation in cited:
+        named = re.search(rf"[.`]{name}`", rows.get(citation, ""))
+        assert named, f"docs/equations.md: {citation} does not name {name} ({file})"
+
+
+def test_every_function_of_the_equation_map_exists() -> None:
+    names = set(re.findall(r"`farfield\.([\w.]+)`", " ".join(equation_map().values())))
+    assert len(names) > 15
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        found = hasattr(importlib.import_module(f"farfield.{module}"), attribute)
+        assert found, f"docs/equations.md: no farfield.{name}"
+
+
+def test_every_numbered_equation_is_on_the_map() -> None:
+    numbers = {"KAN": 18, "SAN": 6, "FA": 9}
+    expected = {f"{paper} Eq. {number}" for paper, last in numbers.items() for number in range(1, last + 1)}
+    assert sorted(expected - set(equation_map())) == []
+
+
+SECTIONS = ("Args", "Returns", "Cost", "Reference", "Example")
+PUBLIC_FUNCTIONS = sorted(name for name in getattr(ops, "__all__", dir(ops)) if inspect.isfunction(getattr(ops, name)))
+# Of no paper.
+WITHOUT_PAPER = {"pad_grids"}
+
+
+@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+def test_every_function_of_ops_is_documented_in_the_order_of_the_house(name: str) -> None:
+    text = inspect.getdoc(getattr(ops, name)) or ""
+    wanted = [section for section in SECTIONS if section != "Reference" or name not in WITHOUT_PAPER]
+    places = [text.find(f"\n{section}:") for section in wanted]
+    assert -1 not in places, f"ops.{name} lacks {wanted[places.index(-1)]}"
+    assert places == sorted(places), f"ops.{name}: the order is {wanted}"
+    assert ">>> " in text[places[-1] :]
+
+
+# ---- sizes and signatures --------------------------------------------------------------------------------------------
+def module_of(path: Path) -> ModuleType:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return importlib.import_module(".".join(part for part in parts if part != "__init__"))
+
+
+def own_methods(kind: type) -> Iterator[str]:
+    """The constructor and public methods; one that another library's class has too keeps the signature given there."""
+    foreign = [base for base in kind.__mro__[1:] if not base.__module__.startswith("farfield")]
+    for name, value in vars(kind).items():
+        public = not name.startswith("_") and not any(name in vars(base) for base in foreign)
+        if inspect.isfunction(value) and (public or name == "__init__"):
+            yield name
+
+
+def public_functions(module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Public functions and methods that a module defines, of those its package exports if the package says which."""
+    package = importlib.import_module(module.__name__.rpartition(".")[0])
+    exported = getattr(package, "__all__", None) if package is not farfield else None
+    for name, value in vars(module).items():
+        ours = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+        if not ours or (exported is not None and name not in exported):
+            continue
+        if inspect.isclass(value):
+            yield from ((f"{name}.{method}", vars(value)[method]) for method in own_methods(value))
+        elif inspect.isfunction(value):
+            yield name, value
+
+
+def check_signature(name: str, function: Callable[..., object]) -> None:
+    parameters = inspect.signature(function).parameters
+    count, limit = len(parameters.keys() - {"self", "cls"}), 10 if name.endswith("__init__") else 8
+    assert count <= limit, f"{name} has {count} arguments, at most {limit}"
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values()), f"{name} takes any keyword"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if not path.name.startswith("_")], ids=relative)
+def test_signatures_are_small(path: Path) -> None:
+    for name, function in public_functions(module_of(path)):
+        check_signature(f"{relative(path)}: {name}", function)
+
+
+def test_signatures_can_fail() -> None:
+    def nine(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, i: int) -> None: ...
+    def keywords(**options: int) -> None: ...
+
+    with pytest.raises(AssertionError, match="nine has 9 arguments, at most 8"):
+        check_signature("nine", nine)
+    with pytest.raises(AssertionError, match="keywords takes any keyword"):
+        check_signature("keywords", keywords)
+    assert len(list(public_functions(module_of(SOURCE / "nn" / "attention.py")))) > 3
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_can_be_read_in_one_sitting(path: Path) -> None:
+    lines = len(read(path).splitlines())
+    assert lines <= 400, f"{relative(path)} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_annotations_are_postponed(path: Path) -> None:
+    annotated = any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree(path)))
+    assert not annotated or "from __future__ import annotations" in read(path)
+
+
+# ---- entry points ----------------------------------------------------------------------------------------------------
+def test_torch_hub_finds_every_model() -> None:
+    specification = importlib.util.spec_from_file_location("hubconf", ROOT / "hubconf.py")
+    hubconf = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hubconf)
+    entries = [name for name, value in vars(hubconf).items() if callable(value) and not name.startswith("_")]
+    assert sorted(entries) == sorted(models.MODELS)
+    net = torch.hub.load(str(ROOT), "kanet_qkv", source="local", num_classes=3, width=0.25).eval()
+    assert net(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
+# ---- nothing of one machine ------------------------------------------------------------------------------------------
+# Put together here, so that this file passes its own test.
+MACHINE_PATH = re.compile("(?<![\\w.])/" + "(?:work|home|root|Users|mnt|tmp)" + "/" + r"|\b[A-Z]:\\")
+ADDRESS = re.compile("https?:" + r"//([\w.-]+)(\S*)")
+# Hosts of documents, not of downloads.
+HOSTS = {"www.apache.org", "keepachangelog.com", "semver.org", "doi.org", "arxiv.org"}
+
+
+@pytest.mark.parametrize("path", tracked_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_machine_paths_and_no_download_addresses(path: Path) -> None:
+    try:
+        text = read(path)
+    except UnicodeDecodeError:
+        return
+    assert MACHINE_PATH.findall(text) == []
+    assert [address.group() for address in ADDRESS.finditer(text) if address[1] not in HOSTS] == []
+
+
+def test_versions_agree() -> None:
+    version = farfield.__version__
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+    assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", read("CHANGELOG.md"), re.MULTILINE)
