@@ -39,11 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without_data = pytest.mark.skip(reason=f"no data packs at {DATA.relative_to(DATA.parents[2])}")
     slow, kept = [], []
     for item in items:
-        if "data" in item.keywords and not DATA.is_dir():
+        if item.get_closest_marker("data") and not DATA.is_dir():
             item.add_marker(without_data)
         # A test that is named on the command line is meant to run.
         named = any("::" in str(argument) for argument in config.args)
-        leave_out = "slow" in item.keywords and not config.option.markexpr and not named
+        leave_out = item.get_closest_marker("slow") is not None and not config.option.markexpr and not named
         (slow if leave_out else kept).append(item)
     if slow:
         config.hook.pytest_deselected(items=slow)

@@ -1,7 +1,11 @@
-"""Image folders made up for the tests: squares of one colour a class, with noise."""
+"""What tests of training share: image folders, squares of one colour a class with noise; and a disk that is full."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,3 +30,16 @@ def make_root(root: Path, train: int = 8, val: int = 4) -> Path:
     make_folder(root / "train", train)
     make_folder(root / "val", val)
     return root
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond 100,000 bytes: writing more fails as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)

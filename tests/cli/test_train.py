@@ -14,9 +14,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from farfield import models
+from farfield import ShapeError, models
 from farfield.cli.train import main
-from made_images import COLOURS, make_folder, make_root
+from farfield.data.folders import FolderError
+from farfield.tasks.checkpoints import CheckpointError
+from made_images import COLOURS, full_disk, make_folder, make_root
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 QUIET = {
@@ -183,7 +185,7 @@ def test_saved_weights_are_a_network_of_the_command_line(tmp_path: Path) -> None
 
 
 def test_an_unknown_network_is_named_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match='no model "kanet_qvk"; nearest: kanet_qkv'):
+    with pytest.raises(LookupError, match='no model "kanet_qvk"; nearest: kanet_qkv'):
         farfield("fit", **{**FOLDERS, "model.network": "kanet_qvk", "data.root": tmp_path})
 
 
@@ -200,14 +202,14 @@ def test_networks_of_the_users_own_are_found_in_the_folder_it_is_called_from(
 
 
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="one score for the data's 3 classes"):
+    with pytest.raises(ShapeError, match="one score for the data's 3 classes"):
         fit(make_root(tmp_path / "images"), model__network__num_classes=5)
 
 
 def test_a_folder_with_a_damaged_file_is_refused_with_its_path(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
     (root / "train" / "red" / "5.jpg").write_bytes(b"no image")
-    with pytest.raises(SystemExit, match=r"images/train/red/5\.jpg"):
+    with pytest.raises(FolderError, match=r"images/train/red/5\.jpg"):
         fit(root)
 
 
@@ -217,7 +219,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-100])
     cut = path.read_bytes()
     for name in ("last", str(path)):
-        with pytest.raises(SystemExit, match=r"last\.ckpt is damaged"):
+        with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged"):
             fit(root, ckpt_path=name, trainer__max_epochs=2)
     assert path.read_bytes() == cut
 
@@ -225,18 +227,30 @@ def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> No
 def test_the_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
     fit(root)
-    with pytest.raises(SystemExit, match=r"checkpoint is of another network[\s\S]*config\.yaml"):
+    with pytest.raises(CheckpointError, match=r"checkpoint is of another network[\s\S]*config\.yaml"):
         fit(root, ckpt_path="last", model__network="mobilenet_v2", trainer__max_epochs=2)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     Path("runs").write_text("a file where a folder should be")
-    with pytest.raises(SystemExit, match=r"cannot write to runs/version_0: (Not a directory|File exists)"):
+    with pytest.raises(CheckpointError, match=r"cannot write to runs/version_0: (Not a directory|File exists)"):
         fit(make_root(tmp_path / "images"))
 
 
+def test_a_disk_that_fills_up_while_training_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "images")
+    last = fit(root) / "checkpoints" / "last.ckpt"
+    before = last.read_bytes()
+    text = r"cannot write .*\.ckpt: File too large; the file that was there is unchanged"
+    with full_disk(), pytest.raises(CheckpointError, match=text):
+        fit(root, ckpt_path="last", trainer__max_epochs=2)
+    assert last.read_bytes() == before
+    fit(root, ckpt_path="last", trainer__max_epochs=2)
+    assert torch.load(last, weights_only=True)["epoch"] == 1
+
+
 def test_no_best_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"no run in runs has checkpoints/best\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"no run in runs has checkpoints/best\.ckpt"):
         farfield(
             "test", ckpt_path="best", **{**QUIET, **FOLDERS, "data.root": tmp_path, "trainer.default_root_dir": "runs"}
         )

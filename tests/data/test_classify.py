@@ -14,7 +14,8 @@ from hypothesis import strategies as some
 from PIL import Image
 
 from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.classify import Digits, ImageFolders, drawn, split
+from farfield.data.classify import Digits, ImageFolders
+from farfield.data.samples import drawn, split
 from made_images import make_folder, make_root
 
 

@@ -71,7 +71,10 @@ def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
     _assert_compiles_once(Row(row), [(grid, grid) for grid in grids], "aot_eager", 1e-6)
 
 
-@pytest.mark.parametrize("row", ROWS)
+# Tracing a pooled backward graph takes five times as long as any other.
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow) if row == "softmax_pooled" else row for row in ROWS]
+)
 def test_masked_cross_attention_compiles_once_with_its_gradients(row: str) -> None:
     module = Row(row)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -101,6 +104,7 @@ def test_the_compile_tests_can_fail() -> None:
     grids = [(torch.randn(2, 4, side),) for side in (6, 12)]
     with pytest.raises(AssertionError):
         _assert_compiles_once(body, grids, "aot_eager", 1e-6)
+    torch._dynamo.reset()
     compiled = torch.compile(body, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(*grids[0])

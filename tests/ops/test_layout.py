@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 
 import pytest
@@ -62,9 +61,7 @@ def test_inputs_are_not_written_to(row: str) -> None:
 def test_rows_pickle_and_are_one_table(row: str) -> None:
     operator = ops.OPERATORS[row]
     for again in (pickle.loads(pickle.dumps(operator)), copy.deepcopy(operator)):
-        assert dataclasses.replace(again, answers=operator.answers) == operator
-        grid = torch.randn(1, 2, 3, 5)
-        assert torch.equal(again.answers.gather(grid).cells, operator.answers.gather(grid).cells)
+        assert again == operator
     with pytest.raises(AttributeError):
         operator.per = None
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import resource
 import signal
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import nn
 from farfield.tasks import checkpoints
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_same_network, check_writable, read
 from farfield.tasks.classify import Classify
+from made_images import full_disk
 
 files = AtomicCheckpoints()
 
@@ -30,17 +29,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "run" / "last.ckpt"
     files.save_checkpoint({"state_dict": {"weight": torch.ones(3)}, "epoch": 1}, path)
     return path
-
-
-@pytest.fixture
-def small_disk() -> Iterator[None]:
-    """No file may grow beyond 100,000 bytes: writing more fails as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def only_file(path: Path) -> bool:
@@ -55,9 +43,9 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
-@pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_leaves_the_previous_checkpoint(path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot write .*last\.ckpt: File too large; the file .* is unchanged"):
+    text = r"cannot write .*last\.ckpt: File too large; the file .* is unchanged"
+    with full_disk(), pytest.raises(CheckpointError, match=text):
         files.save_checkpoint({"state_dict": {"weight": torch.ones(10**6)}}, path)
     assert files.load_checkpoint(path)["epoch"] == 1
     assert only_file(path)

@@ -11,7 +11,6 @@ TensorBoard's events, `checkpoints/best.ckpt`, `checkpoints/last.ckpt`, and afte
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import warnings
@@ -27,8 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once it is imported, `--data Digits` needs no module.
 import farfield.data.classify  # noqa: F401
-from farfield._checks import ShapeError, unknown
-from farfield.data.folders import FolderError
+from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
@@ -53,7 +51,7 @@ class Training(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             # The checkpoint to resume from: ModelCheckpoint's own save_last writes only when the best one changes.
-            trainer_defaults={"callbacks": [ModelCheckpoint(filename="last", enable_version_counter=False)]},
+            trainer_defaults={"callbacks": [last_checkpoint()]},
             # A checkpoint names no classes to build and no functions to call: the configuration does.
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
@@ -138,23 +136,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
-        SystemExit: For a wrong option, a folder that cannot be trained on, or a checkpoint that cannot be read or
-            written; the text says which and why.
+        SystemExit: With status 2 for a wrong option.
+        FolderError: For a folder that cannot be trained on.
+        CheckpointError: For a checkpoint that cannot be read or written, or is another network's.
+        LookupError: For an unknown name after `--model.network`.
     """
     # The user's own networks and data are looked for in the folder the command is called from, after everything else.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        with warnings.catch_warnings():
-            # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            Training(_with_full_names(sys.argv[1:] if argv is None else argv))
-    except (CheckpointError, FolderError, ShapeError) as error:
-        raise SystemExit(f"farfield: {error}") from error
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise SystemExit(f"farfield: {error.filename or 'writing'}: {error.strerror}") from error
+    with warnings.catch_warnings():
+        # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        Training(_with_full_names(sys.argv[1:] if argv is None else argv))
+
+
+def last_checkpoint() -> ModelCheckpoint:
+    """Return what writes `last.ckpt` at the end of every epoch, after its validation, if it has one."""
+    return ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
 
 
 def _with_full_names(argv: Sequence[str]) -> list[str]:
@@ -175,5 +173,5 @@ def _full_name(name: str) -> str:
     from farfield import models
 
     if name not in models.MODELS:
-        raise SystemExit(f"{unknown('farfield fit', 'model', name, models.MODELS)}")
+        raise unknown("farfield fit", "model", name, models.MODELS)
     return f"farfield.models.{name}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,25 +10,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, evaluation, training
 from farfield.data.epochs import DrawnSamples, EpochSampler
-from farfield.data.folders import (
-    Check,
-    FolderError,
-    check_classes,
-    check_images,
-    classes_of,
-    images_of,
-    is_image,
-    read_image,
-)
+from farfield.data.folders import Check, FolderError, check_classes, check_images, classes_of, images_of
+from farfield.data.samples import ClassFolders, Images, NamedImages, drawn, split
 
 Colours = tuple[float, float, float]
 
@@ -175,9 +163,9 @@ class ImageFolders(_Classification):
             self.parts |= self._training_parts(folders["train"])
         for name in ("val", "test"):
             if name in folders:
-                self.parts[name] = _ClassFolders(folders[name], self.evaluation_transform)
+                self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
         if stage == "predict":
-            self.parts["predict"] = _NamedImages(self._paths_to_predict(), self.evaluation_transform)
+            self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
         wanted = {"fit": "train", "validate": "val"}.get(stage, stage)
         if wanted not in self.parts:
             raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
@@ -197,13 +185,13 @@ class ImageFolders(_Classification):
 
     def _training_parts(self, folder: Path) -> dict[str, Dataset[Any]]:
         """Return the training images, fewer if `subset` says so, and a fifth that was held out of them."""
-        train = _ClassFolders(folder, self.training_transform)
+        train = ClassFolders(folder, self.training_transform)
         kept, held = np.arange(len(train)), np.arange(0)
         if "val" not in self.folders:
             kept, held = split(train.targets, HELD_OUT, self.seed)
         if self.subset is not None:
             kept = kept[drawn([train.targets[index] for index in kept], self.subset, self.seed)]
-        still = _ClassFolders(folder, self.evaluation_transform)
+        still = ClassFolders(folder, self.evaluation_transform)
         return {"train": Subset(train, kept.tolist()), "val": Subset(still, held.tolist())}
 
     def _paths_to_predict(self) -> list[Path]:
@@ -256,85 +244,6 @@ class Digits(_Classification):
         if self.subset is not None:
             kept = kept[drawn(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()
-        self.parts["train"] = _Images(large[kept], [labels[index] for index in kept], self.training_transform)
-        self.parts["val"] = self.parts["test"] = _Images(large[held], [labels[index] for index in held])
-        self.parts["predict"] = _Images(large[held], [f"digit {index}" for index in held])
-
-
-def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into two parts with the same share of each class.
-
-    Args:
-        labels: The class of each sample.
-        fraction: Share of the second part, or its number of samples if a whole number.
-        seed: The same seed gives the same parts.
-
-    Returns:
-        The indices of both parts, sorted.
-
-    Raises:
-        FolderError: If a class is too small to be split.
-
-    Example:
-        >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
-        >>> len(first), len(second)
-        (24, 6)
-    """
-    try:
-        parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
-    except ValueError as error:
-        raise FolderError(
-            f"data.classify: {len(labels)} images cannot be split, {fraction:g} held out: {error}"
-        ) from error
-    return np.sort(parts[0]), np.sort(parts[1])
-
-
-def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
-    """Draw a number of samples with the same share of each class; return their indices, sorted.
-
-    Raises:
-        FolderError: If there are fewer samples than that.
-    """
-    if number > len(labels):
-        raise FolderError(f"data.classify: subset={number} of {len(labels)} training images; give at most that many.")
-    return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
-
-
-class _Images(Dataset[Any]):
-    """Images held in memory, each with its label or name."""
-
-    def __init__(
-        self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.images, self.labels, self.transform = images, labels, transform
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        image = self.images[index]
-        return (image if self.transform is None else self.transform(image)), self.labels[index]
-
-
-class _ClassFolders(ImageFolder):
-    """torchvision's `ImageFolder` without hidden folders and files."""
-
-    def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
-        super().__init__(str(folder), transform, loader=read_image, is_valid_file=is_image)
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        names = classes_of(Path(directory))
-        return names, {name: place for place, name in enumerate(names)}
-
-
-class _NamedImages(Dataset[Any]):
-    """Image files, each with its path."""
-
-    def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
-        self.paths, self.transform = paths, transform
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        return self.transform(read_image(self.paths[index])), str(self.paths[index])
+        self.parts["train"] = Images(large[kept], [labels[index] for index in kept], self.training_transform)
+        self.parts["val"] = self.parts["test"] = Images(large[held], [labels[index] for index in held])
+        self.parts["predict"] = Images(large[held], [f"digit {index}" for index in held])

@@ -15,6 +15,7 @@ from farfield._checks import (
     check_heads,
     check_mask,
     check_place,
+    check_same_kind,
     projection_fix,
     shape_error,
     unknown,
@@ -170,11 +171,20 @@ class GridAttention(nn.Module):
             ShapeError: If the grids or masks do not fit.
             TypeError: If dtypes do not fit.
         """
-        if context is not None:
-            return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
-        if context_mask is not None:
+        if context is None and context_mask is not None:
             raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
-        return self.respond(grid, self.summarize(grid, mask=mask), mask=mask)
+        if context is None:
+            return self.respond(grid, self.summarize(grid, mask=mask), mask=mask)
+        self.check_input(grid, mask)
+        self.check_input(context, context_mask, name="context", mask_name="context_mask")
+        device = grid.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            check_same_kind("GridAttention", grid=grid, context=context)
+        if grid.shape[0] != context.shape[0]:
+            fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
+            problem = "grid and context must have the same batch."
+            raise shape_error("GridAttention", problem, fix, grid=grid, context=context)
+        return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
 
     def summarize(
         self,
@@ -256,6 +266,10 @@ class GridAttention(nn.Module):
             ValueError: If a tile's asking sums are missing, or a tile responds while batch norm is in training.
         """
         place = self.check_input(grid, mask, origin, sides)
+        if summary.count.shape[0] != grid.shape[0]:
+            problem = "grid and summary must have the same batch."
+            fix = "summarize as many samples as ask."
+            raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
         tiled = place is not None and place[1] != tuple(grid.shape[2:])
         if tiled and asked is None and not self.operator.asks.side_by_side:
             raise ValueError(
@@ -332,24 +346,32 @@ class GridAttention(nn.Module):
         return summary.values.shape[2] * self.heads <= width + out
 
     def check_input(
-        self, grid: Tensor, mask: Tensor | None, origin: Sequence[int] | None, sides: Sequence[int] | None
+        self,
+        grid: Tensor,
+        mask: Tensor | None,
+        origin: Sequence[int] | None = None,
+        sides: Sequence[int] | None = None,
+        *,
+        name: str = "grid",
+        mask_name: str = "mask",
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Refuse grids that are not this module's; return where a tile lies."""
-        check_grid("GridAttention", "grid", grid)
+        check_grid("GridAttention", name, grid)
         if grid.shape[1] != self.channels:
-            problem = f"grid must have the module's {self.channels} channels, got {grid.shape[1]}."
-            raise shape_error("GridAttention", problem, projection_fix(grid, self.channels), grid=grid)
-        check_mask("GridAttention", "mask", mask, "grid", grid)
+            problem = f"{name} must have the module's {self.channels} channels, got {grid.shape[1]}."
+            raise shape_error("GridAttention", problem, projection_fix(grid, self.channels), **{name: grid})
+        check_mask("GridAttention", mask_name, mask, name, grid)
         parameter = next(self.parameters(), None)
         if parameter is not None and parameter.is_floating_point():
             if parameter.device != grid.device:
                 raise ValueError(
-                    f"GridAttention: grid is on {grid.device} and the module on {parameter.device}; "
-                    f"fix: module.to(grid.device)."
+                    f"GridAttention: {name} is on {grid.device} and the module on {parameter.device}; "
+                    f"fix: module.to({name}.device)."
                 )
             if parameter.dtype != grid.dtype and not torch.is_autocast_enabled(grid.device.type):
                 raise TypeError(
-                    f"GridAttention: grid is {grid.dtype} and the module {parameter.dtype}; fix: module.to(grid.dtype)."
+                    f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; "
+                    f"fix: module.to({name}.dtype)."
                 )
         return check_place("GridAttention", grid, origin, sides)
 

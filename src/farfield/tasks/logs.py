@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ class RunLog(CSVLogger):
     def experiment(self) -> Any:
         """The writer, which starts with the rows that were kept."""
         if self._experiment is None:
-            super().experiment.metrics = self.kept
+            with warnings.catch_warnings():
+                # What Lightning warns of is what is wanted: the file is written again, with the rows that were kept.
+                warnings.filterwarnings("ignore", message="Experiment logs directory")
+                writer = super().experiment
+            writer.metrics = self.kept
+            writer.save()
         return self._experiment
 
 
