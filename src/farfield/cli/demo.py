@@ -21,7 +21,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torchvision.transforms import v2
 
 from farfield import cost, models
 from farfield.cli.output import Column, Row, Table, megabytes, millions, milliseconds, percent, ratio, write_table
@@ -34,7 +33,7 @@ from farfield.tasks.classify import Classify
 SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
 TRAINED = ("kanet_qkv", "mobilenet_v2")
 BATCH = 32
-# Ten passes over 1,437 digits are few: no more shift and no higher learning rate than they have time for.
+# Ten passes over 1,437 digits are few: no higher learning rate than they have time for.
 SETTINGS: dict[str, Any] = {
     "learning_rate": 0.015,
     "nesterov": True,
@@ -42,7 +41,6 @@ SETTINGS: dict[str, Any] = {
     "warmup_epochs": 1,
     "label_smoothing": 0.1,
 }
-SHIFT = v2.RandomCrop(SIDE, padding=2)
 
 
 class News(NamedTuple):
@@ -146,7 +144,6 @@ def train(name: str, options: argparse.Namespace) -> Row:
     network = models.MODELS[name](num_classes=10, width=options.width, strides=STRIDES)
     task = Classify(network, **SETTINGS)
     digits = Digits(image_size=SIDE, batch_size=BATCH, subset=options.subset, seed=options.seed)
-    digits.training_transform = SHIFT
     start = time.perf_counter()
     with quiet():
         trainer = Trainer(

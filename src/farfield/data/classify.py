@@ -231,7 +231,7 @@ class Digits(_Classification):
     ) -> None:
         super().__init__(batch_size, workers, seed, ((0.3,) * 3, (0.35,) * 3))
         self.subset, self.image_size = subset, image_size
-        shift = v2.RandomCrop(image_size, padding=image_size // 8)
+        shift = v2.RandomCrop(image_size, padding=image_size // 16)
         self.training_transform = shift if augmentation == "shift" else v2.Identity()
 
     def setup(self, stage: str) -> None:
