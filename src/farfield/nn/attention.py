@@ -22,7 +22,7 @@ from farfield._checks import (
 )
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.grid import Gathered, accumulation, hide, in_layout_of
-from farfield.ops.summary import Summary, respond, split_heads, summarize
+from farfield.ops.summary import Summary, autocasts, respond, split_heads, summarize
 from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 
@@ -177,8 +177,7 @@ class GridAttention(nn.Module):
             return self.respond(grid, self.summarize(grid, mask=mask), mask=mask)
         self.check_input(grid, mask)
         self.check_input(context, context_mask, name="context", mask_name="context_mask")
-        device = grid.device.type
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        if not autocasts(grid):
             check_same_kind("GridAttention", grid=grid, context=context)
         if grid.shape[0] != context.shape[0]:
             fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
@@ -368,7 +367,7 @@ class GridAttention(nn.Module):
                     f"GridAttention: {name} is on {grid.device} and the module on {parameter.device}; "
                     f"fix: module.to({name}.device)."
                 )
-            if parameter.dtype != grid.dtype and not torch.is_autocast_enabled(grid.device.type):
+            if parameter.dtype != grid.dtype and not autocasts(grid):
                 raise TypeError(
                     f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; "
                     f"fix: module.to({name}.dtype)."

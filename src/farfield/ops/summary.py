@@ -24,12 +24,15 @@ from farfield.ops.table import Operator, softmax_of_products, weight
 BLOCK = 1024
 
 
+def autocasts(tensor: Tensor) -> bool:
+    """Whether autocast is on where the tensor is; some devices, as meta, have none."""
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Compute in the tensors' own dtypes also under autocast: sums over cells accumulate in float32 at least."""
-    device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()
 
 
 def stand_beside(slots: Tensor, others: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class MatrixNormal(Distribution):
         row_covariance: Ω, covariance between rows: symmetric, positive definite.
         column_covariance: Ψ, covariance between columns: symmetric, positive definite.
         structure: "product" for Ω⊗Ψ, "sum" for Ω⊕Ψ.
-        validate_args: Whether to check values too; torch's default (on) when None.
+        validate_args: Whether to check values too, and each matrix scored. On unless it is turned off here: torch's own
+            default is one switch for the whole process, which `torch.compile` turns off.
 
     Raises:
         ShapeError: Shapes do not fit each other.
@@ -64,12 +65,12 @@ class MatrixNormal(Distribution):
         row_covariance: Float[Tensor, "*#batch h h"],
         column_covariance: Float[Tensor, "*#batch w w"],
         structure: str = "product",
-        validate_args: bool | None = None,
+        validate_args: bool = True,
     ) -> None:
         if structure not in STRUCTURES:
             raise unknown("MatrixNormal", "structure", structure, STRUCTURES)
         batch = _check_parameters(loc, row_covariance, column_covariance)
-        if validate_args or (validate_args is None and Distribution._validate_args):
+        if validate_args:
             _check_values(loc, row_covariance, column_covariance)
         self.structure = structure
         # Read once, here: a parameter changed in place later is not seen, as with torch's MultivariateNormal.
@@ -77,7 +78,7 @@ class MatrixNormal(Distribution):
         self._set(loc, row_covariance, column_covariance, batch)
         # The values are checked above, in words that name the fix.
         super().__init__(batch, self.loc.shape[-2:], validate_args=False)
-        self._validate_args = Distribution._validate_args if validate_args is None else validate_args
+        self._validate_args = validate_args
 
     def _set(self, loc: Tensor, row_covariance: Tensor, column_covariance: Tensor, batch: torch.Size) -> None:
         self.loc = loc.expand(batch + loc.shape[-2:])

@@ -1,0 +1,17 @@
+"""Every script in examples/ runs as it stands and prints something."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip()
