@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from farfield.ops.order import Work, cheaper_order
+from farfield.ops.table import OPERATORS
+
 
 class Sizes(NamedTuple):
     """What a formula reads.
@@ -22,6 +25,7 @@ class Sizes(NamedTuple):
         width: Channels of values, p.
         heads: Number of heads, h.
         project: Which linear maps there are: letters of "qkvo".
+        biased: Whether a bias or a norm's shift is added to the responses.
     """
 
     sides: tuple[int, ...]
@@ -30,6 +34,7 @@ class Sizes(NamedTuple):
     width: int
     heads: int
     project: str
+    biased: bool = False
 
     @property
     def cells(self) -> int:
@@ -70,8 +75,8 @@ class Steps(NamedTuple):
         asks: Cells that ask.
         answers: Cells that answer, after pooling or averaging.
         slots: Of the summary, a head.
-        formed: Numbers of the basis and the coefficients (for a softmax of products: of queries and keys, as its kernel
-            reads them) that stand in memory.
+        formed: Numbers of the basis or the coefficients (for a softmax of products: of queries and keys, as its kernel
+            reads them) that stand in memory at once.
         basis: Whether answering cells are weighed into the slots; else each is a slot of its own.
         scored: Whether queries and keys are read through one vector a head.
         reads_keys: Whether keys are read at all.
@@ -131,22 +136,22 @@ def averaged(s: Sizes) -> Steps:
 
 
 def factorized_gaussian(s: Sizes) -> Steps:
-    """FA 4: FA 3 with a softmax of B over cells and of C over channels; basis and coefficients are formed."""
-    return factorized(s)._replace(formed=2 * s.cells * s.inner)
+    """FA 4: FA 3 with a softmax of B over cells and of C over channels; both are formed, one after the other."""
+    return factorized(s)._replace(formed=s.cells * s.inner)
 
 
 def siamese(s: Sizes) -> Steps:
     """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots a head."""
     n = s.cells
     printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
-    return Steps(printed, n, n, 2, 4 * s.heads * n, scored=True)
+    return Steps(printed, n, n, 2, 3 * s.heads * n, scored=True)
 
 
 def siamese_local(s: Sizes) -> Steps:
     """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot a head."""
     n = s.cells
     printed = s.projections(n, n) + n * (s.inner + s.width)
-    return Steps(printed, n, n, 1, 2 * s.heads * n, scored=True, reads_keys=False)
+    return Steps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
 
 
 FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
@@ -167,41 +172,36 @@ FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
 # ---- what executes here: reduce first, project second ----------------------------------------------------------------
 def executed(s: Sizes, steps: Steps) -> int:
     """Multiply-adds of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
-    asks, answers, slots = steps.asks, steps.answers, steps.slots
-    folded = folds_output(s, steps)
-    total = reading(s, steps, asks, "q") + reading(s, steps, answers, "k") * steps.reads_keys
-    if steps.basis:  # with a value map every head hears every channel
-        heard = s.heads * s.channels if "v" in s.project else s.width
-        total += answers * slots * heard
-    total += slots * s.channels * s.width * ("v" in s.project)
-    if not steps.basis:  # slots are found by their keys
-        total += asks * slots * s.inner
-    if folded:
-        return total + slots * s.width * s.out + asks * slots * s.out * s.heads
-    return total + asks * slots * s.width + asks * s.width * s.out * ("o" in s.project)
+    read = reading(s, steps, steps.asks, "q") + reading(s, steps, steps.answers, "k") * steps.reads_keys
+    return read + work(s, steps).multiply_adds(steps.slots, basis=steps.basis)
+
+
+def work(s: Sizes, steps: Steps) -> Work:
+    """What is multiplied for one sample."""
+    channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
+    return Work(steps.asks, steps.answers, s.inner, s.width, s.heads, channels, out, s.biased)
+
+
+def in_order(row: str, s: Sizes, steps: Steps) -> Steps:
+    """The steps in the order that executes: few cells are multiplied with each other and not with slots."""
+    if cheaper_order(OPERATORS[row], work(s, steps)).basis is not None or not steps.basis:
+        return steps
+    return dot(s)._replace(printed=steps.printed)
 
 
 def reading(s: Sizes, steps: Steps, cells: int, letter: str) -> int:
     """Multiply-adds of queries or keys, or of their scores."""
     projected = letter in s.project
-    if steps.scored:  # a map and a vector are one row a head
-        return cells * s.channels * s.heads if projected else cells * s.inner
+    if steps.scored:  # one row a head; without maps queries and keys have the same
+        again = letter == "k" and "q" not in s.project and "k" not in s.project
+        return 0 if again else cells * s.channels * s.heads
     return cells * s.channels * s.inner if projected else 0
 
 
 def once(s: Sizes, steps: Steps) -> int:
     """Multiply-adds that do not grow with the batch: a score's vector times the map it is read through."""
     maps = ("q" in s.project) + ("k" in s.project)
-    return s.channels * s.inner * maps if steps.scored else 0
-
-
-def folds_output(s: Sizes, steps: Steps) -> bool:
-    """Whether the output map acts on the slots: where that is cheaper."""
-    if "o" not in s.project:
-        return False
-    if not steps.basis:
-        return s.heads == 1 and s.out <= s.width
-    return steps.slots * s.heads <= s.width + s.out
+    return s.heads * s.channels * s.inner * maps if steps.scored else 0
 
 
 def held(s: Sizes, steps: Steps) -> int:
@@ -210,7 +210,11 @@ def held(s: Sizes, steps: Steps) -> int:
     slots = steps.slots * s.width
     response = s.cells * s.out
     if "o" in s.project:
-        response += steps.slots * s.heads * s.out if folds_output(s, steps) else steps.asks * s.width
+        response += (
+            steps.slots * s.heads * s.out
+            if work(s, steps).folds_output(steps.slots, basis=steps.basis)
+            else steps.asks * s.width
+        )
     return projected + steps.formed + slots + response
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from farfield._checks import check_heads, unknown
 from farfield.cost.counting import Call, Cost, run
-from farfield.cost.formulas import FORMULAS, NUMBER, PAPERS, Sizes, Steps, coefficients, executed, held, once
+from farfield.cost.formulas import FORMULAS, NUMBER, PAPERS, Sizes, Steps, coefficients, executed, held, in_order, once
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops.table import OPERATORS, Operator
 
@@ -62,23 +62,23 @@ def predict(
         >>> cost.predict("kronecker_qkv", channels=8, sides=(56, 56)).madds  # KAN Table 2: 0.21 million
         207872
         >>> [cost.predict("siamese", channels=64, sides=(14, 14), convention=c).madds for c in ("farfield", "paper")]
-        [83456, 852992]
+        [70912, 852992]
     """
     if convention not in CONVENTIONS:
         raise unknown("cost.predict", "convention", convention, CONVENTIONS)
     if not sides:
         raise ValueError("cost.predict: sides must have one number a side, got none.")
-    check_positive(batch=batch, **{f"sides[{axis}]": side for axis, side in enumerate(sides)})
+    check_positive("cost.predict", batch=batch, **{f"sides[{axis}]": side for axis, side in enumerate(sides)})
     if isinstance(operator, GridAttention):
         return of_attention(operator, tuple(sides), batch, convention)
     if channels is None:
         raise ValueError("cost.predict: it needs the grid's channels; fix: channels=….")
-    check_positive(channels=channels, heads=heads)
+    check_positive("cost.predict", channels=channels, heads=heads)
     if isinstance(operator, nn.Module):
         return of_network(operator, (batch, channels, *sides), convention)
     row = row_name(operator)
-    check_options(row, channels, project, inner_channels)
-    s = Sizes(tuple(sides), channels, inner_channels or channels, channels, heads, project)
+    check_options("cost.predict", row, channels, project, inner_channels)
+    s = Sizes(tuple(sides), channels, inner_channels or channels, channels, heads, project, "o" in project)
     check_heads("cost.predict", heads, s.inner, "query")
     check_heads("cost.predict", heads, s.width, "value")
     weights, biases = learned(row, s)
@@ -100,23 +100,23 @@ def row_name(operator: object) -> str:
     return name
 
 
-def check_positive(**numbers: int) -> None:
+def check_positive(caller: str, **numbers: int) -> None:
     """Refuse numbers below 1."""
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"cost.predict: {name} must be a whole number from 1, got {number!r}.")
+            raise ValueError(f"{caller}: {name} must be a whole number from 1, got {number!r}.")
 
 
-def check_options(row: str, channels: int, project: str, inner_channels: int | None) -> None:
+def check_options(caller: str, row: str, channels: int, project: str, inner_channels: int | None) -> None:
     """Refuse maps that a `GridAttention` of this row could not have."""
     if project != "".join(letter for letter in "qkvo" if letter in project):
-        raise ValueError(f'cost.predict: {project=} must be letters of "qkvo", each once and in that order.')
+        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each once and in that order.')
     reads_keys = row != "siamese_local"
     if "k" in project and not reads_keys:
-        raise ValueError(f'cost.predict: {row} reads no keys; fix: project="{project.replace("k", "")}".')
+        raise ValueError(f'{caller}: {row} reads no keys; fix: project="{project.replace("k", "")}".')
     if inner_channels not in (None, channels) and not ("q" in project and ("k" in project or not reads_keys)):
         raise ValueError(
-            f"cost.predict: {inner_channels=} needs queries and keys projected to them, got {project=}; "
+            f"{caller}: {inner_channels=} needs queries and keys projected to them, got {project=}; "
             f'fix: project="qkv" or leave inner_channels out.'
         )
 
@@ -134,7 +134,8 @@ def of_row(row: str, s: Sizes, batch: int, convention: str, weights: int, parame
     """The cost of a row, from its formula."""
     steps = FORMULAS[row](s)
     if convention == "farfield":
-        madds, size = batch * executed(s, steps) + once(s, steps), NUMBER * batch * held(s, steps)
+        ordered = in_order(row, s, steps)
+        madds, size = batch * executed(s, ordered) + once(s, ordered), NUMBER * batch * held(s, ordered)
     else:
         madds, size = batch * steps.printed, printed_bytes(row, s, steps, batch, convention)
     return Cost(madds, parameters, weights, size, batch * coefficients(s, steps))
@@ -162,7 +163,8 @@ def sizes_of(attention: GridAttention, sides: tuple[int, ...]) -> Sizes:
     maps = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.output}
     project = "".join(letter for letter, linear in maps.items() if linear is not None)
     inner, width = attention.inner_channels, attention.value_channels
-    return Sizes(sides, attention.channels, inner, width, attention.heads, project)
+    biased = attention.work(1, 1).biased
+    return Sizes(sides, attention.channels, inner, width, attention.heads, project, biased)
 
 
 def of_network(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from farfield._checks import (
-    check_grid,
-    check_heads,
-    check_mask,
-    check_place,
-    check_same_kind,
-    projection_fix,
-    shape_error,
-    unknown,
-)
+from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
-from farfield.ops.grid import Gathered, accumulation, hide, in_layout_of
+from farfield.nn.projections import affine, is_biased, reading
+from farfield.nn.refusals import check_input, check_options
+from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
+from farfield.ops.order import Work, cheaper_order
+from farfield.ops.recompute import Reading, read, read_and_summarize, respond_from, rows_of
 from farfield.ops.summary import Summary, autocasts, respond, split_heads, summarize
-from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+from farfield.ops.table import OPERATORS, Operator
 
 
 class GridAttention(nn.Module):
@@ -88,7 +82,7 @@ class GridAttention(nn.Module):
         self.channels, self.operator, self.heads, self.scale, self.residual = channels, operator, heads, scale, residual
         self.inner_channels = channels if inner_channels is None else inner_channels
         self.value_channels = channels if value_channels is None else value_channels
-        self.check_options(project)
+        check_options(self, project)
         inner, width = self.inner_channels, self.value_channels
         self.query = nn.Linear(channels, inner, bias) if "q" in project else None
         self.key = nn.Linear(channels, inner, bias) if "k" in project else None
@@ -97,36 +91,6 @@ class GridAttention(nn.Module):
         self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
         self.coefficient_norm = CoefficientNorm(operator, heads, width) if coefficient_norm else None
         self.reset_parameters()
-
-    def check_options(self, project: str) -> None:
-        """Refuse options that do not fit together."""
-        if project != "".join(letter for letter in "qkvo" if letter in project):
-            raise ValueError(f'GridAttention: {project=} must be letters of "qkvo", each once and in that order.')
-        reads_keys = self.operator.reads_keys
-        if "k" in project and not reads_keys:
-            letters = project.replace("k", "")
-            raise ValueError(f'GridAttention: {self.operator_name} reads no keys; fix: project="{letters}".')
-        if self.inner_channels != self.channels and not ("q" in project and ("k" in project or not reads_keys)):
-            raise ValueError(
-                f"GridAttention: inner_channels={self.inner_channels} needs queries and keys projected to them, "
-                f'got {project=}; fix: project="qkv" or leave inner_channels out.'
-            )
-        if self.value_channels != self.channels and "v" not in project:
-            raise ValueError(
-                f"GridAttention: value_channels={self.value_channels} needs values projected to them, got {project=}; "
-                f'fix: project="{"".join(letter for letter in "qkvo" if letter in project + "v")}".'
-            )
-        if self.residual and self.value_channels != self.channels and "o" not in project:
-            raise ValueError(
-                f"GridAttention: a residual adds {self.channels} channels to {self.value_channels}; "
-                f'fix: project="{project}o".'
-            )
-        if self.scale != 1.0 and self.operator.coefficients is not softmax_of_products:
-            raise ValueError(
-                f"GridAttention: {self.operator_name} has no softmax of products to scale, got scale={self.scale}."
-            )
-        check_heads("GridAttention", self.heads, self.inner_channels, "query")
-        check_heads("GridAttention", self.heads, self.value_channels, "value")
 
     def reset_parameters(self) -> None:
         """Initialise as torch's linear maps, w as Glorot uniform, and a residual's output map at zero."""
@@ -174,9 +138,9 @@ class GridAttention(nn.Module):
         if context is None and context_mask is not None:
             raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
         if context is None:
-            return self.respond(grid, self.summarize(grid, mask=mask), mask=mask)
-        self.check_input(grid, mask)
-        self.check_input(context, context_mask, name="context", mask_name="context_mask")
+            return self.attend_to_itself(grid, mask)
+        check_input(self, grid, mask)
+        check_input(self, context, context_mask, name="context", mask_name="context_mask")
         if not autocasts(grid):
             check_same_kind("GridAttention", grid=grid, context=context)
         if grid.shape[0] != context.shape[0]:
@@ -204,17 +168,10 @@ class GridAttention(nn.Module):
         Returns:
             A summary; those of tiles merge, in any order, to that of the whole.
         """
-        place = self.check_input(grid, mask, origin, sides)
-        cells, real = self.operator.answers.gather(grid, mask, place)
-        key = self.read_answering(cells, real)
-        value = (
-            split_heads(cells, self.heads) if self.value is None else cells[:, None]
-        )  # every head hears every channel
-        summary = summarize(self.operator, key, value, real[:, None], mask is None and place is None)
-        if self.value is None:
-            return summary
-        matrix, bias = affine(self.value, cells)
-        return summary.map_values(matrix.unflatten(0, (self.heads, -1)), bias.unflatten(0, (self.heads, -1)))
+        place = check_input(self, grid, mask, origin, sides)
+        answering = self.operator.answers.gather(grid, mask, place)
+        _, key = self.readings(grid)
+        return self.hear(self.operator, answering, key, None, mask is None and place is None)[1]
 
     def gather_asked(
         self,
@@ -235,7 +192,7 @@ class GridAttention(nn.Module):
         Returns:
             Sums and counts; those of tiles merge to those of the whole, for `respond(asked=…)`.
         """
-        place = self.check_input(grid, mask, origin, sides)
+        place = check_input(self, grid, mask, origin, sides)
         return self.operator.asks.gather(grid, mask, place)
 
     def respond(
@@ -264,7 +221,7 @@ class GridAttention(nn.Module):
         Raises:
             ValueError: If a tile's asking sums are missing, or a tile responds while batch norm is in training.
         """
-        place = self.check_input(grid, mask, origin, sides)
+        place = check_input(self, grid, mask, origin, sides)
         if summary.count.shape[0] != grid.shape[0]:
             problem = "grid and summary must have the same batch."
             fix = "summarize as many samples as ask."
@@ -278,115 +235,151 @@ class GridAttention(nn.Module):
         if tiled and self.training and self.coefficient_norm is not None:
             raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")
         grid = hide(grid, mask)
-        cells, real = self.operator.asks.gather(grid, mask) if asked is None else asked
-        query, shift = self.read_asking(cells, real), None
-        if self.coefficient_norm is not None:
-            query, summary, shift = self.coefficient_norm(query * self.scale, real, summary)
-        response = self.project_responses(
-            query, summary, shift, 1 if self.operator.asks.side_by_side else grid.dim() - 2
-        )
-        response = in_layout_of(grid, self.operator.asks.scatter(response.to(grid.dtype), grid.shape[2:], place))
+        asking = Gathered(*(self.operator.asks.gather(grid, mask) if asked is None else asked))
+        reading, _ = self.readings(grid)
+        query = self.read_queries(asking, reading)
+        return self.answer(self.operator, grid, asking, reading, query, summary, place)
+
+    def attend_to_itself(self, grid: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend within a grid, which is gathered once and read once for keys, queries and values."""
+        check_input(self, grid, mask)
+        cells = math.prod(grid.shape[2:])
+        row = cheaper_order(self.operator, self.work(cells, cells))
+        answering = row.answers.gather(grid, mask)
+        asking = answering if row.asks == row.answers else row.asks.gather(hide(grid, mask), mask)
+        reading, key = self.readings(grid)
+        also = asking is answering and (key.matrix is None) == (reading.matrix is None)
+        query, summary = self.hear(row, answering, key, reading if also else None, mask is None)
+        if query is None:
+            query = self.read_queries(asking, reading)
+        # What was hidden is 0 in the gathered cells already; a residual adds the grid, hidden too.
+        grid = hide(grid, mask) if self.residual else grid
+        return self.answer(row, grid, asking, reading, query, summary, None)
+
+    def work(self, asks: int, answers: int) -> Work:
+        """What is multiplied for one sample."""
+        channels, out = self.channels * (self.value is not None), self.channels * (self.output is not None)
+        norm = self.coefficient_norm
+        biased = is_biased(self.output) or (norm is not None and norm.bias is not None)
+        return Work(asks, answers, self.inner_channels, self.value_channels, self.heads, channels, out, biased)
+
+    def hear(
+        self, row: Operator, answering: Gathered, key: Reading, query: Reading | None, complete: bool
+    ) -> tuple[Tensor | None, Summary]:
+        """Summarize gathered cells and map the slots' values; where the same cells ask, read their queries too."""
+        cells, real = answering
+        shared = self.value is not None  # every head hears every channel where the values are mapped later
+        if row.basis is None or not row.answers.side_by_side:
+            value = cells[:, None] if shared else split_heads(cells, self.heads)
+            asked, summary = None, summarize(row, self.read_keys(answering, key), value, real[:, None], complete)
+        else:
+            options = {"shared": shared, "complete": complete}
+            asked, summary = read_and_summarize(row, self.heads, cells, real[:, None], key, query, **options)
+        if self.value is None:
+            return asked, summary
+        matrix, bias = affine(self.value, cells)
+        return asked, summary.map_values(*(part.unflatten(0, (self.heads, -1)) for part in (matrix, bias)))
+
+    def answer(
+        self,
+        row: Operator,
+        grid: Tensor,
+        asking: Gathered,
+        reading: Reading,
+        query: Tensor,
+        summary: Summary,
+        place: Place | None,
+    ) -> Tensor:
+        """Respond to a summary, norm, map and scatter."""
+        shift, norm = None, self.coefficient_norm
+        if norm is not None:
+            asked = query * self.scale if norm.of_products else query
+            query, summary, shift = norm(asked, asking.real, summary, row)
+        axes = 1 if row.asks.side_by_side else grid.dim() - 2
+        response = self.project_responses(row, (asking.cells, reading), query, summary, shift, axes)
+        response = laid_out_for(grid, response.to(grid.dtype))
+        response = in_layout_of(grid, row.asks.scatter(response, grid.shape[2:], place))
         return grid + response if self.residual else response
 
-    def read_answering(self, cells: Tensor, real: Tensor) -> Tensor:
+    def readings(self, like: Tensor) -> tuple[Reading, Reading]:
+        """How cells are read as queries and as keys; one object where both are the same."""
+        vector: Tensor | None = self.weight
+        if vector is None and self.operator.score is not None:
+            vector = like.new_ones(self.inner_channels)
+        query = reading(self.query, vector, self.heads, like)
+        return query, query if self.key is self.query else reading(self.key, vector, self.heads, like)
+
+    def read_keys(self, answering: Gathered, reading: Reading) -> Tensor:
         """Keys, or their scores, of gathered answering cells; sums stay sums."""
         if not self.operator.reads_keys:
-            return real[:, None].expand(-1, self.heads, -1, -1)
-        return self.read(self.key, cells, None if self.operator.answers.side_by_side else real)
+            return answering.real[:, None].expand(-1, self.heads, -1, -1)
+        if self.operator.answers.side_by_side or reading.bias is None:
+            return read(reading, answering.cells, self.heads)
+        rows = rows_of(answering.cells, reading.matrix, None) + reading.bias[:, None] * answering.real
+        return split_heads(rows, self.heads)
 
-    def read_asking(self, cells: Tensor, real: Tensor) -> Tensor:
+    def read_queries(self, asking: Gathered, reading: Reading) -> Tensor:
         """Queries, or their scores, of gathered asking cells; sums ask as means, an index without a real cell as 0."""
         if self.operator.asks.side_by_side:
-            return self.read(self.query, cells)
-        return self.read(self.query, cells / real.clamp_min(1), (real > 0).to(cells.dtype))
+            return read(reading, asking.cells, self.heads)
+        rows = rows_of(asking.cells / asking.real.clamp_min(1), reading.matrix, None)
+        rows = rows if reading.bias is None else rows + reading.bias[:, None] * (asking.real > 0)
+        return split_heads(rows, self.heads)
 
-    def read(self, linear: nn.Module | None, cells: Tensor, count: Tensor | None = None) -> Tensor:
-        """Queries or keys `(b, h, d, n)` of cells; their scores `(b, h, 1, n)` where the operator has a vector.
+    def read_answering(self, cells: Tensor, real: Tensor) -> Tensor:
+        """Keys `(b, h, d, n)` of gathered cells, or their scores."""
+        return self.read_keys(Gathered(cells, real), self.readings(cells)[1])
 
-        `count`: of cells that are sums, how many: what a bias is multiplied by.
-        """
-        vector = None
-        if self.operator.score is not None:
-            vector = cells.new_ones(self.inner_channels) if self.weight is None else self.weight.to(cells.dtype)
-            vector = vector.reshape(self.heads, 1, -1)
-        if linear is None:
-            heads = split_heads(cells, self.heads)
-            return heads if vector is None else vector @ heads
-        matrix, bias = affine(linear, cells)
-        if vector is not None:  # wᵀ(Wx + b) = (Wᵀw)ᵀx + wᵀb: one row a head
-            matrix = (vector @ matrix.unflatten(0, (self.heads, -1)))[:, 0]
-            bias = (vector[:, 0] * bias.unflatten(0, (self.heads, -1))).sum(1)
-        return split_heads(matrix @ cells + bias[:, None] * (1 if count is None else count), self.heads)
+    def read_asking(self, cells: Tensor, real: Tensor) -> Tensor:
+        """Queries `(b, h, d, m)` of gathered cells, or their scores."""
+        return self.read_queries(Gathered(cells, real), self.readings(cells)[0])
 
-    def project_responses(self, query: Tensor, summary: Summary, shift: Tensor | None, axes: int) -> Tensor:
+    def project_responses(
+        self,
+        row: Operator,
+        asking: tuple[Tensor, Reading],
+        query: Tensor,
+        summary: Summary,
+        shift: Tensor | None,
+        axes: int,
+    ) -> Tensor:
         """Responses `(b, p, m)` after the output map, which acts on the slots where that is cheaper.
 
+        `asking`: the cells that ask, and how they were read.
         `axes`: how many responses are added up in each cell; a bias is added once.
         """
-        scale = self.scale if self.coefficient_norm is None else 1.0
         if self.output is None:
-            response = respond(self.operator, query, summary, scale).flatten(1, 2)
-            return response if shift is None else response + shift[:, None].to(response.dtype)
+            return self.combine_slots(row, asking, query, summary, False, shift, axes)
         matrix, bias = affine(self.output, query)
         bias = bias if shift is None else bias + matrix @ shift.to(matrix.dtype)
-        if self.folds_output(summary, matrix):
+        slots = summary.values.shape[2]
+        if self.work(asking[0].shape[2], slots).folds_output(slots, basis=row.basis is not None):
             split = matrix.unflatten(1, (self.heads, -1)).transpose(0, 1)  # (h, p, c)
-            summary = summary.map_values(split, bias.new_zeros(split.shape[:2]))
-            response = respond(self.operator, query, summary, scale).sum(1)
-        else:
-            response = matrix @ respond(self.operator, query, summary, scale).flatten(1, 2)
-        return response + bias[:, None] / axes
+            summary = summary.map_values(split, split.new_zeros(split.shape[:2]))
+            biased = shift is not None or is_biased(self.output)
+            return self.combine_slots(row, asking, query, summary, True, bias if biased else None, axes)
+        return matrix @ self.combine_slots(row, asking, query, summary, False, None, axes) + bias[:, None] / axes
 
-    def folds_output(self, summary: Summary, matrix: Tensor) -> bool:
-        """Whether it is cheaper to map the slots than the responses."""
-        out, width = matrix.shape
-        if self.operator.basis is None:  # as many slots as cells: mapping them costs no more for one head
-            return self.heads == 1 and out <= width
-        return summary.values.shape[2] * self.heads <= width + out
-
-    def check_input(
+    def combine_slots(
         self,
-        grid: Tensor,
-        mask: Tensor | None,
-        origin: Sequence[int] | None = None,
-        sides: Sequence[int] | None = None,
-        *,
-        name: str = "grid",
-        mask_name: str = "mask",
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Refuse grids that are not this module's; return where a tile lies."""
-        check_grid("GridAttention", name, grid)
-        if grid.shape[1] != self.channels:
-            problem = f"{name} must have the module's {self.channels} channels, got {grid.shape[1]}."
-            raise shape_error("GridAttention", problem, projection_fix(grid, self.channels), **{name: grid})
-        check_mask("GridAttention", mask_name, mask, name, grid)
-        parameter = next(self.parameters(), None)
-        if parameter is not None and parameter.is_floating_point():
-            if parameter.device != grid.device:
-                raise ValueError(
-                    f"GridAttention: {name} is on {grid.device} and the module on {parameter.device}; "
-                    f"fix: module.to({name}.device)."
-                )
-            if parameter.dtype != grid.dtype and not autocasts(grid):
-                raise TypeError(
-                    f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; "
-                    f"fix: module.to({name}.dtype)."
-                )
-        return check_place("GridAttention", grid, origin, sides)
-
-
-def affine(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrix `(out, in)` and bias `(out,)` of any affine module, in the dtype of `like`.
-
-    Read off a bare `nn.Linear`; anything else (LoRA, quantized, hooked) is asked: bias = m(0), matrix = (m(I) - m(0))ᵀ.
-    """
-    if type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks):
-        matrix = module.weight
-        bias = matrix.new_zeros(matrix.shape[0]) if module.bias is None else module.bias
-        return matrix.to(like.dtype), bias.to(like.dtype)
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
-    width = cast(int, module.in_features)
-    probe = torch.eye(width + 1, width, dtype=dtype, device=like.device)
-    answers = module(probe)  # the last row asks with 0
-    return (answers[:-1] - answers[-1]).mT.to(like.dtype), answers[-1].to(like.dtype)
+        row: Operator,
+        asking: tuple[Tensor, Reading],
+        query: Tensor,
+        summary: Summary,
+        add_heads: bool,
+        bias: Tensor | None,
+        axes: int,
+    ) -> Tensor:
+        """Responses `(b, p, m)` of heads side by side or added up, plus a bias."""
+        if row.basis is None or not row.asks.side_by_side:
+            scale = self.scale if self.coefficient_norm is None else 1.0
+            response = respond(row, query, summary, scale)
+            response = response.sum(1) if add_heads else response.flatten(1, 2)
+            return response if bias is None else response + bias[:, None].to(response.dtype) / axes
+        slots = (summary.values / row.per(query, summary)).to(query.dtype)
+        if add_heads:
+            slots = slots.flatten(1, 2)[:, None]
+        if bias is not None:  # one more slot, which all cells take once
+            last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
+            slots = torch.cat([slots, last], 2)
+        return respond_from(row, *asking, query, slots, summary).flatten(1, 2)

@@ -60,30 +60,33 @@ class CoefficientNorm(nn.Module):
         of = "coefficients" if self.of_products else "responses"
         return f"{len(self.weight)}, of {of}, eps={self.eps}, momentum={self.momentum}"
 
-    def forward(self, query: Tensor, asked: Tensor, summary: Summary) -> tuple[Tensor, Summary, Tensor | None]:
+    def forward(
+        self, query: Tensor, asked: Tensor, summary: Summary, row: Operator | None = None
+    ) -> tuple[Tensor, Summary, Tensor | None]:
         """Fold the norm into what the response is made from.
 
         Args:
             query: `(b, h, d, m)`, times the scale of products if there is one.
             asked: `(b, 1, m)`, more than 0 where an asking cell is real.
             summary: Of the answering cells.
+            row: The operator in the order of its products that the summary is of; by default the module's own.
 
         Returns:
             The query, the summary, and a shift `(channels,)` of the responses or None.
         """
         with full_precision(query):
-            mean, variance = self.statistics(query, (asked[:, None] > 0).to(asked.dtype), summary)
+            mean, variance = self.statistics(query, (asked[:, None] > 0).to(asked.dtype), summary, row or self.operator)
             scale = self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
             if self.bias is None:
                 return query * scale[:, None, None].to(query.dtype), summary, None
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
 
-    def statistics(self, query: Tensor, asked: Tensor, summary: Summary) -> tuple[Tensor, Tensor]:
+    def statistics(self, query: Tensor, asked: Tensor, summary: Summary, row: Operator) -> tuple[Tensor, Tensor]:
         """Mean and variance to norm by: of the batch in training (which moves the running ones), else the running."""
         if not self.training:
             return self.running_mean, self.running_var
-        moments = self.moments(query, asked, summary)
+        moments = self.moments(query, asked, summary, row)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             moments = of_all_processes(moments)
         mean, variance, count = moments.mean.flatten(), moments.variance.flatten(), moments.count
@@ -94,15 +97,15 @@ class CoefficientNorm(nn.Module):
             self.num_batches_tracked += 1
         return mean, variance
 
-    def moments(self, query: Tensor, asked: Tensor, summary: Summary) -> Moments:
+    def moments(self, query: Tensor, asked: Tensor, summary: Summary, row: Operator) -> Moments:
         """Moments of what is normed, in closed form."""
         if self.of_products:
             keys = (cast(Tensor, summary.keys) / weight(query, summary)).mT
             return product_moments(query, asked, keys, (summary.weights > 0).to(asked.dtype).mT)
-        slots = summary.values / self.operator.per(query, summary)
-        if self.operator.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
+        slots = summary.values / row.per(query, summary)
+        if row.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
             return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, asked)
-        return response_moments(slots, self.operator.coefficients(query, summary), asked)
+        return response_moments(slots, row.coefficients(query, summary), asked)
 
 
 def of_all_processes(moments: Moments) -> Moments:

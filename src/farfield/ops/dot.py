@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.ops.summary import attend
+from farfield.ops.attend import attend
 from farfield.ops.table import OPERATORS
 
 

@@ -10,12 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from farfield._checks import ShapeError, check_grid, check_mask, check_same_kind, shape_error
 
@@ -60,6 +61,14 @@ class Cells(NamedTuple):
 def accumulation(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over cells accumulate: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def keeps_all(*tensors: Tensor | None) -> bool:
+    """Whether the plain form is to run: nothing to differentiate, or something else than `backward` does it."""
+    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not wanted or recorded or transformed
 
 
 def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
@@ -144,8 +153,26 @@ def along_axes(grid: Tensor, place: Place | None) -> Tensor:
     axes = range(2, grid.dim())
     others = [[other for other in axes if other != axis] for axis in axes]
     dtype = accumulation(grid.dtype)
+    if place is None and not keeps_all(grid):
+        return _AxisSums.apply(grid)
     sums = [grid.sum(rest, dtype=dtype) if rest else grid.to(dtype) for rest in others]
     return torch.cat(at_place(sums, place), -1)
+
+
+class _AxisSums(torch.autograd.Function):
+    """`along_axes`; its gradient is one outer sum, where autograd adds up a grid an axis."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor) -> Tensor:
+        """Sum, and note the grid's sides and memory order."""
+        ctx.sides, ctx.dtype, ctx.channels_last = grid.shape[2:], grid.dtype, in_channels_last(grid)
+        return along_axes(grid, None)
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> Tensor:
+        """Every cell takes the gradients of its indices."""
+        upon = upon.to(ctx.dtype)
+        return add_axes(upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous(), ctx.sides)
 
 
 def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
@@ -277,11 +304,21 @@ def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Te
     return add_axes(vectors, sides)
 
 
+def in_channels_last(grid: Tensor) -> bool:
+    """Whether the channels of a cell lie side by side in memory."""
+    return not grid.is_contiguous() and grid.stride(1) == 1
+
+
+def laid_out_for(grid: Tensor, cells: Tensor) -> Tensor:
+    """Responses `(b, c, n)` in memory as the asking grid's cells are, so that scattering them writes in its order."""
+    return cells.mT.contiguous().mT if in_channels_last(grid) else cells.contiguous()
+
+
 def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:
     """The response in the asking grid's memory format (channels last or contiguous); copied only if it is not so."""
-    if grid.is_contiguous() or grid.stride(1) != 1:
-        return response.contiguous()
-    return response.movedim(1, -1).contiguous().movedim(-1, 1)
+    if in_channels_last(grid):
+        return response.movedim(1, -1).contiguous().movedim(-1, 1)
+    return response.contiguous()
 
 
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, "b *n"]]:

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import ShapeError, check_grid, check_same_kind
-from farfield.ops.summary import attend
+from farfield.ops.attend import attend
 from farfield.ops.table import OPERATORS
 
 

@@ -8,6 +8,7 @@ Cells `(b, h, channels, cells)`; slots `r`.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -15,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield._checks import check_attention
-from farfield.ops.grid import accumulation, in_layout_of
+from farfield.ops.grid import accumulation
 from farfield.ops.table import Operator, softmax_of_products, weight
 
-# Cells that one matrix product sums. Its error grows with the root of its length, so longer grids are summarized as
-# merged blocks: 2^20 float32 cells in one product are wrong by up to 120 eps, in blocks of 1,024 by 3.
+# Cells that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 cells is wrong
+# by up to 120 eps, a sum of products over 1,024 cells each by 3.
 BLOCK = 1024
+# Cells of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
+WIDENED = 16384
 
 
 def autocasts(tensor: Tensor) -> bool:
@@ -139,8 +141,10 @@ def summarize(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete:
         return Summary(value.mT, real.mT, real.sum(-1, keepdim=True), key.mT, None, row.answers.side_by_side, complete)
     with full_precision(value):
         dtype = accumulation(value.dtype)
-        block = value.shape[-1] if torch.compiler.is_compiling() else BLOCK  # a compiled loop would be of one length
-        cells = zip(key.split(block, -1), value.split(block, -1), real.split(block, -1), strict=True)
+        # A compiled loop would be of one length, and widens as it reads.
+        if dtype == value.dtype or torch.compiler.is_compiling():
+            return sum_cells(row.basis, key.to(dtype), value.to(dtype), real, complete)
+        cells = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), real.split(WIDENED, -1), strict=True)
         return merge_all([sum_cells(row.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in cells])
 
 
@@ -155,14 +159,37 @@ def merge_all(parts: list[Summary]) -> Summary:
 def sum_cells(
     weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, real: Tensor, complete: bool
 ) -> Summary:
-    """Summarize one block of cells, `weigh` being the row's basis."""
+    """Summarize cells, `weigh` being the row's basis."""
     basis, peak = weigh(key, real)  # (b, h, r, n)
     weights = (basis if complete else basis * real).sum(-1, keepdim=True)
     if value.shape[1] < basis.shape[1]:  # values shared by the heads are read once for all of them
-        values = (basis.flatten(1, 2) @ value[:, 0].mT).unflatten(1, basis.shape[1:3])
+        values = sum_over_cells(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
-        values = basis @ value.mT
+        values = sum_over_cells(basis, value)
     return Summary(values, weights, real.sum(-1, keepdim=True), None, peak, False, complete)
+
+
+def sum_over_cells(rows: Tensor, cells: Tensor) -> Tensor:
+    """Σ_j rows_j ⊗ cells_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most BLOCK cells each."""
+    length, dtype = cells.shape[-1], accumulation(cells.dtype)
+    if dtype != cells.dtype:
+        pieces = zip(rows.split(WIDENED, -1), cells.split(WIDENED, -1), strict=True)
+        return torch.stack([sum_over_cells(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
+    if torch.compiler.is_compiling() or length <= BLOCK or cells.dtype == torch.float64:
+        return rows @ cells.mT
+    if math.prod(cells.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
+        samples = zip(rows.flatten(0, -3), cells.flatten(0, -3), strict=True)
+        return torch.stack([sum_blocks(*sample) for sample in samples]).unflatten(0, cells.shape[:-2])
+    block = math.ceil(length / math.ceil(length / BLOCK))
+    products = [r @ c.mT for r, c in zip(rows.split(block, -1), cells.split(block, -1), strict=True)]
+    return torch.stack(products).sum(0) if len(products) > 2 else products[0] + products[1]
+
+
+def sum_blocks(rows: Tensor, cells: Tensor) -> Tensor:
+    """The same of one sample, `(r, n)` and `(c, n)` to `(r, c)`: one product for all its blocks."""
+    even = cells.shape[-1] // BLOCK * BLOCK
+    blocks = rows[:, :even].unflatten(1, (-1, BLOCK)).transpose(0, 1), cells[:, :even].unflatten(1, (-1, BLOCK))
+    return torch.bmm(blocks[0], blocks[1].permute(1, 2, 0)).sum(0) + rows[:, even:] @ cells[:, even:].mT
 
 
 def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) -> Tensor:
@@ -211,31 +238,3 @@ def fused_softmax(query: Tensor, summary: Summary, slots: Tensor, scale: float) 
 def split_heads(cells: Tensor, heads: int) -> Tensor:
     """`(b, c, n)` to `(b, h, c/h, n)`, by view."""
     return cells.unflatten(1, (heads, -1))
-
-
-def attend(
-    caller: str,
-    row: Operator,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    heads: int,
-    mask: Tensor | None,
-    query_mask: Tensor | None = None,
-    weight: Tensor | None = None,
-    scale: float = 1.0,
-) -> Tensor:
-    """The whole of any row on grids: gather, summarize, respond, scatter."""
-    check_attention(caller, query, key, value, heads, mask, query_mask)
-    (keys, real), (values, _) = row.answers.gather(key, mask), row.answers.gather(value, mask)
-    asking, asked = row.asks.gather(query, query_mask)
-    if not row.asks.side_by_side:
-        asking = asking / asked.clamp_min(1)
-    k, v, q = (split_heads(cells, heads) for cells in (keys, values, asking))
-    if row.score is not None:  # SAN 4: (a + b)ᵀ w = aᵀ w + bᵀ w
-        vector = (query.new_ones(query.shape[1]) if weight is None else weight).to(q.dtype).reshape(heads, 1, -1)
-        k, q = vector @ k if row.reads_keys else k[:, :, :1], vector @ q
-    summary = summarize(row, k, v, real[:, None], mask is None)
-    response = respond(row, q, summary, scale).flatten(1, 2).to(query.dtype)
-    return in_layout_of(query, row.asks.scatter(response, query.shape[2:], None))

@@ -1,0 +1,51 @@
+"""Linear maps as matrices: what a module of any kind does to a grid's channels, so that it can act on a summary."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from farfield.ops.grid import accumulation
+from farfield.ops.recompute import Reading, by_head
+
+
+def reading(module: nn.Module | None, vector: Tensor | None, heads: int, like: Tensor) -> Reading:
+    """How cells are read as keys or queries: by a module's map, then by a vector's scores, as far as there are any."""
+    vector = None if vector is None else by_head(vector.to(like.dtype), heads)
+    if module is None:
+        return Reading(vector)
+    matrix, bias = affine(module, like)
+    if vector is None:
+        return Reading(matrix, bias if is_biased(module) else None)
+    # wᵀ(Wx + b) = (wᵀW)x + wᵀb: one row a head
+    return Reading(vector @ matrix, vector @ bias if is_biased(module) else None)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is nothing but its weight and bias."""
+    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_biased(module: nn.Module | None) -> bool:
+    """Whether a map adds something; of a module that is more than a weight and a bias one cannot know."""
+    return module is not None and not (is_plain(module) and module.bias is None)
+
+
+def affine(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrix `(out, in)` and bias `(out,)` of any affine module, in the dtype of `like`.
+
+    Read off a bare `nn.Linear`; anything else (LoRA, quantized, hooked) is asked: bias = m(0), matrix = (m(I) - m(0))ᵀ.
+    """
+    if is_plain(module):
+        linear = cast(nn.Linear, module)
+        matrix = linear.weight
+        bias = matrix.new_zeros(matrix.shape[0]) if linear.bias is None else linear.bias
+        return matrix.to(like.dtype), bias.to(like.dtype)
+    parameter = next(module.parameters(), None)
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
+    width = cast(int, module.in_features)
+    probe = torch.eye(width + 1, width, dtype=dtype, device=like.device)
+    answers = module(probe)  # the last row asks with 0
+    return (answers[:-1] - answers[-1]).mT.to(like.dtype), answers[-1].to(like.dtype)

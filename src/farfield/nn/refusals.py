@@ -1,0 +1,77 @@
+"""What `GridAttention` refuses, in words that name the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from farfield._checks import check_grid, check_heads, check_mask, check_place, projection_fix, shape_error
+from farfield.ops.grid import Place
+from farfield.ops.summary import autocasts
+from farfield.ops.table import softmax_of_products
+
+if TYPE_CHECKING:
+    from farfield.nn.attention import GridAttention
+
+
+def check_options(module: GridAttention, project: str) -> None:
+    """Refuse options that do not fit together."""
+    if project != "".join(letter for letter in "qkvo" if letter in project):
+        raise ValueError(f'GridAttention: {project=} must be letters of "qkvo", each once and in that order.')
+    reads_keys = module.operator.reads_keys
+    if "k" in project and not reads_keys:
+        letters = project.replace("k", "")
+        raise ValueError(f'GridAttention: {module.operator_name} reads no keys; fix: project="{letters}".')
+    if module.inner_channels != module.channels and not ("q" in project and ("k" in project or not reads_keys)):
+        raise ValueError(
+            f"GridAttention: inner_channels={module.inner_channels} needs queries and keys projected to them, "
+            f'got {project=}; fix: project="qkv" or leave inner_channels out.'
+        )
+    if module.value_channels != module.channels and "v" not in project:
+        raise ValueError(
+            f"GridAttention: value_channels={module.value_channels} needs values projected to them, got {project=}; "
+            f'fix: project="{"".join(letter for letter in "qkvo" if letter in project + "v")}".'
+        )
+    if module.residual and module.value_channels != module.channels and "o" not in project:
+        raise ValueError(
+            f"GridAttention: a residual adds {module.channels} channels to {module.value_channels}; "
+            f'fix: project="{project}o".'
+        )
+    if module.scale != 1.0 and module.operator.coefficients is not softmax_of_products:
+        raise ValueError(
+            f"GridAttention: {module.operator_name} has no softmax of products to scale, got scale={module.scale}."
+        )
+    check_heads("GridAttention", module.heads, module.inner_channels, "query")
+    check_heads("GridAttention", module.heads, module.value_channels, "value")
+
+
+def check_input(
+    module: GridAttention,
+    grid: Tensor,
+    mask: Tensor | None,
+    origin: Sequence[int] | None = None,
+    sides: Sequence[int] | None = None,
+    *,
+    name: str = "grid",
+    mask_name: str = "mask",
+) -> Place | None:
+    """Refuse grids that are not this module's; return where a tile lies."""
+    check_grid("GridAttention", name, grid)
+    if grid.shape[1] != module.channels:
+        problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
+        raise shape_error("GridAttention", problem, projection_fix(grid, module.channels), **{name: grid})
+    check_mask("GridAttention", mask_name, mask, name, grid)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_floating_point():
+        if parameter.device != grid.device:
+            raise ValueError(
+                f"GridAttention: {name} is on {grid.device} and the module on {parameter.device}; "
+                f"fix: module.to({name}.device)."
+            )
+        if parameter.dtype != grid.dtype and not autocasts(grid):
+            raise TypeError(
+                f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; fix: module.to({name}.dtype)."
+            )
+    return check_place("GridAttention", grid, origin, sides)

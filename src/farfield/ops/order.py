@@ -1,0 +1,74 @@
+"""The same product in another order: which takes fewer multiply-adds, by the numbers of what is multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from farfield.ops.table import Operator, keys, products, queries
+
+
+class Work(NamedTuple):
+    """What is multiplied for one sample, but for how queries and keys are read.
+
+    Attributes:
+        asks: Cells that ask.
+        answers: Cells that answer.
+        inner: Channels of queries and keys.
+        width: Channels of values.
+        heads: Their groups.
+        channels: Of the grid where a map makes the values of them, else 0.
+        out: Channels after the output map, if there is one, else 0.
+        biased: Whether a bias or a norm's shift is added to the responses, as one more slot where there are slots.
+    """
+
+    asks: int
+    answers: int
+    inner: int
+    width: int
+    heads: int
+    channels: int = 0
+    out: int = 0
+    biased: bool = False
+
+    def folds_output(self, slots: int, *, basis: bool) -> bool:
+        """Whether it is cheaper to map the slots than the responses."""
+        if not basis:  # as many slots as cells: mapping them costs no more for one head
+            return bool(self.out) and self.heads == 1 and self.out <= self.width
+        return bool(self.out) and slots * self.heads <= self.width + self.out
+
+    def multiply_adds(self, slots: int, *, basis: bool) -> int:
+        """Of a summary of so many slots a head, its maps and the responses; `basis`: slots are weighed, not cells."""
+        if basis:  # where values are mapped, every head hears every channel
+            total = self.answers * slots * (self.heads * self.channels or self.width)
+        else:  # slots are found by their keys
+            total = self.asks * slots * self.inner
+        total += slots * self.channels * self.width
+        last = self.asks * (self.biased and basis)
+        if self.folds_output(slots, basis=basis):
+            return total + slots * self.width * self.out + self.asks * slots * self.out * self.heads + last * self.out
+        if not self.out:
+            total += last * self.width
+        return total + self.asks * slots * self.width + self.asks * self.width * self.out
+
+
+def cheaper_order(row: Operator, work: Work) -> Operator:
+    """V (KᵀQ) where that is cheaper than the operator's (V Kᵀ) Q; operators of other kinds are what they are.
+
+    Args:
+        row: The operator.
+        work: What is multiplied.
+
+    Returns:
+        The operator, or one with the same responses.
+
+    Reference: FA Eq. 3, FA Eq. 6.
+    """
+    # A compiled graph is of one order; choosing would compile it anew for other sizes.
+    if torch.compiler.is_compiling() or not (row.basis is keys and row.coefficients is queries):
+        return row
+    if work.multiply_adds(work.answers, basis=False) >= work.multiply_adds(work.inner // work.heads, basis=True):
+        return row
+    return dataclasses.replace(row, basis=None, coefficients=products)

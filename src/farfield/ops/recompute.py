@@ -1,0 +1,347 @@
+"""Cells that are read, summarized and responded to, keeping little for the backward pass: the cells and small things.
+
+Autograd by itself keeps every array between the cells and the responses, and adds up one gradient of the cells' size
+for keys, one for queries and one for values. Here the forward pass is `read`, `summarize` and `respond` and nothing
+else; the backward pass reads keys and queries again, and writes the gradient of the cells once, as one product:
+
+    ∂cells = [∂valuesᵀ | matrixᵀ] · [basis(keys) ; ∂rows],     rows = matrix · cells = [keys ; queries]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farfield.ops.grid import keeps_all
+from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, split_heads, sum_over_cells, summarize
+from farfield.ops.table import Operator
+
+
+class Reading(NamedTuple):
+    """The linear map by which cells are read as keys or queries; as they are, if there is none.
+
+    Attributes:
+        matrix: `(h·d, c)`.
+        bias: `(h·d,)`.
+    """
+
+    matrix: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Plan(NamedTuple):
+    """What `read_and_summarize` does with the rows it reads.
+
+    Attributes:
+        row: The operator.
+        heads: How many.
+        keys: How many rows are keys, the first.
+        queries: How many are queries, the last.
+        same: Whether the same rows are both.
+        shared: Whether every head hears all channels.
+        complete: Whether all cells are real.
+    """
+
+    row: Operator
+    heads: int
+    keys: int
+    queries: int
+    same: bool
+    shared: bool
+    complete: bool
+
+
+def by_head(vector: Tensor, heads: int) -> Tensor:
+    """A vector `(c,)`, c/heads numbers a head, as a map to one score a head, `(heads, c)`."""
+    if heads == 1:
+        return vector[None]
+    return (torch.eye(heads, dtype=vector.dtype, device=vector.device)[:, :, None] * vector.view(heads, -1)).flatten(1)
+
+
+def read(reading: Reading, cells: Tensor, heads: int) -> Tensor:
+    """Read cells `(b, c, n)` as keys or queries `(b, h, d, n)`."""
+    return split_heads(rows_of(cells, *reading), heads)
+
+
+def rows_of(cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`(b, h·d, n)`: the cells through a map, or as they are."""
+    if matrix is None:
+        return cells
+    # Expanded, or matmul would fold samples and cells into one dimension, by a copy of the cells.
+    rows = matrix.expand(cells.shape[0], -1, -1) @ cells
+    return rows if bias is None else rows + bias[:, None]
+
+
+def stacked(key: Reading, query: Reading) -> Reading:
+    """Return one map for keys and queries, so that the cells are read once for both; one that is the same is no two."""
+    if key is query:
+        return key
+    matrices = [cast(Tensor, one.matrix) for one in (key, query)]
+    biases = [
+        matrix.new_zeros(len(matrix)) if one.bias is None else one.bias
+        for one, matrix in zip((key, query), matrices, strict=True)
+    ]
+    return Reading(torch.cat(matrices), torch.cat(biases))
+
+
+# ---- the equations, as autograd sees them when it may keep what it likes ---------------------------------------------
+def read_and_sum(
+    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Any, ...]:
+    """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak."""
+    rows, heads = rows_of(cells, matrix, bias), plan.heads
+    key = split_heads(rows[:, : plan.keys], heads) if plan.keys else real.expand(-1, heads, -1, -1)
+    value = cells[:, None] if plan.shared else split_heads(cells, heads)
+    summary = summarize(plan.row, key, value, real, plan.complete)
+    query = split_heads(rows[:, rows.shape[1] - plan.queries :], heads) if plan.queries else None
+    return query, *summary[:3], summary.peak
+
+
+def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
+    """`(b, g, p, m)`: slots `(b, g, s, p)` combined by coefficients `(b, h, r, m)`, in the memory order of `like`."""
+    coefficients = arranged(coefficients, slots)
+    if channels_last(like):
+        return (coefficients.mT @ slots).mT
+    return slots.mT @ coefficients
+
+
+def arranged(coefficients: Tensor, slots: Tensor) -> Tensor:
+    """Coefficients `(b, g, s, m)`: side by side those of heads that add up; 1 of a last slot that all take once."""
+    found = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
+    return found if found.shape[2] == slots.shape[2] else F.pad(found, (0, 0, 0, 1), value=1.0)
+
+
+def channels_last(cells: Tensor) -> bool:
+    """Whether the channels of cells `(…, c, n)` lie side by side in memory."""
+    return cells.stride(-2) == 1 and cells.stride(-1) != 1
+
+
+# ---- the same with a backward pass that keeps the cells --------------------------------------------------------------
+def read_and_summarize(
+    row: Operator,
+    heads: int,
+    cells: Tensor,
+    real: Tensor,
+    key: Reading,
+    query: Reading | None,
+    *,
+    shared: bool,
+    complete: bool,
+) -> tuple[Tensor | None, Summary]:
+    """Read cells that answer, and ask too, and summarize them.
+
+    Args:
+        row: The operator, which has a basis.
+        heads: How many.
+        cells: `(b, c, n)`.
+        real: `(b, 1, 1, n)`, 1 where a cell is real.
+        key: How keys are read.
+        query: How queries are read; None if these cells do not ask.
+        shared: Whether every head hears all channels, as it does where the values are mapped later.
+        complete: Whether all cells are real.
+
+    Returns:
+        The queries `(b, h, d, n)`, None if these cells do not ask, and the summary.
+
+    Cost:
+        b·n·c·(rows read + h·r) multiply-adds forward, and thrice that backward; kept for backward are the cells.
+    """
+    answering, asking = key if row.reads_keys else None, query
+    reading = Reading()
+    if answering is not None and asking is not None:
+        reading = stacked(answering, asking)
+    elif answering is not None or asking is not None:
+        reading = cast(Reading, answering or asking)
+    keys, queries = (
+        0 if one is None else cells.shape[1] if one.matrix is None else len(one.matrix) for one in (answering, asking)
+    )
+    plan = Plan(row, heads, keys, queries, key is query, shared, complete)
+    run = read_and_sum if keeps_all(cells, *reading) else _ReadAndSum.apply
+    asked, values, weights, count, peak = run(plan, cells, real, *reading)
+    return asked, Summary(values, weights, count, None, peak, False, complete)
+
+
+def respond_from(
+    row: Operator, cells: Tensor, reading: Reading, query: Tensor, slots: Tensor, summary: Summary
+) -> Tensor:
+    """Respond with slots that are already divided, mapped and normed: `ops.respond`'s last line.
+
+    Args:
+        row: The operator, which has a basis.
+        cells: `(b, c, m)`, the asking cells.
+        reading: How queries are read from them.
+        query: `(b, h, d, m)`, what was read.
+        slots: `(b, g, s, p)`; g is h, or 1 if responses of heads add up, and then s = h·r. One more slot than there
+            are coefficients is one that all cells take once, as a bias.
+        summary: Where the coefficients look.
+
+    Returns:
+        `(b, g, p, m)`, in the memory order of the cells.
+
+    Cost:
+        b·m·s·g·p multiply-adds forward, and twice that backward; kept for backward are the cells.
+    """
+    parts = (summary.values, summary.weights, summary.count, summary.peak)
+    if keeps_all(cells, query, slots, *reading, *parts):
+        return combine(slots, row.coefficients(query, summary), cells)
+    return _Respond.apply(row, cells, *reading, query, slots, *parts)
+
+
+class _ReadAndSum(torch.autograd.Function):
+    """`read_and_sum`, keeping the cells."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Any:
+        found = read_and_sum(plan, cells, real, matrix, bias)
+        ctx.plan, ctx.precision = plan, precision(cells)
+        ctx.save_for_backward(cells, real, matrix, bias, found[4])
+        ctx.mark_non_differentiable(*(part for part in found[3:] if part is not None))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, asked: Tensor | None, values: Tensor, weights: Tensor, *_: Any) -> Any:
+        cells, real, matrix, bias, peak = ctx.saved_tensors
+        plan, keys = cast(Plan, ctx.plan), slice(ctx.plan.keys)
+        key = real.expand(-1, plan.heads, -1, -1)
+        if plan.keys:
+            with ctx.precision():
+                read_again = rows_of(cells, *(None if part is None else part[keys] for part in (matrix, bias)))
+            key = leaf(split_heads(read_again, plan.heads).to(values.dtype))
+        with torch.enable_grad():
+            basis, own = cast(Any, plan.row.basis)(key, real)
+        if own is not None:  # the sums are relative to the peak of all blocks
+            values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
+        with full_precision(cells):
+            upon = gradient_of_basis(plan, cells, real, values, weights)
+            rows = joined(plan, gradient(basis, key, upon), asked, cells)
+            wanted = ctx.needs_input_grad[1]
+            grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, rows) if wanted else None
+            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, rows)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A tensor to differentiate by: cut from its past, unless the gradient is to be differentiated in turn."""
+    return tensor if torch.is_grad_enabled() and tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def gradient(output: Tensor, by: Tensor, upon: Tensor) -> Tensor:
+    """The gradient of a function of cells; 0 where it does not depend on them."""
+    if not output.requires_grad or not by.requires_grad:
+        return torch.zeros_like(by)
+    (found,) = torch.autograd.grad(output, by, upon, create_graph=torch.is_grad_enabled())
+    return found
+
+
+def gradient_of_basis(plan: Plan, cells: Tensor, real: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """`(b, h, r, n)`: each weight's share in the values and in the weights of its slot."""
+    if not plan.complete:
+        weights = weights * real
+    if plan.shared:
+        return across(values.flatten(1, 2), cells).unflatten(1, values.shape[1:3]) + weights
+    return across(values, split_heads(cells, plan.heads)) + weights
+
+
+def across(matrix: Tensor, cells: Tensor) -> Tensor:
+    """Product `matrix · cells` in the matrix's dtype; no copy is made of the cells in one that is wider than theirs."""
+    if matrix.dtype == cells.dtype:
+        return matrix @ cells
+    return torch.cat([matrix @ piece.to(matrix.dtype) for piece in cells.split(WIDENED, -1)], -1)
+
+
+def joined(plan: Plan, keys: Tensor, asked: Tensor | None, cells: Tensor) -> Tensor | None:
+    """Gradients of all rows read `(b, rows, n)`: keys first, queries last, added where both are the same."""
+    rows = keys.flatten(1, 2).to(cells.dtype) if plan.keys else None
+    if asked is None:
+        return rows
+    asked = asked.flatten(1, 2).to(cells.dtype)
+    if rows is None:
+        return asked
+    return rows + asked if plan.same else torch.cat([rows, asked], 1)
+
+
+def gradient_of_cells(
+    plan: Plan, cells: Tensor, values: Tensor, basis: Tensor, matrix: Tensor | None, rows: Tensor | None
+) -> Tensor:
+    """`(b, c, n)`: what values, keys and queries say of the cells, as one product."""
+    values, basis = values.to(cells.dtype), basis.to(cells.dtype)
+    if not plan.shared:  # each head's values are channels of its own
+        heads = torch.eye(plan.heads, dtype=cells.dtype, device=cells.device)[:, None, :, None]
+        values = (values[:, :, :, None] * heads).flatten(3)  # (b, h, r, c)
+    left, right = values.flatten(1, 2), basis.flatten(1, 2)
+    if matrix is not None and rows is not None:
+        left = torch.cat([left, matrix.to(left.dtype).expand(left.shape[0], -1, -1)], 1)
+        right = torch.cat([right, rows], 1)
+    found = (right.mT @ left).mT if channels_last(cells) else left.mT @ right
+    return found if matrix is not None or rows is None else found + rows
+
+
+def gradients_of_reading(
+    cells: Tensor, matrix: Tensor | None, bias: Tensor | None, rows: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`(rows, c)` and `(rows,)`, summed over all cells of all samples."""
+    if matrix is None or rows is None:
+        return None, None
+    found = sum_over_cells(rows, cells).sum(0).to(matrix.dtype)
+    return found, None if bias is None else rows.sum((0, 2), dtype=found.dtype).to(bias.dtype)
+
+
+class _Respond(torch.autograd.Function):
+    """`combine` with coefficients of the query, keeping the cells that the query was read from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row: Operator,
+        cells: Tensor,
+        matrix: Tensor | None,
+        bias: Tensor | None,
+        query: Tensor,
+        slots: Tensor,
+        *parts: Tensor | None,
+    ) -> Tensor:
+        ctx.row, ctx.precision, ctx.heads, ctx.dtype = row, precision(cells), query.shape[1], query.dtype
+        ctx.save_for_backward(cells, matrix, bias, slots, *parts)
+        return combine(slots, row.coefficients(query, summary_of(parts)), cells)
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> Any:
+        cells, matrix, bias, slots, *parts = ctx.saved_tensors
+        with ctx.precision():
+            query = leaf(read(Reading(matrix, bias), cells, ctx.heads).to(ctx.dtype))
+        inner = [query, *(None if part is None else leaf(part) for part in parts)]
+        with torch.enable_grad():
+            coefficients = ctx.row.coefficients(query, summary_of(inner[1:]))
+        with full_precision(cells):
+            # Under autocast the product, and so what is upon it, is of lower precision than its factors.
+            taken = arranged(coefficients, slots).to(upon.dtype)
+            grad_slots = sum_over_cells(taken, upon).to(slots.dtype)
+            grad = (slots.to(upon.dtype) @ upon)[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
+            grad = grad.reshape(coefficients.shape).to(coefficients.dtype)
+        found: Iterator[Tensor | None] = itertools.repeat(None)
+        if coefficients.requires_grad:
+            known, twice = [tensor for tensor in inner if tensor is not None], torch.is_grad_enabled()
+            found = iter(torch.autograd.grad(coefficients, known, grad, create_graph=twice, allow_unused=True))
+        grads = [None if tensor is None else next(found) for tensor in inner]
+        return None, None, None, None, grads[0], grad_slots, *grads[1:]
+
+
+def summary_of(parts: Any) -> Summary:
+    """A summary where coefficients look: values, weights, count and peak."""
+    values, weights, count, peak = parts
+    return Summary(values, weights, count, None, peak)
+
+
+def precision(tensor: Tensor) -> Any:
+    """Return what makes a context of the autocast that is on now, for a backward pass that computes again."""
+    device = tensor.device.type
+    if not autocasts(tensor):
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))

@@ -1,0 +1,118 @@
+"""A grid that attends to itself keeps itself alone for the backward pass: the same gradients as three grids' sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from farfield import ops
+from farfield.nn import GridAttention
+
+ROWS = [name for name, row in ops.OPERATORS.items() if row.basis is not None]
+SIDES = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few cells": (2,)}
+
+
+def attend(name: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, heads: int) -> Tensor:
+    """The named whole, with a weight where the row has one."""
+    options = {"weight": weight} if ops.OPERATORS[name].score == "learned" else {}
+    return getattr(ops, f"{name}_attention")(query, key, value, heads=heads, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES.keys())
+@pytest.mark.parametrize("name", ops.OPERATORS)
+def test_one_grid_thrice_is_three_equal_grids(name, sides, heads):
+    torch.manual_seed(0)
+    grid = torch.randn(2, 6, *sides, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    upon = torch.randn(2, 6, *sides, dtype=torch.float64)
+    copies = [grid.detach().clone().requires_grad_() for _ in range(3)]
+    one, three = attend(name, grid, grid, grid, weight, heads), attend(name, *copies, weight, heads)
+    torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(one, (grid, weight), upon, allow_unused=True)
+    expected = torch.autograd.grad(three, (*copies, weight), upon, allow_unused=True)
+    total = sum(gradient for gradient in expected[:3] if gradient is not None)
+    torch.testing.assert_close(found[0], total, rtol=1e-11, atol=1e-12)
+    if found[1] is not None or expected[3] is not None:
+        torch.testing.assert_close(found[1], expected[3], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("project", ["", "v", "qk", "qkvo"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_module_is_differentiable_twice(name, project, masked):
+    torch.manual_seed(0)
+    if name == "siamese_local":
+        project = project.replace("k", "")
+    attention = GridAttention(4, name, heads=2, project=project).double()
+    grid = torch.randn(2, 4, 2, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[[True, True, False], [True, False, True]], [[True, True, True], [True, True, True]]])
+    parameters = tuple(attention.parameters())
+
+    def run(grid, *_):
+        return attention(grid, mask=mask if masked else None)
+
+    assert gradcheck(run, (grid, *parameters))
+    assert gradgradcheck(run, (grid, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("coefficient_norm", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ROWS)
+def test_module_on_itself_is_the_module_on_a_context_that_is_equal(name, layout, residual, coefficient_norm):
+    torch.manual_seed(0)
+    attention = GridAttention(
+        8, name, heads=2, project="vo", coefficient_norm=coefficient_norm, residual=residual
+    ).double()
+    attention.output.reset_parameters()
+    grid = torch.randn(3, 8, 5, 7, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    asking, context = (grid.detach().clone().requires_grad_() for _ in range(2))
+    one, two = attention(grid), attention(asking, context)
+    assert one.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    upon, parameters = torch.randn_like(one), list(attention.parameters())
+    found = torch.autograd.grad(one, [grid, *parameters], upon)
+    expected = torch.autograd.grad(two, [asking, context, *parameters], upon)
+    torch.testing.assert_close(found[0], expected[0] + expected[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found[1:], expected[2:], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_transforms_of_torch_func_see_the_equations(name):
+    attention = GridAttention(4, name, heads=2, project="vo").double()
+    grids = torch.randn(3, 2, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(torch.vmap(attention)(grids), torch.stack([attention(grid) for grid in grids]))
+    towards = torch.randn_like(grids[0])
+    _, forward = torch.func.jvp(attention, (grids[0],), (towards,))
+    step = 1e-6 * towards
+    difference = (attention(grids[0] + step) - attention(grids[0] - step)) / 2e-6
+    torch.testing.assert_close(forward, difference, rtol=1e-6, atol=1e-7)
+
+
+def kept_bytes(run) -> int:
+    """Bytes of the distinct storages that a forward pass keeps for its backward pass."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run()
+    assert output.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("name", "project"), [(name, project) for name in ROWS for project in ("v", "qkvo")])
+def test_kept_for_the_backward_pass_is_the_grid_and_small_things(name, project):
+    project = project.replace("k", "") if name == "siamese_local" else project
+    inner = {"inner_channels": 8} if "q" in project else {}
+    attention = GridAttention(32, name, heads=2, project=project, **inner)
+    grid = torch.randn(2, 32, 40, 40, requires_grad=True)
+    small = 2 * 32 * 32 * 4 * 8
+    assert kept_bytes(lambda: attention(grid)) <= grid.nbytes + grid.nbytes / 32 + small + sum(
+        parameter.nbytes for parameter in attention.parameters()
+    )
