@@ -8,6 +8,9 @@ The names below load when they are first asked for, so that ``import farfield`` 
 - ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)
 - ``maps``: which cells one cell attends to
 - ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
+- ``insert``, ``remove``: attention at any place of a model, without a change to its weights; and out again
+- ``insertion``: the papers' names for such places, as paths
+- ``replace_attention``: any row in the place of a transformer's softmax attention
 - ``pad_grids``: a ragged list of grids as one batch and its mask
 - ``ShapeError``: what every function here raises for shapes that do not fit
 """
@@ -18,23 +21,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farfield import cost, maps, models, nn, ops, theory
+    from farfield import cost, insertion, maps, models, nn, ops, theory
     from farfield._checks import ShapeError
+    from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
 
 __version__ = "0.1.0"
 
-__all__ = ["ShapeError", "__version__", "cost", "maps", "models", "nn", "ops", "pad_grids", "theory"]
+__all__ = [
+    "ShapeError",
+    "__version__",
+    "cost",
+    "insert",
+    "insertion",
+    "maps",
+    "models",
+    "nn",
+    "ops",
+    "pad_grids",
+    "remove",
+    "replace_attention",
+    "theory",
+]
 
 # Name -> the module that holds it; a module of that very name is the export itself.
 _HOME = {
     "ShapeError": "_checks",
     "cost": "cost",
+    "insert": "insertion",
+    "insertion": "insertion",
     "maps": "maps",
     "models": "models",
     "nn": "nn",
     "ops": "ops",
     "pad_grids": "ops",
+    "remove": "insertion",
+    "replace_attention": "insertion",
     "theory": "theory",
 }
 

@@ -1,0 +1,35 @@
+"""Give a network of torchvision global attention without touching its weights, train that alone, and take it out."""
+
+from functools import partial
+
+import torch
+from torchvision.models import resnet18
+
+from farfield import insert, remove
+from farfield.insertion import resnet_places
+from farfield.nn import GridAttention
+
+# Is the left half of an image brighter than its right half?
+images, labels = torch.rand(8, 3, 64, 64), torch.tensor([1] * 4 + [0] * 4)
+images[:4, ..., :32] += 0.5
+network = resnet18(weights=None, num_classes=2).eval()
+before = network(images)
+
+make = partial(GridAttention, operator="kronecker_qkv", project="qkvo", residual=True)
+added = insert(network, resnet_places("res2", "res3.*"), make, example=images)
+assert torch.equal(network(images), before)
+for path, module in added.items():
+    print(f"{path}: {module.channels} channels, {sum(weight.numel() for weight in module.parameters()):,} new weights")
+
+# Only the additions learn.
+optimizer = torch.optim.AdamW([weight for module in added.values() for weight in module.parameters()], lr=1e-3)
+for step in range(6):
+    loss = torch.nn.functional.cross_entropy(network(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"step {step}: loss {loss.item():.4f}")
+
+remove(network)
+assert torch.equal(network(images), before)
+print("taken out again: the output is what it was")

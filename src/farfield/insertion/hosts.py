@@ -1,0 +1,159 @@
+"""What a host must be to take an addition: open, run once, and return a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, unknown
+from farfield.insertion.additions import Entries, grid_of
+from farfield.insertion.places import CHILD, Place
+from farfield.insertion.probing import probe
+
+# They share or shard the gradients of the weights that they find, and later ones would go without. By name, because an
+# import of theirs is slow.
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def check_open(caller: str, model: nn.Module, path: str = "") -> None:
+    """Refuse a place in what cannot change any more: compiled, scripted or wrapped.
+
+    Raises:
+        TypeError: If the model is no module.
+        ValueError: With what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
+    for at in (*reversed(parents(path)), path) if path else ("",):
+        module, name = model.get_submodule(at) if at else model, at or type(model).__name__
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{caller}: {name} is scripted; fix: {caller} in the model it was made of, then script.")
+        if "OptimizedModule" in kinds:
+            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} in its _orig_mod, then compile that.")
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} before .compile().")
+        if kinds & WRAPPERS:
+            raise ValueError(
+                f"{caller}: {name} is wrapped in {', '.join(kinds & WRAPPERS)}, which knows the weights it was given; "
+                f"fix: {caller} before wrapping."
+            )
+
+
+def check_free(place: Place, host: nn.Module) -> None:
+    """Refuse a place that has an addition already, or whose host uses the name.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    there = host._modules.get(CHILD)
+    if isinstance(there, Entries) and place.entry is not None and place.entry not in there:
+        there = None
+    elif there is None and hasattr(host, CHILD):
+        raise ValueError(f'insert: {place} has an attribute "{CHILD}" of its own; fix: insert at another module.')
+    if there is not None:
+        raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{place}") first.')
+    if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
+        raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
+
+
+def look(model: nn.Module, places: Iterable[Place], example: Any) -> dict[str, Any]:
+    """Run the model once and return what each place returns, by path.
+
+    Raises:
+        ValueError: If the model refuses the example, or a place does not run once each time its parent runs.
+    """
+    watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
+    try:
+        seen = probe(model, example, watched)
+    except Exception as error:
+        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+        raise ValueError(
+            f"insert: {type(model).__name__} refuses example {described(example)}: {type(error).__name__}: {error}\n"
+            f"  its weights are {weights}."
+        ) from error
+    for path in dict.fromkeys(place.path for place in places):
+        parent = next((name for name in parents(path) if seen.calls[name]), "")
+        around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
+        if not calls:
+            inside = [child for child in children(model, path) if seen.calls[child]]
+            raise ValueError(
+                f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
+                f"\n  fix: insert at what runs: {', '.join([*inside, around])}."
+            )
+        if path and calls > parent_calls:
+            raise ValueError(
+                f"insert: {path} is called {times(calls)} while {around} is called {times(parent_calls)}, "
+                f"and an addition cannot tell these calls apart.\n  fix: insert at {around}, or at a "
+                f"module that it calls once."
+            )
+    return seen.outputs
+
+
+def parents(path: str) -> list[str]:
+    """The paths of all modules around one, from the nearest to the model itself, which is ""."""
+    names = path.split(".") if path else []
+    return [".".join(names[:end]) for end in reversed(range(len(names)))]
+
+
+def children(model: nn.Module, path: str) -> list[str]:
+    """The paths of a module's children."""
+    return [f"{path}.{name}" if path else name for name, _ in model.get_submodule(path).named_children()]
+
+
+def grid_at(model: nn.Module, place: Place, outputs: Any) -> Tensor:
+    """The grid at a place, of what its module returns.
+
+    Raises:
+        LookupError: If there is no such entry.
+        ShapeError: If there is nothing to attend over.
+        TypeError: If there is no grid of floats, or the entry is not chosen.
+    """
+    path = place.path or type(model).__name__
+    several = isinstance(outputs, Mapping | tuple | list)
+    if several and place.entry is None:
+        grids = [name for name, value in entries(outputs).items() if isinstance(value, Tensor)]
+        fix = f'; fix: choose an entry, "{place.path}[{grids[0]}]" for example' if grids else ""
+        raise TypeError(f"insert: {path} returns several things, {described(outputs)}{fix}.")
+    if not several and place.entry is not None:
+        raise TypeError(f'insert: {path} returns {described(outputs)} and has no entries; fix: "{place.path}".')
+    try:
+        grid = grid_of(outputs, place.entry)
+    except LookupError:
+        raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
+    if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
+        raise TypeError(f"insert: {place} must return a grid of floats, got {described(grid)}.")
+    if grid.dim() < 3:
+        raise ShapeError(
+            f"insert: {place} returns {tuple(grid.shape)}, which has no sides to attend over.\n"
+            f"  fix: insert before what takes them away, pooling or flattening for example."
+        )
+    modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
+    if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
+        raise ValueError(f"insert: {place} keeps its batch second; fix: build the model with batch_first=True.")
+    return grid
+
+
+def entries(outputs: Any) -> dict[str, Any]:
+    """What a tuple, list or dict holds, by the names that `insert` takes."""
+    return {
+        str(name): value for name, value in (outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs))
+    }
+
+
+def described(value: Any) -> str:
+    """A value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping | tuple | list):
+        inside = ", ".join(f"{name}: {described(part)}" for name, part in entries(value).items())
+        return f"{type(value).__name__}({inside})"
+    return type(value).__name__
+
+
+def times(count: int) -> str:
+    """`once`, `3 times`."""
+    return {0: "never", 1: "once"}.get(count, f"{count} times")

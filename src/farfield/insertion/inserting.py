@@ -1,0 +1,193 @@
+"""Insert a module at any place of a model, and take it out again: the model's own weights keep their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.insertion.additions import ChannelsLast, additions, attach, detach
+from farfield.insertion.hosts import check_free, check_open, grid_at, look, times
+from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_layout, look_elsewhere
+from farfield.insertion.places import CHILD, Place, find_places
+from farfield.insertion.probing import probe
+
+AROUND = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
+
+
+def insert(
+    model: nn.Module,
+    where: str | Sequence[str],
+    make: Callable[[int], nn.Module],
+    *,
+    example: Any,
+    layout: Layout = "channels_first",
+) -> dict[str, nn.Module]:
+    """Put a new module after each place of a model, and leave everything that the model has as it is.
+
+    `place(x)  →  made(place(x))`
+
+    The addition is a child named `farfield` of its place: no weight of the model changes its name, so a checkpoint from
+    before still loads (`strict=False` misses `*.farfield.*` and nothing else). A module that is the identity at first,
+    as `GridAttention(…, project="qkvo", residual=True)` is, leaves the output as it was, `torch.equal`, so training
+    starts from where the model stands. Any other module that keeps shape and dtype is welcome too, and changes it.
+
+    The model runs a few times with the example, in eval, without gradients: to see how many channels a place has, at
+    other sizes to see that these are the channels, and with the additions in place to see that each is called as often
+    as its host. If one is not, all are taken out again. Flags, buffers and random numbers are as before.
+
+    Args:
+        model: Changed in place. To compile, export or wrap it comes after.
+        where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
+            place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
+        make: Given the number of channels of a place, returns its module; called once a place. `GridAttention` with
+            `functools.partial`, for example.
+        example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
+        layout: Where the places keep their channels: "channels_first" `(batch, channels, *sides)`, or "channels_last",
+            as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
+            Swin.
+
+    Returns:
+        The path of each place and its new module, on the device and in the dtype of what the place returns.
+
+    Raises:
+        LookupError: If a path matches nothing, or a place returns no such entry.
+        ShapeError: If the layout does not fit, or an addition does not keep the shape.
+        TypeError: If a place returns no grid of floats, `make` no module, or an addition another dtype.
+        ValueError: If a place never runs, runs several times, has an addition already or lies in a compiled, scripted
+            or wrapped model; or if the model refuses the example.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from farfield import insert
+        >>> from farfield.nn import GridAttention
+        >>> host, image = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), torch.randn(1, 3, 16, 16)
+        >>> before = host(image)
+        >>> make = partial(GridAttention, operator="siamese", project="qkvo", residual=True)
+        >>> insert(host, "0", make, example=image)
+        {'0': GridAttention(...)}
+        >>> torch.equal(host(image), before)
+        True
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"insert: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    check_open("insert", model)
+    places = find_places("insert", model, where)
+    for place, host in places.items():
+        check_open("insert", model, place.path)
+        check_free(place, host)
+    outputs = look(model, places, example)
+    grids = {place: grid_at(model, place, outputs[place.path]) for place in places}
+    for place, elsewhere in look_elsewhere(model, places, example).items():
+        check_layout(model, place, tuple(grids[place].shape), elsewhere, layout)
+    made = make_all(make, grids, layout)
+    for place, module in made.items():
+        attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
+    try:
+        verify(model, grids, example)
+    except BaseException:
+        for place, host in places.items():
+            detach(host, place.entry)
+        raise
+    return {str(place): module for place, module in made.items()}
+
+
+def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
+    """Take additions out of a model, which is then what it was before `insert`, to the bit.
+
+    Args:
+        model: Changed in place.
+        where: Paths as `insert` reads them; a path without an entry means each entry of the place. All additions by
+            default.
+
+    Raises:
+        LookupError: If there is no addition at a path, or none at all.
+        ValueError: If the model is compiled, scripted or wrapped.
+
+    Example:
+        >>> import torch
+        >>> from farfield import insert, remove
+        >>> host, image = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 16, 16)
+        >>> added = insert(host, "0", lambda channels: torch.nn.Conv2d(channels, channels, 1), example=image)
+        >>> remove(host, "0")
+        >>> list(host.state_dict())
+        ['0.weight', '0.bias']
+    """
+    check_open("remove", model)
+    there = additions(model)
+    if not there:
+        raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
+    chosen = list(there) if where is None else []
+    for pattern in [where] if isinstance(where, str) else where or ():
+        wanted = find_places("remove", model, pattern)
+        matched = [place for place in there if place in wanted or Place(place.path) in wanted]
+        if not matched:
+            raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, there))}.')
+        chosen += matched
+    for place in dict.fromkeys(chosen):
+        detach(model.get_submodule(place.path), place.entry)
+
+
+def make_all(make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout) -> dict[Place, nn.Module]:
+    """A new module for each place, on the device and in the dtype of its grid."""
+    made: dict[Place, nn.Module] = {}
+    for place, grid in grids.items():
+        channels = grid.shape[channel_axis(grid.dim(), layout)]
+        try:
+            module = make(channels)
+        except Exception as error:
+            error.add_note(f"insert: this was make({channels}), for {place}.")
+            raise
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"insert: make({channels}) must return a module, got {type(module).__name__}.")
+        if any(module is other for other in made.values()):
+            raise ValueError("insert: make returned one module for two places; fix: make a new one for each.")
+        made[place] = module.to(grid.device, grid.dtype)
+    return made
+
+
+def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> None:
+    """Run with the additions in place: each must be called as often as its host, and keep what the host returns.
+
+    Raises:
+        ShapeError: If an addition returns another shape.
+        TypeError: If it returns no tensor, or another dtype or device.
+        ValueError: If the model fails, or calls an addition more or less often than its host, or numbers overflow.
+    """
+    children = {place: ".".join(filter(None, (place.path, CHILD, place.entry))) for place in grids}
+    try:
+        seen = probe(model, example, [*children.values(), *(place.path for place in grids)])
+    except Exception as error:
+        raise ValueError(
+            f"insert: {type(model).__name__} fails with {', '.join(map(str, grids))} in place, so all additions were "
+            f"taken out again: {type(error).__name__}: {error}\n  fix: {AROUND}"
+        ) from error
+    for place, grid in grids.items():
+        calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
+        if calls != host_calls or not calls:
+            raise ValueError(
+                f"insert: {place} was called {times(host_calls)} and its addition {times(calls)}, so all additions "
+                f"were taken out again.\n  fix: {AROUND}"
+            )
+        check_kept(place, grid, seen.outputs[children[place]])
+
+
+def check_kept(place: Place, grid: Tensor, answer: Any) -> None:
+    """Refuse an addition that does not return what it was given: one grid of that shape, dtype and device."""
+    if not isinstance(answer, Tensor):
+        raise TypeError(f"insert: the addition at {place} must return a tensor, got {type(answer).__name__}.")
+    if answer.shape != grid.shape:
+        raise ShapeError(
+            f"insert: the addition at {place} must keep the shape {tuple(grid.shape)}, got {tuple(answer.shape)}."
+        )
+    if (answer.dtype, answer.device) != (grid.dtype, grid.device):
+        raise TypeError(
+            f"insert: the addition at {place} must keep {grid.dtype} on {grid.device}, got {answer.dtype} on "
+            f"{answer.device}."
+        )
+    if torch.isfinite(grid).all() and not torch.isfinite(answer).all():
+        raise ValueError(f"insert: the addition at {place} answers {grid.dtype} with numbers that are not finite.")

@@ -1,0 +1,160 @@
+"""Where a host keeps its channels: the dimension assumed, against other inputs and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.insertion.additions import grid_of
+from farfield.insertion.places import Place
+from farfield.insertion.probing import probe
+
+Layout = Literal["channels_first", "channels_last"]
+LAYOUTS = get_args(Layout)
+
+
+def channel_axis(dimensions: int, layout: Layout) -> int:
+    """The dimension that holds the channels of a batch."""
+    return 1 if layout == "channels_first" else dimensions - 1
+
+
+def resized(example: Any) -> Iterator[Any]:
+    """The example at other sizes: for each length that a side of its tensors has, all sides of that length changed.
+
+    Of three dimensions of floats either the second or the third may be the channels: both are tried.
+    """
+    tensors: list[tuple[Tensor, int]] = []
+
+    def collect(tensor: Tensor, start: int) -> Tensor:
+        tensors.append((tensor, start))
+        return tensor
+
+    mapped(example, collect)
+    both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
+    for channels in (0, 1) if both else (0,):
+        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in sides(tensor, start, channels)}
+        for length in sorted(lengths - {0, 1}, reverse=True):
+            # Numbers that are no floats may be indices, which a longer table or a device's assertion would not forgive.
+            shorter = any(
+                tensor.shape[axis] == length and not tensor.is_floating_point()
+                for tensor, start in tensors
+                for axis in sides(tensor, start, channels)
+            )
+            yield mapped(example, partial(change_sides, length=length, shorter=shorter, channels=channels))
+
+
+def change_sides(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
+    """A tensor with its sides of one length halved or doubled."""
+    for axis in sides(tensor, start, channels):
+        if tensor.shape[axis] == length:
+            tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
+    return tensor
+
+
+def mapped(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
+    """The example with every tensor changed; `start` is its first dimension behind the batch, 0 inside a list."""
+    if isinstance(example, Tensor):
+        return change(example, start)
+    if isinstance(example, Mapping):
+        return {name: mapped(value, change, start) for name, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(mapped(value, change, start) for value in example)
+    if isinstance(example, list):
+        return [mapped(value, change, 0) for value in example]
+    return example
+
+
+def repeated(example: Any) -> Any:
+    """The example with every sample twice."""
+    if isinstance(example, list):
+        return example * 2
+    if isinstance(example, Mapping):
+        return {name: repeated(value) for name, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(map(repeated, example))
+    return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
+
+
+def sides(tensor: Tensor, start: int, channels: int) -> list[int]:
+    """The dimensions of an input that are sides: neither the batch nor, of a grid of floats, the channels.
+
+    `channels`: which of two dimensions behind the batch they are; of more, as those of an image, the first.
+    """
+    axes = list(range(start, tensor.dim()))
+    if tensor.is_floating_point() and len(axes) > 1:
+        axes.pop(channels if len(axes) == 2 else 0)
+    return axes
+
+
+class Elsewhere(NamedTuple):
+    """The shapes of a place for other inputs, as far as the model takes them: other sizes, and twice the batch."""
+
+    sizes: list[tuple[int, ...]]
+    batches: list[tuple[int, ...]]
+
+
+def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
+    """The shapes that places return for other inputs; a model may refuse some, or all, before it reaches them."""
+    found = {place: Elsewhere([], []) for place in places}
+    for batched, other in [(False, other) for other in resized(example)] + [(True, repeated(example))]:
+        outputs = probe(model, other, [place.path for place in found], stop_early=True).outputs
+        for place, elsewhere in found.items():
+            # A smaller input may have fewer levels.
+            with suppress(LookupError):
+                shape = tuple(grid_of(outputs[place.path], place.entry).shape)
+                (elsewhere.batches if batched else elsewhere.sizes).append(shape)
+    return found
+
+
+def check_layout(model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout) -> None:
+    """Refuse a layout that another input or the weights contradict, and the default where nothing speaks for it.
+
+    Raises:
+        ShapeError: With the layout that fits, if one does.
+    """
+    other = next(kind for kind in LAYOUTS if kind != layout)
+    axis, swapped = channel_axis(len(shape), layout), channel_axis(len(shape), other)
+    batched = changes(shape, elsewhere.batches)
+    if batched:
+        raise ShapeError(
+            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
+            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+        )
+    changed = changes(shape, elsewhere.sizes)
+    if axis in changed:
+        fix = "insert where a module returns one grid of channels." if swapped in changed else f'layout="{other}".'
+        raise ShapeError(
+            f"insert: {place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the "
+            f'channels of layout="{layout}", is a side.\n  fix: {fix}'
+        )
+    if changed or layout == "channels_last":
+        return
+    widths = widths_of(model.get_submodule(place.path)) or widths_of(model)
+    if shape[axis] in widths and shape[swapped] not in widths:
+        return
+    problem = f"insert: {place} returns {shape}, and at no other input size does the model show which are the channels"
+    if shape[swapped] in widths and shape[axis] not in widths:
+        raise ShapeError(f'{problem}; its weights have {shape[swapped]}.\n  fix: layout="{other}".')
+    raise ShapeError(
+        f"{problem}; its weights fit {'both' if shape[axis] in widths else 'none'} of {shape[axis]} and "
+        f'{shape[swapped]}.\n  fix: layout="{other}" if they are last; else insert at a module with weights, or give '
+        f"an example with other sides."
+    )
+
+
+def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The dimensions behind the batch that differ, each with a shape where it does; a place keeps its rank."""
+    return {
+        axis: other for other in others for axis in range(1, len(shape)) if other[axis : axis + 1] != (shape[axis],)
+    }
+
+
+def widths_of(module: nn.Module) -> set[int]:
+    """How many channels a module's biases and norms have."""
+    return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

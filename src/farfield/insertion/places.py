@@ -1,0 +1,156 @@
+"""Where to insert: the papers' names of places as module paths, and what a path with `*` and `[entry]` stands for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from farfield._checks import unknown
+
+# The child that an addition is, in its place.
+CHILD = "farfield"
+
+# The papers' names for the stages of a residual network, which are one less than those of Detectron.
+STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
+LEVELS = {f"fpn{level + 1}": f"fpn[{entry}]" for level, entry in enumerate((0, 1, 2, 3, "pool"))}
+# Every other block of conv3_x and conv4_x in a network of 50 layers, Wang et al. 2018.
+NONLOCAL_BLOCKS = ("res2.1", "res2.3", "res3.1", "res3.3", "res3.5")
+
+
+def detector_places(*names: str) -> list[str]:
+    """Translate places of a detector into paths of torchvision's Mask R-CNN, Faster R-CNN and Keypoint R-CNN.
+
+    The names are those of Factorized Attention, which counts stages as torchvision does: res4 is `layer4`, Detectron's
+    "res5". The levels of the pyramid are entries of its output, so each is attended by itself: neither the top-down
+    path nor fpn5, which is made from fpn4 as it was, hears of the attention at another level.
+
+    Args:
+        names: "res1" to "res4" (stages of the backbone), "fpn1" to "fpn5" (levels of the pyramid; fpn5 is "pool"),
+            "fpn_all" (all five).
+
+    Returns:
+        A path each, in the order given, none twice; for `insert`.
+
+    Raises:
+        LookupError: If there is no such place.
+
+    Reference: FA Table 1.
+
+    Example:
+        >>> from farfield.insertion import detector_places
+        >>> detector_places("res4", "fpn1", "fpn5")
+        ['backbone.body.layer4', 'backbone.fpn[0]', 'backbone.fpn[pool]']
+    """
+    paths = {name: f"backbone.body.{stage}" for name, stage in STAGES.items()}
+    paths |= {name: f"backbone.{level}" for name, level in LEVELS.items()}
+    places: list[str] = []
+    for name in names:
+        if name not in paths and name != "fpn_all":
+            raise unknown("detector_places", "place", name, [*paths, "fpn_all"])
+        places += [paths[level] for level in LEVELS] if name == "fpn_all" else [paths[name]]
+    return list(dict.fromkeys(places))
+
+
+def resnet_places(*names: str, prefix: str = "") -> list[str]:
+    """Translate places of a residual network, of images or of video, into paths of torchvision's and timm's.
+
+    Works for every network whose stages are `layer1` to `layer4`: ResNet, ResNeXt and their kin in torchvision and
+    timm, torchvision's r3d_18, mc3_18 and r2plus1d_18, and each of them as the encoder of something else.
+
+    Args:
+        names: "res1" to "res4", a stage; "res3.5" or "res3.*", a block of it or each; "nonlocal", the five blocks of
+            the non-local networks in a network of 50 layers (Wang et al. 2018).
+        prefix: Path of the network inside a larger one, "encoder" for example.
+
+    Returns:
+        A path each, in the order given, none twice; for `insert`.
+
+    Raises:
+        LookupError: If there is no such place.
+
+    Example:
+        >>> from farfield.insertion import resnet_places
+        >>> resnet_places("res4", "res3.*", prefix="backbone")
+        ['backbone.layer4', 'backbone.layer3.*']
+    """
+    places = []
+    for name in names:
+        for block in NONLOCAL_BLOCKS if name == "nonlocal" else (name,):
+            stage, dot, rest = block.partition(".")
+            if stage not in STAGES:
+                raise unknown("resnet_places", "place", name, [*STAGES, "nonlocal"])
+            places.append(f"{prefix}{'.' * bool(prefix)}{STAGES[stage]}{dot}{rest}")
+    return list(dict.fromkeys(places))
+
+
+class Place(NamedTuple):
+    """A module of a model by its path, and one entry of what it returns if it returns several grids."""
+
+    path: str
+    entry: str | None = None
+
+    def __str__(self) -> str:
+        """Write the place as `insert` reads it."""
+        return self.path if self.entry is None else f"{self.path}[{self.entry}]"
+
+
+def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, nn.Module]:
+    """Every place that one path or many stand for, and its module.
+
+    Raises:
+        LookupError: If a path matches nothing.
+        ValueError: If two paths lead to one module, or there are none.
+    """
+    found: dict[Place, nn.Module] = {}
+    for pattern in [where] if isinstance(where, str) else where:
+        path, entry = split_entry(caller, pattern)
+        matches = list(matching(model, path))
+        if not matches:
+            raise no_match(caller, model, path)
+        found |= {Place(place, entry): module for place, module in matches}
+    if not found:
+        raise ValueError(f"{caller}: where names no place; fix: give one path at least.")
+    paths: dict[int, str] = {}
+    for place, module in found.items():
+        other = paths.setdefault(id(module), place.path)
+        if other != place.path:
+            raise ValueError(f'{caller}: "{other}" and "{place.path}" are one module; fix: name one of them.')
+    return found
+
+
+def split_entry(caller: str, text: str) -> tuple[str, str | None]:
+    """`"fpn[pool]"` as `("fpn", "pool")`."""
+    match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
+    if match is None:
+        raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
+    return match[1], match[2]
+
+
+def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose path matches; `*` stands for any part of one segment, and never for an addition."""
+    found = [("", model)]
+    for segment in path.split(".") if path else ():
+        form = re.compile(re.escape(segment).replace(r"\*", ".*"))
+        found = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for prefix, module in found
+            for name, child in module._modules.items()
+            if child is not None and form.fullmatch(name) and not ("*" in segment and name == CHILD)
+        ]
+    yield from found
+
+
+def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
+    """Word that a path matches nothing: the children where it goes astray, and the nearest paths."""
+    segments = path.split(".")
+    stems = [".".join(segments[:end]) for end in reversed(range(len(segments)))]
+    stem, parent = next((stem, module) for stem in stems for _, module in matching(model, stem))
+    children = ", ".join(parent._modules) or "no children"
+    close = difflib.get_close_matches(path, [name for name, _ in model.named_modules() if name], n=3, cutoff=0.6)
+    hint = f"; nearest: {', '.join(close)}" if close else ""
+    name = type(model).__name__
+    return LookupError(f'{caller}: no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')

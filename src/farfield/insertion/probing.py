@@ -1,0 +1,121 @@
+"""Looking at a model while it runs once: what its places return, how often, and along which dimension channels lie.
+
+A probe leaves no trace: it runs in eval without gradients, and flags, buffers and random numbers are put back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Seen(NamedTuple):
+    """What a probe saw: how often each module was called, and what it returned first."""
+
+    calls: Counter[str]
+    outputs: dict[str, Any]
+
+
+class EnoughError(Exception):
+    """Every place has been reached; the rest of the pass would say nothing new."""
+
+
+def probe(model: nn.Module, example: Any, paths: Iterable[str], *, stop_early: bool = False) -> Seen:
+    """Run a model once and watch modules of it.
+
+    Args:
+        model: Left as it was.
+        example: A tensor, a tuple of arguments or a dict of named ones.
+        paths: Of the modules to watch.
+        stop_early: Whether to stop when each was called once, or when the model fails after that.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Exception: Whatever the model raises, unless it may stop early.
+    """
+    seen = Seen(Counter(), {})
+    watched = dict.fromkeys(paths)
+
+    def watch(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            seen.calls[path] += 1
+            seen.outputs.setdefault(path, outputs)
+            if stop_early and len(seen.outputs) == len(watched):
+                raise EnoughError
+
+        return record
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model))
+        for path in watched:
+            stack.enter_context(model.get_submodule(path).register_forward_hook(watch(path)))
+        try:
+            call(model, example)
+        except Exception:
+            if not stop_early:
+                raise
+    return seen
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    """Call a model with a dict of named arguments, a tuple of arguments, or the one argument."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run in eval, without gradients or autocast; then put flags, buffers and random numbers back."""
+    modules = list(model.modules())
+    training = [module.training for module in modules]
+    buffers = [(module, name, buffer, buffer.clone()) for module in modules for name, buffer in named_buffers(module)]
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with ExitStack() as stack:
+        # Inference mode would make tensors that a host keeps for later unusable in training.
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng([device.index for device in devices if device.type == "cuda"]))
+        for kind in {"cpu", *(device.type for device in devices)} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
+            # Flags are set one by one: a host's own `eval()` may do more, merge weights for example.
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+            for module, flag in zip(modules, training, strict=True):
+                module.training = flag
+            for module, name, buffer, value in buffers:
+                put_back(module, name, buffer, value)
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own buffers."""
+    return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+def put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
+    """Restore a buffer, the very tensor and its numbers.
+
+    A buffer that is not saved and has grown is a cache, and the host remembers elsewhere how far it reaches: it stays.
+    """
+    now = module._buffers.get(name)
+    if name in module._non_persistent_buffers_set and now is not None and now.shape != value.shape:
+        return
+    if not torch.equal(buffer, value):
+        buffer.copy_(value)
+    module._buffers[name] = buffer

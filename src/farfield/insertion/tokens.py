@@ -1,0 +1,189 @@
+"""Any row of the table on a transformer's queries, keys and values, and what a mask of pairs says about cells.
+
+Tokens are a grid of rank 1. Hosts hand over `(batch, heads, tokens, channels)`, and masks that are made for a matrix of
+pairs; a summary is one for all asking cells, so a mask that differs between those is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farfield._checks import shape_error, unknown
+from farfield.ops.grid import ALL, accumulation
+from farfield.ops.summary import Summary, respond, summarize
+from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+
+# What an additive mask holds, at most, where a cell is not real: BERT's first masks had -10,000, today's have the
+# dtype's minimum or -inf.
+MASKED = -1e4
+
+
+def row_on_tokens(caller: str, operator: str | Operator) -> tuple[str, Operator]:
+    """Return name and row of an operator, "custom" for one of the user's own; refuse what has no meaning on tokens."""
+    if isinstance(operator, str):
+        if operator not in OPERATORS:
+            raise unknown(caller, "operator", operator, OPERATORS)
+        name, operator = operator, OPERATORS[operator]
+    else:
+        name = next((name for name, row in OPERATORS.items() if row == operator), "custom")
+    reason = why_not(operator)
+    if reason is not None:
+        raise ValueError(f'{caller}: {name} {reason}, or insert a GridAttention(channels, "{name}").')
+    return name, operator
+
+
+def why_not(row: Operator) -> str | None:
+    """Say why a row has no meaning on a host's tokens and weights, and what to take for it; None if it has one.
+
+    A row must have no weights of its own, which no host holds, and hear every token: tokens are a grid of one axis.
+    """
+    if row.score == "learned":
+        return "has a learned vector, which no host holds; fix: take siamese_ones, the same without it"
+    if not (row.answers.side_by_side and row.asks.side_by_side):
+        return (
+            "averages along axes, so on tokens, which have one, it is softmax; fix: take factorized_gaussian or softmax"
+        )
+    if row.answers != ALL or row.asks != ALL:
+        return (
+            "pools neighbours of a grid, and tokens (a class token among them) are none; fix: take factorized_gaussian"
+        )
+    return None
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def attend_tokens(
+    row: Operator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor | None,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by any row of the table.
+
+    Args:
+        row: The operator: queries are its coefficients, keys its basis.
+        query: `(b, h, m, d)`.
+        key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
+        value: `(b, g, n, c)`.
+        real: `(b, 1, 1, n)`, True where an answering cell is real; None if all are. Others may hold anything.
+        scale: Of products under a softmax; other rows have none.
+        dropout: Of the weights of the basis, or, for rows that have none, of the coefficients.
+        weights: Whether the implied matrix is wanted too, which costs what it costs the host: N² numbers.
+
+    Returns:
+        The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
+    """
+    if real is not None:
+        key, value = torch.where(real.mT, key, 0), torch.where(real.mT, value, 0)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
+    if row.score is not None:
+        q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
+    if row.coefficients is softmax_of_products:
+        q = q * scale
+    row = dropping(row, dropout)
+    count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
+    cells = count if real is None else real.to(count.dtype)
+    if not weights:
+        response = respond(row, q, summarize(row, k, v, cells, real is None))  # (b, h, c, m)
+        return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
+    # The response to values that are unit vectors is the matrix itself.
+    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * cells.mT.to(v.dtype)  # (b, 1, n, n)
+    matrix = respond(row, q, summarize(row, k, units.expand(-1, v.shape[1], -1, -1), cells, real is None)).mT
+    return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
+
+
+def dropping(row: Operator, dropout: float) -> Operator:
+    """Drop, at random, weights of answering cells in slots, or of slots in responses where a cell is a slot."""
+    if dropout == 0:
+        return row
+    if row.basis is None:
+        return dataclasses.replace(row, coefficients=partial(dropped_coefficients, row.coefficients, dropout))
+    return dataclasses.replace(row, basis=partial(dropped_basis, row.basis, dropout))
+
+
+def dropped_coefficients(
+    coefficients: Callable[[Tensor, Summary], Tensor], dropout: float, query: Tensor, summary: Summary
+) -> Tensor:
+    """Coefficients of which some are dropped and the others scaled, as softmax attention drops its weights."""
+    return F.dropout(coefficients(query, summary), dropout)
+
+
+def dropped_basis(
+    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A basis of which some weights are dropped: a slot hears fewer cells, and where it is a mean, averages those."""
+    weights, peak = basis(key, real)
+    return F.dropout(weights, dropout), peak
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+def real_cells(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Read which answering cells are real from a mask of pairs.
+
+    Args:
+        caller: What the error names.
+        mask: `(b, h, m, n)` or what broadcasts to it: boolean, True where a pair attends, or additive.
+        key: `(b, h, n, d)`.
+
+    Returns:
+        `(b, 1, 1, n)`, True where an answering cell is real; None without a mask.
+
+    Raises:
+        ShapeError: If the mask is not one of these cells.
+        TypeError: If it is neither boolean nor additive.
+        ValueError: If it differs between asking cells or heads, or adds a bias.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{caller}: a mask is boolean, True where a pair attends, or additive, got {kind}.")
+    if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
+        fix = f"one value an answering cell: ({key.shape[0]}, 1, 1, {key.shape[2]})."
+        raise shape_error(caller, "the mask is not one of the answering cells.", fix, mask=mask, key=key)
+    # An expanded dimension is one value: nothing to read there, so masks of keys alone also compile.
+    if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
+        mask = mask[:, :1, :1]
+    real = mask if mask.dtype == torch.bool else unbiased(caller, mask)
+    if real.shape[1:3] != (1, 1):
+        cells = real.flatten(1, 2).any(1)[:, None, None]
+        # An asking cell that may hear nothing is padding, as in masks made of pairs of real cells.
+        if ((real != cells) & real.any(-1, keepdim=True)).any():
+            raise ValueError(
+                f"{caller}: the mask differs between asking cells or heads (causal, windowed, packed), but all of them "
+                f"respond to one summary; fix: mask padding only, or leave this layer out by where=."
+            )
+        real = cells
+    return real.expand(key.shape[0], 1, 1, -1)
+
+
+def unbiased(caller: str, mask: Tensor) -> Tensor:
+    """Read an additive mask as a boolean one; refuse one that adds anything else."""
+    real = mask == 0
+    if mask.requires_grad or not (real | (mask <= MASKED)).all():
+        raise ValueError(
+            f"{caller}: the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
+            f"there are no such products; fix: leave this layer out by where=, or a host without the bias."
+        )
+    return real
+
+
+def refuse_causal(caller: str) -> ValueError:
+    """Word the refusal of causal attention."""
+    return ValueError(
+        f"{caller}: causal attention asks each cell to hear only those before it, but all cells respond to one "
+        f"summary; fix: leave this layer out by where=, and take an encoder or a vision tower."
+    )

@@ -1,0 +1,319 @@
+"""What insert and remove refuse, in which words, and that a refusal leaves the model as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield import ShapeError, insert, remove
+from small_hosts import Block, Levels, Net, Pyramid, Tokens, felt, identity, image
+
+
+def refused(kind: type[Exception], text: str, model: Any, where: Any, **options: Any) -> None:
+    """Insert must fail in these words, and without a trace."""
+    before = list(model.named_modules()) if isinstance(model, nn.Module) else []
+    with pytest.raises(kind) as raised:
+        insert(model, where, options.pop("make", identity), **{"example": image, **options})
+    assert text in str(raised.value)
+    if before:
+        assert list(model.named_modules()) == before
+        assert not any("farfield" in module._forward_hooks for module in model.modules())
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (
+            "stages",
+            'insert: no module of Net matches "stages"; it has stem, stage, head, unused; nearest: stage',
+        ),
+        ("stage.7", 'insert: no module of Net matches "stage.7"; stage has 0, 1, 2; nearest: stage'),
+        (["stem", "head.*"], 'insert: no module of Net matches "head.*"; head has no children'),
+        ("blocks.0.norm", 'insert: no module of Net matches "blocks.0.norm"; it has stem, stage, head, unused'),
+        ("*.conv", 'insert: no module of Net matches "*.conv"'),
+    ],
+)
+def test_unknown_path(where: Any, text: str) -> None:
+    refused(LookupError, text, Net(), where)
+
+
+def test_odd_paths() -> None:
+    refused(ValueError, 'insert: a place is a path, or a path and one entry as in "fpn[pool]"; got "a[0', Net(), "a[0")
+    refused(ValueError, "insert: where names no place; fix: give one path at least.", Net(), [])
+    net = Net()
+    net.trunk = net.stem
+    refused(ValueError, 'insert: "trunk" and "stem" are one module; fix: name one of them.', net, ["trunk", "stem"])
+    refused(TypeError, "insert: model must be a torch.nn.Module, got str.", "net", "stem")
+    refused(ValueError, "insert: layout must be one of channels_first, channels_last", Net(), "stem", layout="NCHW")
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+def test_never_called() -> None:
+    text = "insert: unused is never called with this example, in eval; its weights may be read without a call."
+    refused(ValueError, text + "\n  fix: insert at what runs: Net.", Net(), "unused")
+
+
+def test_weights_read_without_a_call() -> None:
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
+    text = "insert: layers.0.self_attn.out_proj is never called"
+    example = torch.rand(2, 5, 8)
+    refused(ValueError, text, net, "layers.0.self_attn.out_proj", example=example, layout="channels_last")
+
+
+def test_a_list_of_modules_is_never_called() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(3), Block(3)])
+
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](grid))
+
+    text = "blocks is never called with this example, in eval; its weights may be read without a call.\n"
+    refused(ValueError, text + "  fix: insert at what runs: blocks.0, blocks.1, Listed.", Listed(), "blocks")
+
+
+def test_shared_activation() -> None:
+    text = (
+        "insert: stage.1.relu is called 2 times while stage.1 is called once, and an addition cannot tell these calls "
+        "apart.\n  fix: insert at stage.1, or at a module that it calls once."
+    )
+    refused(ValueError, text, Net(), ["stem", "stage.1.relu"])
+
+
+class Loop(nn.Sequential):
+    """Runs its own children in a way of its own."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        for child in self:
+            grid = child(grid)
+        return grid
+
+
+class Late(nn.Module):
+    """Calls a part only after something has been added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.conv.forward(grid) if hasattr(self.conv, "farfield") else self.conv(grid)
+
+
+def test_an_addition_must_be_called_as_often_as_its_host() -> None:
+    fix = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
+    text = f"was called once and its addition 2 times, so all additions were taken out again.\n  fix: {fix}"
+    refused(ValueError, f"insert: 0 {text}", nn.Sequential(Loop(nn.Conv2d(3, 3, 1)), nn.ReLU()), ["1", "0"])
+    text = "insert: conv was called never and its addition never, so all additions were taken out again."
+    refused(ValueError, text, Late(), "conv")
+
+
+# ---- what places return ----------------------------------------------------------------------------------------------
+SHAPES = "0: (2, 8, 12, 16) of torch.float32, {}: (2, 8, 6, 8) of torch.float32"
+
+
+@pytest.mark.parametrize(("kind", "last"), [(tuple, "1"), (list, "1"), (dict, "pool")])
+def test_several_grids_need_an_entry(kind: Any, last: str) -> None:
+    text = (
+        f"insert: levels returns several things, {kind.__name__}({SHAPES.format(last)}); fix: choose an entry, "
+        f'"levels[0]" for example.'
+    )
+    refused(TypeError, text, Pyramid(kind), "levels")
+    refused(LookupError, f'insert: no entry of levels "2"; it has 0, {last}.', Pyramid(kind), "levels[2]")
+
+
+def test_entries_that_are_none() -> None:
+    text = 'insert: stem returns (2, 8, 12, 16) of torch.float32 and has no entries; fix: "stem".'
+    refused(TypeError, text, Net(), "stem[0]")
+    net = nn.Sequential(nn.AdaptiveMaxPool2d(4, return_indices=True))
+    text = "insert: 0[1] must return a grid of floats, got (2, 3, 4, 4) of torch.int64."
+    refused(TypeError, text, net, "0[1]")
+
+    class Bad(Levels):
+        def forward(self, grid: Tensor) -> Any:
+            return {"a.b": grid, "values": grid}
+
+    for entry in ("a.b", "values"):
+        text = f'insert: entry "{entry}" of  cannot be the name of a module.'
+        refused(ValueError, text, Bad(dict), f"[{entry}]")
+
+
+def test_no_sides() -> None:
+    refused(ShapeError, "insert: head returns (2, 5), which has no sides to attend over.", Net(), "head")
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+def test_channels_last_without_a_layout() -> None:
+    text = (
+        "insert: blocks.0 returns (2, 12, 10), and (2, 24, 10) at another input size: dimension 1, the channels of "
+        'layout="channels_first", is a side.\n  fix: layout="channels_last".'
+    )
+    refused(ShapeError, text, Tokens(), "blocks.0")
+    text = 'the channels of layout="channels_first", is a side.\n  fix: layout="channels_last".'
+    refused(ShapeError, text, Tokens(flat=False), "blocks")
+    refused(ShapeError, text, Tokens().blocks, "0", example=torch.rand(2, 7, 10))
+
+
+@pytest.mark.parametrize("where", ["blocks", "blocks.0", "blocks.1.linear"])
+def test_channels_last_without_a_layout_at_one_size(where: str) -> None:
+    text = (
+        f"insert: {where} returns (2, 9, 10), and at no other input size does the model show which are the channels; "
+        f'its weights have 10.\n  fix: layout="channels_last".'
+    )
+    refused(ShapeError, text, Tokens(fixed=12), where, example=image[..., :12])
+    text = 'its weights have 10.\n  fix: layout="channels_last".'
+    refused(ShapeError, text, Tokens(fixed=12, flat=False), where, example=image[..., :12])
+
+
+def test_nothing_tells_the_channels() -> None:
+    # As many tokens as channels.
+    net = Tokens(fixed=8)
+    net.patches, net.blocks = nn.Conv2d(3, 4, 4, 4), nn.Sequential(nn.LayerNorm(4))
+    text = (
+        "its weights fit both of 4 and 4.\n"
+        '  fix: layout="channels_last" if they are last; else insert at a module with weights, or give an example with '
+        "other sides."
+    )
+    refused(ShapeError, text, net, "blocks", example=image[..., :8, :8])
+    insert(net, "blocks", identity, example=image[..., :8, :8], layout="channels_last")
+
+
+def test_channels_first_with_the_other_layout() -> None:
+    text = 'the channels of layout="channels_last", is a side.\n  fix: layout="channels_first".'
+    refused(ShapeError, text, Net(), "stage", layout="channels_last")
+    refused(ShapeError, text, nn.Sequential(nn.Conv1d(3, 6, 3)), "0", example=image[:, :, 0], layout="channels_last")
+
+
+def test_the_batch_must_come_first() -> None:
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+    text = "insert: layers.0 keeps its batch second; fix: build the model with batch_first=True."
+    refused(ValueError, text, net, "layers.0", example=torch.rand(5, 2, 8), layout="channels_last")
+
+    class Turned(Tokens):
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.blocks(self.patches(grid).flatten(2).permute(2, 0, 1)).mean(0)
+
+    text = "insert: blocks returns (12, 2, 10), and (12, 4, 10) for twice the batch, which must be its first dimension"
+    refused(ShapeError, text, Turned(), "blocks", layout="channels_last")
+
+
+# ---- additions -------------------------------------------------------------------------------------------------------
+def test_twice_at_one_place() -> None:
+    net, levels = Net(), Pyramid(dict)
+    insert(net, ["stage", "stem"], identity, example=image)
+    insert(levels, "levels[0]", identity, example=image)
+    for model, place in ((net, "stage"), (net, "stem"), (levels, "levels[0]")):
+        with pytest.raises(
+            ValueError, match=re.escape(f'{place} has an addition already; fix: remove(model, "{place}"')
+        ):
+            insert(model, place, identity, example=image)
+    assert len(list(net.stage)) == 4
+
+
+def test_a_host_with_the_name_of_its_own() -> None:
+    net = Net()
+    net.stem.farfield = 3
+    refused(ValueError, 'insert: stem has an attribute "farfield" of its own; fix: insert at another', net, "stem")
+    net = Net()
+    net.stage.add_module("farfield", nn.Conv2d(12, 12, 1))
+    with pytest.raises(ValueError, match="stage has an addition already"):
+        insert(net, "stage", identity, example=image)
+    with pytest.raises(LookupError, match=r"remove: Net has no additions; fix: insert one first\."):
+        remove(net)
+
+
+class Constant(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, grid: Tensor) -> Any:
+        return self.answer(grid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "text"),
+    [
+        (ShapeError, lambda grid: grid[:, :1], "at unused must keep the shape (2, 8, 12, 16), got (2, 1, 12, 16)."),
+        (TypeError, lambda grid: grid.double(), "must keep torch.float32 on cpu, got torch.float64 on cpu."),
+        (TypeError, lambda grid: (grid, grid), "must return a tensor, got tuple."),
+        (ValueError, lambda grid: grid / 0, "answers torch.float32 with numbers that are not finite."),
+        (ValueError, lambda grid: grid @ grid, "fails with unused in place, so all additions were taken out again: "),
+    ],
+)
+def test_additions_that_do_not_keep_what_they_are_given(kind: type[Exception], answer: Any, text: str) -> None:
+    class Last(Net):
+        def forward(self, grid: Tensor) -> Any:
+            return self.unused(self.stem(grid))
+
+    refused(kind, text, Last(), "unused", make=lambda channels: Constant(answer))
+
+
+def test_make() -> None:
+    def wrong(channels: int) -> Iterator[int]:
+        raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError) as raised:
+        insert(Net(), "stem", wrong, example=image)
+    assert raised.value.__notes__ == ["insert: this was make(8), for stem."]
+    refused(TypeError, "insert: make(8) must return a module, got int.", Net(), "stem", make=int)
+    one = identity(12)
+    text = "insert: make returned one module for two places; fix: make a new one for each."
+    refused(ValueError, text, Net(), ["stage.0", "stage.1"], make=lambda channels: one)
+
+
+# ---- models that cannot take one -------------------------------------------------------------------------------------
+def test_compiled_scripted_wrapped() -> None:
+    net = torch.compile(Net())
+    refused(ValueError, "OptimizedModule is compiled; fix: insert in its _orig_mod, then compile that.", net, "stem")
+    with pytest.raises(ValueError, match="remove: OptimizedModule is compiled; fix: remove in its _orig_mod"):
+        remove(net)
+    net = nn.Sequential(torch.compile(nn.Conv2d(3, 8, 1)))
+    refused(ValueError, "insert: 0 is compiled; fix: insert in its _orig_mod, then compile that.", net, "0")
+    net = Net()
+    net.stage.compile()
+    refused(ValueError, "insert: stage is compiled; fix: insert before .compile().", net, "stage.0")
+    for net in (torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 1)), image), torch.jit.script(nn.Sequential(nn.ReLU()))):
+        with pytest.raises(ValueError, match="is scripted; fix: insert in the model it was made of, then script"):
+            insert(net, "0", identity, example=image)
+    refused(ValueError, "insert: 0 is scripted", nn.Sequential(torch.jit.script(nn.ReLU())), "0")
+    # What lies beside is no matter.
+    net = Net()
+    net.unused.compile()
+    insert(net, "stage", identity, example=image)
+
+
+def test_an_example_that_the_host_refuses() -> None:
+    text = (
+        "insert: Net refuses example (2, 2, 12, 16) of torch.float32: RuntimeError: Given groups=1, weight of size "
+        "[8, 3, 3, 3], expected input[2, 2, 12, 16] to have 3 channels"
+    )
+    refused(ValueError, text, Net(), "stage", example=image[:, :2])
+    text = "\n  its weights are torch.float16 on cpu."
+    refused(ValueError, text, Net().half(), "stage")
+    refused(ValueError, "its weights are torch.float32 on meta.", Net().to("meta"), "stage")
+    text = "Net refuses example dict(picture: (2, 3, 12, 16) of torch.float32, size: int): TypeError: "
+    refused(ValueError, text, Net(), "stage", example={"picture": image, "size": 3})
+
+
+# ---- remove ----------------------------------------------------------------------------------------------------------
+def test_remove_without_insert() -> None:
+    net = Net()
+    with pytest.raises(LookupError, match=r"^remove: Net has no additions; fix: insert one first\.$"):
+        remove(net)
+    with pytest.raises(LookupError, match=r"^remove: Net has no additions"):
+        remove(net, "stage")
+    insert(net, ["stem", "stage.1"], felt, example=image)
+    with pytest.raises(LookupError, match=r'^remove: no addition at "stage"; there are stem, stage\.1\.$'):
+        remove(net, ["stem", "stage"])
+    # All or nothing.
+    assert hasattr(net.stem, "farfield")
+    with pytest.raises(LookupError, match=r'^remove: no module of Net matches "stages"; it has'):
+        remove(net, "stages")

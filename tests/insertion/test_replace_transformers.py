@@ -1,0 +1,432 @@
+"""Models of transformers with rows of the table as their attention: equal to the product of matrices, or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from farfield import ops, replace_attention
+from farfield.insertion import register_transformers
+from farfield.ops.table import keys, queries
+from token_products import EPS, product, relative
+
+# Another function, by a billion times the rounding.
+OTHER = 1e-3
+NAME = "farfield_factorized_gaussian"
+REAL = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+TOKENS = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {**SIZES, **TOKENS}
+IMAGE = {**SIZES, "image_size": 12, "patch_size": 4}
+WORDS = torch.arange(14).reshape(2, 7) % 11 + 20
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 12 * 12).sin().reshape(2, 3, 12, 12).double()
+DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+PAIR = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+PAIR |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 1}
+
+
+def build(name: str, implementation: str = "eager", **config: object) -> nn.Module:
+    """A model of the real architecture with random weights that all matter, in float64 and eval."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**config, attn_implementation=implementation)
+    model = getattr(transformers, f"{name}Model")(config).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "bert": partial(build, "Bert", **TEXT),
+    "distilbert": partial(build, "DistilBert", **DISTIL, **TOKENS),
+    "roberta": partial(build, "Roberta", **TEXT),
+    "electra": partial(build, "Electra", **TEXT),
+    "vit": partial(build, "ViT", **IMAGE),
+    "clip vision": partial(build, "CLIPVision", **IMAGE),
+    "dinov2": partial(build, "Dinov2", **IMAGE),
+}
+IMAGES = ("vit", "clip vision", "dinov2")
+
+
+def run(host: str, model: nn.Module, real: Tensor | None = REAL, **options: object) -> Tensor:
+    """What a model says of its real tokens."""
+    if host in IMAGES:
+        return model(PICTURES, **options).last_hidden_state.flatten(0, 1)
+    mask = None if real is None else real.long()
+    answer = model(WORDS, attention_mask=mask, **options).last_hidden_state
+    return answer.flatten(0, 1) if real is None else answer[real]
+
+
+def attend_explicitly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
+) -> tuple[Tensor, None]:
+    """C·Bᵀ·V by its N×N matrix."""
+    real = None if mask is None else mask[:, 0, 0]
+    return product("factorized_gaussian", query, key, value, real).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture(autouse=True)
+def explicit_implementation() -> None:
+    AttentionInterface.register("explicit", attend_explicitly)
+    mask = lambda *, attention_mask=None, **_: None if attention_mask is None else attention_mask[:, None, None].bool()  # noqa: E731
+    AttentionMaskInterface.register("explicit", mask)
+
+
+# ---- right -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("host", BUILDERS)
+@pytest.mark.parametrize("by", ["name", "function"])
+def test_models_are_the_product_of_their_matrices(host: str, by: str) -> None:
+    register_transformers()
+    model = BUILDERS[host](NAME) if by == "name" else BUILDERS[host]()
+    if by == "function":
+        replace_attention(model, "factorized_gaussian")
+    explicit, original = BUILDERS[host]("explicit"), BUILDERS[host]("sdpa")
+    found = run(host, model)
+    wanted = run(host, explicit)
+    assert relative(found, wanted) < 100 * EPS
+    for twin in (explicit, original):
+        assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
+    weights = torch.randn_like(found)
+    for output in (found, wanted):
+        (output * weights).sum().backward()
+    largest = max(float(parameter.grad.norm()) for parameter in explicit.parameters() if parameter.grad is not None)
+    for ours, theirs in zip(model.parameters(), explicit.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or float((ours.grad - theirs.grad).norm()) < 1000 * EPS * largest
+    with torch.no_grad():
+        assert torch.equal(run(host, model), found)
+        assert relative(found, run(host, original)) > OTHER
+
+
+@pytest.mark.parametrize("host", BUILDERS)
+@pytest.mark.parametrize("original", ["eager", "sdpa"])
+def test_softmax_is_the_identity(host: str, original: str) -> None:
+    model = BUILDERS[host](original)
+    wanted = run(host, model)
+    replace_attention(model, "factorized_gaussian")
+    assert list(replace_attention(model, "softmax"))
+    # Some hosts compute their softmax in float32 when they compute it themselves.
+    eps = torch.finfo(torch.float32).eps if original == "eager" else EPS
+    assert relative(run(host, model), wanted) < 100 * eps
+
+
+@pytest.mark.parametrize("host", ["bert", "distilbert"])
+@pytest.mark.parametrize("where", [None, "*.layer.1"])
+@pytest.mark.parametrize("original", ["eager", "sdpa"])
+def test_padding_never_matters(host: str, where: str | None, original: str) -> None:
+    model = BUILDERS[host](original)
+    where = None if where is None else where.replace("*", "encoder" if host == "bert" else "transformer")
+    assert len(replace_attention(model, "factorized_gaussian", where)) == (2 if where is None else 1)
+    found = run(host, model)
+    words = torch.where(REAL, WORDS, 49)
+    assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
+    # Another length is another order of summation in the matrix products, of torch's linear maps too.
+    alone = model(WORDS[:1, :3]).last_hidden_state[0]
+    assert relative(alone, found[:3]) < 50 * EPS
+    flipped = torch.tensor([1, 0])
+    left = model(WORDS[flipped], attention_mask=REAL[flipped].long()).last_hidden_state
+    assert torch.equal(left[0], found[3:])
+
+
+def test_a_mask_without_registered_masks_would_leak() -> None:
+    # The trap of the interface: what has no mask function under its name is given no mask, and nothing complains.
+    AttentionInterface.register("without_masks", attend_explicitly)
+    model = BUILDERS["bert"]("without_masks")
+    words = torch.where(REAL, WORDS, 49)
+    changed = model(words, attention_mask=REAL.long()).last_hidden_state[REAL]
+    assert relative(changed, run("bert", model)) > OTHER
+
+
+def test_a_sample_of_padding_alone_is_finite() -> None:
+    model = BUILDERS["bert"]()
+    replace_attention(model, "factorized_gaussian")
+    real = torch.stack([torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)])
+    answer = model(WORDS, attention_mask=real.long()).last_hidden_state
+    assert answer.isfinite().all()
+    assert torch.equal(answer[1], run("bert", model)[3:])
+
+
+@pytest.mark.parametrize("form", ["boolean", "additive", "pairs", "old additive"])
+def test_masks_of_four_dimensions_that_a_user_made(form: str) -> None:
+    model = BUILDERS["bert"]()
+    replace_attention(model, "factorized_gaussian")
+    pairs = REAL[:, None, None].expand(2, 1, 7, 7)
+    made = {
+        "boolean": REAL[:, None, None],
+        "additive": torch.zeros(2, 1, 1, 7).masked_fill(~REAL[:, None, None], torch.finfo(torch.float32).min),
+        "pairs": pairs.clone(),
+        "old additive": (1 - pairs.double()) * -10_000,
+    }
+    found = model(WORDS, attention_mask=made[form]).last_hidden_state[REAL]
+    assert torch.equal(found, run("bert", model))
+    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between asking cells"):
+        model(WORDS, attention_mask=pairs.tril())
+    with pytest.raises(ValueError, match="the mask adds a bias"):
+        model(WORDS, attention_mask=torch.randn(2, 1, 7, 7))
+
+
+def test_attentions_are_the_implied_matrix_where_they_are_asked_for() -> None:
+    model = BUILDERS["bert"]()
+    wanted = run("bert", model)
+    replace_attention(model, "factorized_gaussian")
+    output = model(WORDS, attention_mask=REAL.long(), output_attentions=True)
+    assert [matrix.shape for matrix in output.attentions] == [(2, 2, 7, 7)] * 2
+    for matrix in output.attentions:
+        assert relative(matrix.sum(-1), torch.ones(2, 2, 7)) < 20 * EPS
+        assert torch.equal(matrix[0, :, :, 3:], torch.zeros(2, 7, 4, dtype=torch.float64))
+    found = output.last_hidden_state[REAL]
+    assert relative(found, run("bert", model)) < 50 * EPS
+    assert relative(found, wanted) > OTHER
+
+
+def test_dropout_of_attention_is_applied_in_training_only() -> None:
+    model = build("Bert", **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    replace_attention(model, "factorized_gaussian")
+    assert torch.equal(run("bert", model), run("bert", model))
+    assert not torch.equal(run("bert", model.train()), run("bert", model))
+
+
+# ---- cross-attention, towers, layers ---------------------------------------------------------------------------------
+def test_an_encoder_and_cross_attention_and_its_cache() -> None:
+    model = build("Bart", "sdpa", **PAIR, **TOKENS)
+    context = {"input_ids": WORDS, "attention_mask": REAL.long()}
+    asked = WORDS[:, :5]
+    paths = ["encoder", "decoder.layers.*.encoder_attn"]
+    assert list(replace_attention(model, "factorized_gaussian", paths)) == [
+        "encoder.layers.0.self_attn",
+        "decoder.layers.0.encoder_attn",
+    ]
+    seen: dict[str, tuple[Tensor, ...]] = {}
+    cross = model.decoder.layers[0].encoder_attn
+    cross.register_forward_hook(
+        lambda module, args, kwargs, output: seen.update(all=(args[0], kwargs["key_value_states"], output[0])),
+        with_kwargs=True,
+    )
+    whole = model(**context, decoder_input_ids=asked).last_hidden_state
+    query, answering, response = seen["all"]
+    parts = (cross.q_proj(query), cross.k_proj(answering), cross.v_proj(answering))
+    heads = [cells.unflatten(-1, (2, 8)).transpose(1, 2) for cells in parts]
+    wanted = cross.out_proj(product("factorized_gaussian", *heads, REAL).transpose(1, 2).flatten(2))
+    assert relative(response, wanted) < 20 * EPS
+    # Decoding word by word with cached keys and values hears the same context.
+    cache, steps = None, []
+    for step in range(5):
+        output = model(**context, decoder_input_ids=asked[:, : step + 1][:, -1:], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.last_hidden_state)
+    assert relative(torch.cat(steps, 1), whole) < 100 * EPS
+
+
+def test_the_vision_tower_of_clip_and_not_its_text_tower() -> None:
+    text, vision = {**TEXT}, {**IMAGE}
+    model = build("CLIP", "sdpa", text_config=text, vision_config=vision, projection_dim=16)
+    inputs = {"input_ids": WORDS, "pixel_values": PICTURES}
+    before = model(**inputs)
+    with pytest.raises(ValueError, match=r"text_model\S* \(CLIPAttention\) is causal.* or a vision tower"):
+        replace_attention(model, "factorized_gaussian")
+    assert torch.equal(model(**inputs).image_embeds, before.image_embeds)
+    assert len(replace_attention(model, "factorized_gaussian", "vision_model")) == 2
+    after = model(**inputs)
+    assert torch.equal(after.text_embeds, before.text_embeds)
+    assert relative(after.image_embeds, before.image_embeds) > OTHER
+    assert model.vision_model.config._attn_implementation == NAME
+    assert model.text_model.config._attn_implementation == "sdpa"
+
+
+def test_the_config_of_a_backbone_keeps_its_own() -> None:
+    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    backbone = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], out_features=["stage1"])
+    model = build("Detr", "eager", **sizes, d_model=16, backbone_config=backbone, num_queries=4)
+    assert len(replace_attention(model, "factorized_gaussian")) == 6  # of its decoder twice a layer: none is causal
+    assert model.config._attn_implementation == NAME
+    assert model.config.backbone_config._attn_implementation == "eager"
+    assert model(PICTURES).last_hidden_state.isfinite().all()
+
+
+def test_layers_by_where() -> None:
+    model, explicit, softmax = (BUILDERS["bert"](name) for name in ("sdpa", "explicit", "eager"))
+    chosen = replace_attention(model, "factorized_gaussian", "encoder.layer.1")
+    assert list(chosen) == ["encoder.layer.1.attention.self"]
+    grids: list[Tensor] = []
+    hook = model.encoder.layer[0].register_forward_hook(lambda module, args, output: grids.append(output))
+    found = run("bert", model)
+    hook.remove()
+    hidden = softmax(WORDS, attention_mask=REAL.long(), output_hidden_states=True).hidden_states[1]
+    assert relative(grids[0][REAL], hidden[REAL]) < 50 * EPS
+    second = explicit.encoder.layer[1](hidden, REAL[:, None, None])
+    assert relative(found, second[REAL]) < 100 * EPS
+    twin = copy.deepcopy(model)
+    assert torch.equal(run("bert", twin), found)
+    replace_attention(model, "factorized_gaussian")
+    assert relative(run("bert", model), run("bert", explicit)) < 100 * EPS
+
+
+def test_layers_of_modernbert_without_a_window() -> None:
+    special = {"cls_token_id": 1, "sep_token_id": 2}
+    model = build("ModernBert", "sdpa", **{**TEXT, "num_hidden_layers": 4}, **special)
+    with pytest.raises(ValueError, match=r"layers\.1\.attn \(ModernBertAttention\) has a sliding window"):
+        replace_attention(model, "factorized_gaussian")
+    before = run("bert", model)
+    assert len(replace_attention(model, "factorized_gaussian", ["layers.0", "layers.3"])) == 2
+    found = run("bert", model)
+    assert relative(found, before) > OTHER
+    words = torch.where(REAL, WORDS, 49)
+    assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
+
+
+def test_an_operator_of_ones_own() -> None:
+    row = ops.Operator(coefficients=queries, basis=keys, per=cells_and_channels)
+    model = BUILDERS["vit"]()
+    replace_attention(model, row)
+    name = model.config._attn_implementation
+    assert name.startswith("farfield_custom")
+    scaled = BUILDERS["vit"]()
+    replace_attention(scaled, "factorized")
+    assert relative(run("vit", model), run("vit", scaled)) > OTHER
+    replace_attention(scaled, row)
+    assert scaled.config._attn_implementation == name
+    assert torch.equal(run("vit", model), run("vit", scaled))
+    replace_attention(scaled, ops.Operator(coefficients=queries, basis=keys, per=half))
+    assert scaled.config._attn_implementation not in (name, NAME)
+
+
+def cells_and_channels(query: Tensor, summary: ops.Summary) -> Tensor:
+    return summary.count * query.shape[2]
+
+
+def half(query: Tensor, summary: ops.Summary) -> int:
+    return 2
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 4}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}
+
+
+@pytest.mark.parametrize(
+    ("build_host", "inputs", "at_once", "when_run"),
+    [
+        (partial(build, "GPT2", **GPT, **TOKENS), (WORDS,), r"h\.0\.attn \(GPT2Attention\) is causal", "mask of pairs"),
+        (partial(build, "Bert", **TEXT, is_decoder=True), (WORDS,), r"BertSelfAttention\) is causal", "mask of pairs"),
+        (partial(build, "CLIPText", **TEXT), (WORDS,), r"\(CLIPAttention\) is causal", r"\(causal_mask_function\)"),
+        (partial(build, "Bart", **PAIR, **TOKENS), (WORDS,), r"decoder\.layers\.0\.self_attn", "causal_mask_function"),
+        (
+            partial(build, "Swin", **SWIN),
+            (torch.randn(1, 3, 32, 32).double(),),
+            r"\(SwinAttention\) adds a bias .* \(relative_position_bias",
+            f"{NAME} in SwinAttention: the mask adds a bias",
+        ),
+        (
+            partial(build, "T5", **T5, **TOKENS, decoder_start_token_id=0),
+            (WORDS, None, WORDS),
+            r"\(T5Attention\) adds a bias .* \(relative_attention_bias.weight\)",
+            f"{NAME} in T5Attention: this model's attention also has position_bias",
+        ),
+    ],
+    ids=["gpt2", "bert decoder", "clip text", "bart", "swin", "t5"],
+)
+def test_hosts_that_no_row_can_stand_for(
+    build_host: Callable[..., nn.Module], inputs: tuple[Tensor, ...], at_once: str, when_run: str
+) -> None:
+    register_transformers()
+    model = build_host("eager")
+    with pytest.raises(ValueError, match=at_once) as raised:
+        replace_attention(model, "factorized_gaussian")
+    assert "fix: leave it out by where=" in str(raised.value)
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=when_run), torch.no_grad():
+        build_host(NAME)(*inputs)
+
+
+def test_a_tower_that_says_causal_with_the_call() -> None:
+    # Layers chosen one by one read masks made for another implementation, which may be none at all.
+    register_transformers()
+    model = build("CLIPText", "sdpa", **TEXT)
+    attention = model.encoder.layers[0].self_attn
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = NAME
+    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: causal attention asks each cell to hear only"):
+        model(WORDS)
+
+
+def test_masks_made_for_other_implementations() -> None:
+    # Layers chosen alone read what the model makes for the others: of flash attention two dimensions, of flex blocks.
+    attention = BUILDERS["bert"]().encoder.layer[0].attention.self
+    attend = AttentionInterface()[register_transformers()[0]]
+    cells = [torch.randn(2, 2, 7, 8, dtype=torch.float64) for _ in range(3)]
+    wanted = attend(attention, *cells, REAL[:, None, None])[0]
+    assert torch.equal(attend(attention, *cells, REAL.long())[0], wanted)
+    blocks = create_block_mask(lambda batch, head, asking, answering: asking >= answering, 2, 2, 7, 7, device="cpu")
+    with pytest.raises(TypeError, match="a mask is boolean, True where a pair attends, or additive, got BlockMask"):
+        attend(attention, *cells, blocks)
+
+
+def test_attention_that_reads_no_interface_is_refused_by_name() -> None:
+    model = build("DebertaV2", **TEXT)
+    with pytest.raises(LookupError, match=r"has no attention that is known, but .*DisentangledSelfAttention"):
+        replace_attention(model, "factorized_gaussian")
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+def test_nothing_is_registered_by_an_import() -> None:
+    # Who has not loaded transformers has registered nothing with it.
+    script = "import json, sys, farfield.insertion; print(json.dumps(list(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"transformers", "timm"} & set(json.loads(result.stdout))
+    names = register_transformers()
+    assert NAME in names
+    assert names == register_transformers()
+    for registered in (AttentionInterface(), AttentionMaskInterface()):
+        assert set(names) <= set(registered)
+
+
+def test_a_saved_model_is_the_hosts_own(tmp_path: object) -> None:
+    model = BUILDERS["bert"]()
+    replace_attention(model, "factorized_gaussian")
+    found = run("bert", model)
+    model.save_pretrained(tmp_path)
+    plain = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert relative(run("bert", plain.eval()), found) > OTHER
+    again = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation=NAME)
+    assert torch.equal(run("bert", again.eval()), found)
+
+
+# ---- real sizes ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "ViT", "CLIPVision"])
+def test_real_sizes_in_float32(name: str) -> None:
+    register_transformers()
+    config = getattr(transformers, f"{name}Config")
+    host = getattr(transformers, f"{name}Model")
+    image = name in ("ViT", "CLIPVision")
+    inputs = (
+        {"pixel_values": torch.randn(1, 3, 224, 224)} if image else {"input_ids": torch.randint(0, 30_000, (1, 512))}
+    )
+    outputs = {}
+    for implementation in ("explicit", NAME, "sdpa"):
+        torch.manual_seed(0)
+        model = host(config(attn_implementation=implementation)).eval()
+        with torch.no_grad():
+            outputs[implementation] = model(**inputs).last_hidden_state
+    assert relative(outputs[NAME], outputs["explicit"]) < 1e-6
+    assert relative(outputs[NAME], outputs["sdpa"]) > 1e-4
+
+
+@pytest.mark.slow
+def test_bert_compiles_without_a_break() -> None:
+    model = BUILDERS["bert"]().float()
+    replace_attention(model, "factorized_gaussian")
+    wanted = run("bert", model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(run("bert", compiled), wanted)

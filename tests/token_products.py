@@ -1,0 +1,51 @@
+"""Attention of tokens as the product of its matrices, C·Bᵀ·V, written from the papers and not from the code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import explicit
+
+EPS = torch.finfo(torch.float64).eps
+# Rows that a transformer's weights can hold; gradients and outputs of whole models are compared for these.
+ROWS = ("factorized_gaussian", "softmax", "dot", "factorized", "averaged", "siamese_ones")
+
+
+def matrix(row: str, query: Tensor, key: Tensor, real: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """The implied N×N matrix of `(b, h, m, d)` and `(b, h, n, d)`; `real` `(b, n)`, a cell masked gets no weight."""
+    if real is None:
+        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+    if row == "factorized_gaussian":  # FA Eq. 4: C = softmax over channels, B = softmax over cells
+        coefficients = query.exp() / query.exp().sum(-1, keepdim=True)  # (b, h, m, d)
+        basis = key.exp() * real[:, None, :, None]
+        basis = basis / basis.sum(2, keepdim=True).clamp_min(1e-300)  # (b, h, n, d)
+        return coefficients @ basis.transpose(2, 3)
+    grids = (cells.transpose(2, 3).flatten(1, 2) for cells in (query, key))
+    return explicit.matrix(row, *grids, heads=query.shape[1], mask=real, scale=scale if row == "softmax" else 1.0)
+
+
+def product(
+    row: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """The responses `(b, h, m, c)`."""
+    if real is not None:
+        key, value = (torch.where(real[:, None, :, None], cells, 0) for cells in (key, value))
+    return matrix(row, query, key, real, scale) @ value
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Relative L2 error."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def worst_gradient(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> float:
+    """The largest error of the gradients of two outputs by all parameters, relative to the largest gradient."""
+    weights = torch.randn_like(found)
+    ours = torch.autograd.grad((found * weights).sum(), parameters, allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
+    assert [gradient is None for gradient in ours] == [gradient is None for gradient in theirs]
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None]
+    largest = max(float(b.norm()) for _, b in pairs)
+    return max(float((a - b).norm()) for a, b in pairs) / largest
