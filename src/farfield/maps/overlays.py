@@ -1,0 +1,70 @@
+"""Weights over an image, as an image."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from farfield._checks import shape_error
+
+# What is far below the largest weight, half of it, and the largest: for weights above 0 and below.
+WARM = ((0.16, 0.04, 0.20), (0.86, 0.24, 0.18), (1.0, 0.90, 0.45))
+COLD = ((0.03, 0.05, 0.14), (0.10, 0.30, 0.62), (0.55, 0.85, 1.0))
+# How much is left of the image where nothing is taken from it.
+DARK = (0.30, 0.32, 0.36)
+LUMINANCE = (0.299, 0.587, 0.114)
+
+
+def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Float[Tensor, "3 y x"]:
+    """Lay weights over an image: a glow where they are large, blue where they are negative, dark where there is none.
+
+    The image is darkened to grey and the weights are interpolated between the cells' centres. The glow is full where a
+    weight is among the largest hundredth, but for those below a quarter of the largest: a softmax can leave a cell or
+    two above all others, and hide everything else. So two overlays compare shapes, not sizes.
+
+    Args:
+        image: Colours in 0..1.
+        weights: A row of one head or of the mean of several, a basis mask, any map of cells; of any sides.
+
+    Returns:
+        The image, of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.
+
+    Raises:
+        ShapeError: If the image is not `(3, height, width)` or the weights are not `(height, width)`.
+
+    Cost:
+        Some operations a pixel.
+
+    Reference: FA Figure 2.
+
+    Example:
+        >>> import torch
+        >>> from farfield import maps
+        >>> maps.overlay(torch.rand(3, 120, 160), torch.randn(7, 9)).shape
+        torch.Size([3, 120, 160])
+    """
+    if image.dim() != 3 or image.shape[0] != 3 or weights.dim() != 2:
+        fix = "one image without a batch, and one map: row.mean(1)[0] is that of an average head."
+        problem = "the image must be (3, height, width), the weights (height, width)."
+        raise shape_error("overlay", problem, fix, image=image, weights=weights)
+    weights = weights.detach().to(image)
+    sizes = weights.abs().flatten()
+    full = torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4).clamp_min(1e-30)
+    weights = (weights / full).clamp(-1, 1)
+    glow = F.interpolate(weights[None, None], image.shape[1:], mode="bilinear", align_corners=False)[0, 0]
+    grey = (image * image.new_tensor(LUMINANCE)[:, None, None]).sum(0) * image.new_tensor(DARK)[:, None, None]
+    colours = torch.where(glow > 0, ramp(WARM, glow.abs()), ramp(COLD, glow.abs()))
+    strength = glow.abs().sqrt() * 0.9
+    return torch.lerp(grey, colours, strength.expand_as(grey)).clamp(0, 1)
+
+
+def ramp(anchors: tuple[tuple[float, ...], ...], values: Tensor) -> Tensor:
+    """Colours `(3, y, x)` of values in 0..1, interpolated between anchors at 0, 1/2 and 1."""
+    low, middle, high = (values.new_tensor(anchor)[:, None, None] for anchor in anchors)
+    return torch.where(
+        values < 0.5, torch.lerp(low, middle, 2 * values.expand(3, -1, -1)), torch.lerp(middle, high, 2 * values - 1)
+    )

@@ -1,0 +1,84 @@
+"""What every map starts from: the grids that ask and answer, checked, and the queries and keys read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, shape_error
+from farfield.nn.attention import GridAttention
+from farfield.nn.refusals import check_input
+from farfield.ops.grid import accumulation
+from farfield.ops.summary import Summary
+
+
+class Grids(NamedTuple):
+    """The two grids of one attention, in float32 at least, and their real cells.
+
+    A map of 2^20 cells has weights of about 2^-20, which float16 has no digits for.
+    """
+
+    asking: Tensor
+    asking_mask: Tensor | None
+    answering: Tensor
+    answering_mask: Tensor | None
+
+
+def read_grids(
+    caller: str,
+    attention: nn.Module,
+    grid: Tensor,
+    context: Tensor | None,
+    mask: Tensor | None,
+    context_mask: Tensor | None,
+) -> Grids:
+    """Check what a map is asked about, as the module's own call would."""
+    if not isinstance(attention, GridAttention):
+        kind = type(attention).__name__
+        fix = "farfield.maps.layers(network, image) finds those of a network, with their grids."
+        raise TypeError(f"{caller}: attention must be a GridAttention, got {kind}; fix: {fix}")
+    check_input(attention, grid, mask)
+    if context is None:
+        if context_mask is not None:
+            raise ValueError(f"{caller}: context_mask is the mask of a context, and there is none; fix: mask=….")
+        context, context_mask = grid, mask
+    else:
+        check_input(attention, context, context_mask, name="context", mask_name="context_mask")
+    if len(grid) != len(context):
+        fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
+        problem = "grid and context must have the same batch."
+        raise shape_error(caller, problem, fix, grid=grid, context=context)
+    grid, context = (own(cells).detach().to(accumulation(cells.dtype)) for cells in (grid, context))
+    mask, context_mask = (None if cells is None else own(cells) for cells in (mask, context_mask))
+    return Grids(grid, mask, context, context_mask)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one made in inference mode, which autograd refuses."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def read_cell(caller: str, cell: Sequence[int], grid: Tensor) -> tuple[int, ...]:
+    """Check that a cell lies in a grid."""
+    cell, sides = tuple(cell), tuple(grid.shape[2:])
+    if len(cell) != len(sides) or any(not 0 <= index < side for index, side in zip(cell, sides, strict=True)):
+        middle = tuple(side // 2 for side in sides)
+        fix = f"one index from 0 on each axis; the middle is {middle}."
+        raise ShapeError(f"{caller}: cell {cell} does not lie in a grid of sides {sides}.\n  fix: {fix}")
+    return cell
+
+
+def read_query(attention: GridAttention, cells: Tensor, real: Tensor, summary: Summary) -> tuple[Tensor, Summary]:
+    """Queries of gathered asking cells with the scale of products, and their norm as it stands after training."""
+    query = attention.read_asking(cells, real) * attention.scale
+    norm = attention.coefficient_norm
+    if norm is None or not norm.of_products:
+        return query, summary
+    training = norm.training
+    try:
+        query, summary, _ = norm.eval()(query, real, summary)
+    finally:
+        norm.train(training)
+    return query, summary

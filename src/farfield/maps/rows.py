@@ -1,0 +1,94 @@
+"""Rows of the implied attention matrix: what one cell takes from each cell, by any operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield.maps.reading import Grids, read_cell, read_grids, read_query
+from farfield.nn.attention import GridAttention
+from farfield.ops.summary import Summary, full_precision, respond, summarize
+
+
+@torch.inference_mode(mode=False)
+def attention_row(
+    attention: GridAttention,
+    grid: Float[Tensor, "b c *m"],
+    cell: Sequence[int],
+    *,
+    context: Float[Tensor, "b c *n"] | None = None,
+    mask: Bool[Tensor, "b *m"] | None = None,
+    context_mask: Bool[Tensor, "b *n"] | None = None,
+) -> Float[Tensor, "b h *n"]:
+    """Tell how much one asking cell takes from each answering cell.
+
+    `row_j = ∂ response_cell / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
+    row of the attention matrix, also of operators that never form one.
+
+    Rows sum to 1 where the operator normalises (kronecker_qkv: to the rank); those of siamese, averaged, dot and
+    factorized have any sum and sign. The norm of responses and the linear maps of values and outputs, which act on
+    channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a window's
+    share over its real cells evenly.
+
+    Args:
+        attention: The module; a norm of its coefficients is read with its running statistics.
+        grid: The asking grid.
+        cell: The index of the asking cell on each axis.
+        context: The answering grid; the asking one by default.
+        mask: The asking grid's real cells.
+        context_mask: The context's real cells; what is not real has weight 0.
+
+    Returns:
+        `(b, heads, *n)`, the row as a grid over the answering cells, in float32 at least.
+
+    Raises:
+        ShapeError: If the cell does not lie in the grid, or the grids or masks do not fit the module.
+        TypeError: If `attention` is no `GridAttention`.
+
+    Cost:
+        One forward and one backward pass of a grid with one value channel a head: memory grows with the grid.
+
+    Reference: FA Figure 2.
+
+    Example:
+        >>> import torch
+        >>> from farfield.maps import attention_row
+        >>> from farfield.nn import GridAttention
+        >>> row = attention_row(GridAttention(8, "siamese", heads=2), torch.randn(1, 8, 5, 7), (2, 3))
+        >>> row.shape
+        torch.Size([1, 2, 5, 7])
+    """
+    grids = read_grids("attention_row", attention, grid, context, mask, context_mask)
+    cell = read_cell("attention_row", cell, grid)
+    row, answering = attention.operator, grids.answering
+    # What is left of the graph is the way of the values: queries and keys are constants.
+    with torch.no_grad(), full_precision(answering):
+        cells, real = row.answers.gather(answering, grids.answering_mask)
+        key = attention.read_answering(cells, real)
+        value = answering.new_ones(len(answering), attention.heads, *answering.shape[2:])
+        with torch.enable_grad():
+            value.requires_grad_()
+            values = row.answers.gather(value, grids.answering_mask).cells[:, :, None]
+            summary = summarize(row, key, values, real[:, None], grids.answering_mask is None)
+            response = respond_at(attention, grids, summary, cell)
+            (weights,) = torch.autograd.grad(response.sum(), value)
+    return weights
+
+
+def respond_at(attention: GridAttention, grids: Grids, summary: Summary, cell: tuple[int, ...]) -> Tensor:
+    """The response `(b, h)` of one cell to a summary of one value channel a head."""
+    row, grid, mask = attention.operator, grids.asking, grids.asking_mask
+    if row.asks.side_by_side:  # no other cell has to ask
+        for axis, index in enumerate(cell):
+            grid = grid.narrow(axis + 2, index, 1)
+            mask = mask if mask is None else mask.narrow(axis + 1, index, 1)
+        cell = (0,) * len(cell)
+    query, summary = read_query(attention, *row.asks.gather(grid, mask), summary)
+    response = respond(row, query, summary)[:, :, 0]  # (b, h, m)
+    answers = row.asks.scatter(response, grid.shape[2:], None)
+    for index in cell:
+        answers = answers.select(2, index)
+    return answers

@@ -1,0 +1,281 @@
+"""`farfield maps`, once through each of its figures, on networks that `farfield fit` trained for two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import farfield.cli
+from farfield import maps, models
+from farfield.cli import train
+from farfield.cli.maps_network import load
+from farfield.data.classify import Digits, ImageFolders
+from farfield.nn import GridAttention
+
+NETWORK = {"operator": "factorized_gaussian", "num_classes": 10, "width": 0.25, "strides": "[1,1,2,2,2]"}
+QUIET = {"accelerator": "cpu", "enable_progress_bar": "false", "enable_model_summary": "false", "limit_val_batches": 1}
+FIT = [
+    *("fit", "--model.network=farfield.models.kanet"),
+    *(f"--model.network.{name}={value}" for name, value in NETWORK.items()),
+    *("--data=Digits", "--data.subset=40", "--data.batch_size=20", "--trainer.max_epochs=3"),
+    *(f"--trainer.{name}={value}" for name, value in QUIET.items()),
+    *("--checkpoint.save_top_k=-1", "--checkpoint.filename={epoch}"),
+]
+LAYER = "rows.3.0.attention"
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")]
+pytestmark.append(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
+
+
+def build_tiny() -> nn.Module:
+    """A network that is not farfield's."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(3, 8, 4, 4), GridAttention(8, "siamese"), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of one run of three epochs."""
+    root = tmp_path_factory.mktemp("fit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("PL_GLOBAL_SEED", "0")
+        train.main([*FIT, "--trainer.default_root_dir", str(root / "runs")])
+        yield root / "runs"
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Colours at random, 60 rows and 90 columns."""
+    path = tmp_path_factory.mktemp("image") / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: object) -> str:
+    """The screen of one command."""
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        farfield.cli.main(["maps", *map(str, words)])
+    return screen.getvalue()
+
+
+def refused(*words: object) -> str:
+    """What one command that ends with status 2 says."""
+    with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(io.StringIO()) as screen:
+        run(*words)
+    assert stopped.value.code == 2
+    return screen.getvalue()
+
+
+def test_layers_are_listed(runs: Path, photograph: Path) -> None:
+    screen = run("--model", runs, "--image", photograph)
+    assert screen.count("factorized_gaussian") == 10
+    # The shorter side of 60 becomes 32 pixels, as in training; the strides in front of the first attention are 2.
+    assert "16 × 24" in screen
+    assert "resized to 32 pixels, normalised as in its training" in screen
+    assert f"look into {LAYER}" in screen
+    assert not list(Path().iterdir())
+    listed = json.loads(run("--model", runs, "--image", photograph, "--size", 64, "--json"))
+    assert listed[0] == {
+        "layer": LAYER,
+        "operator": "factorized_gaussian",
+        "heads": 4,
+        "channels": 8,
+        "sides": [32, 48],
+    }
+
+
+def test_rows_are_those_of_the_network_on_the_photograph(runs: Path, photograph: Path) -> None:
+    options = ("--model", runs, "--image", photograph, "--cell", "0,0", "--cell", "59,89", "--cell", "30,30")
+    screen = run(*options)
+    for text in (f"{LAYER} · factorized_gaussian · 16 × 24 cells · the average of its heads", "15,23", "maps.png"):
+        assert text in screen
+    with Image.open("maps.png") as figure:
+        assert figure.width > figure.height > 200
+        assert len(figure.convert("RGB").getcolors(1 << 24)) > 1000
+    told = json.loads(run(*options, "--json"))
+    assert [one["pixel"] for one in told] == [[0, 0], [59, 89], [30, 30]]
+    assert [one["cell"] for one in told] == [[0, 0], [15, 23], [8, 8]]
+    trained = load(str(runs))
+    image = torch.from_numpy(np.array(Image.open(photograph))).permute(2, 0, 1)
+    layer = maps.layers(trained.network, trained.prepare(image, None))[LAYER]
+    for one in told:
+        row = maps.attention_row(layer.attention, layer.grid, one["cell"])[0]
+        assert torch.allclose(torch.tensor(one["row"]), row.mean(0), atol=1e-7)
+        assert one["sum"] == pytest.approx(1, abs=1e-5)
+        assert one["largest"] == pytest.approx(float(row.mean(0).max()), abs=1e-7)
+    [head] = json.loads(run(*options[:6], "--head", 2, "--json"))
+    row = maps.attention_row(layer.attention, layer.grid, (0, 0))[0, 2]
+    assert head["head"] == 2
+    assert torch.allclose(torch.tensor(head["row"]), row, atol=1e-7)
+
+
+def test_basis_masks_of_several_photographs(runs: Path, photograph: Path) -> None:
+    other = Path("tall.jpg")
+    Image.new("RGB", (50, 80), "teal").save(other)
+    options = ("--model", runs, "--image", photograph, "--image", other, "--basis", "--output", "basis.svg")
+    told = json.loads(run(*options, "--json"))
+    assert [(one["head"], one["slot"]) for one in told] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] * 2
+    assert [len(one["mask"]) for one in told] == [16] * 6 + [26] * 6
+    assert all(one["sum"] == pytest.approx(1, abs=1e-5) for one in told)
+    assert Path("basis.svg").read_text().lstrip().startswith("<?xml")
+    screen = run(*options, "--head", 3, "--slot", 1)
+    assert "1 of 8 basis masks" in screen
+    assert "tall.jpg" in screen
+
+
+def test_scales_of_the_norms_over_the_epochs(runs: Path) -> None:
+    told = json.loads(run("--model", runs, "--norms", "--output", "norms.pdf", "--json"))
+    assert Path("norms.pdf").read_bytes().startswith(b"%PDF")
+    assert [one["epoch"] for one in told] == [1] * 10 + [2] * 10 + [3] * 10
+    last = torch.load(runs / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    [one] = [one for one in told if (one["epoch"], one["layer"]) == (3, LAYER)]
+    assert one["scales"] == last[f"network.{LAYER}.coefficient_norm.weight"].double().tolist()
+    Path("few").mkdir()
+    shutil.copy(runs / "version_0" / "checkpoints" / "last.ckpt", "few/last.ckpt")
+    assert "For a point an epoch: farfield fit --checkpoint.save_top_k=-1" in run("--model", "few", "--norms")
+
+
+# ---- which network ---------------------------------------------------------------------------------------------------
+def test_a_run_its_checkpoints_and_a_saved_network_are_found(runs: Path) -> None:
+    version = runs / "version_0"
+    last = torch.load(version / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    saved = models.from_pretrained(version).state_dict()
+    normalize = Digits().normalize
+    for source, weights in (
+        (runs, saved),
+        (version, saved),
+        (version / "checkpoints" / "last.ckpt", last),
+        (version / "checkpoints", last),
+    ):
+        trained = load(str(source))
+        expected = {name.removeprefix("network."): tensor for name, tensor in weights.items()}
+        assert all(torch.equal(expected[name], tensor) for name, tensor in trained.network.state_dict().items())
+        assert not trained.network.training
+        assert (trained.side, trained.normalize.mean, trained.normalize.std) == (32, normalize.mean, normalize.std)
+
+
+def test_images_are_prepared_as_farfield_predict_does() -> None:
+    models.kanet_qkv(num_classes=3, width=0.25).save_pretrained("saved")
+    trained, data = load("saved"), ImageFolders(predict=".", augmentation="crop")
+    image = np.random.default_rng(1).integers(0, 256, (300, 300, 3), np.uint8)
+    pixels = data.evaluation_transform(Image.fromarray(image))
+    expected, _ = data.on_after_batch_transfer((pixels[None], []), 0)
+    prepared = trained.prepare(torch.from_numpy(image).permute(2, 0, 1), None)
+    # The same pixels; dividing by 255 rounds otherwise.
+    assert torch.allclose(prepared, expected, rtol=0, atol=1e-6)
+    assert trained.prepare(torch.zeros(3, 427, 640, dtype=torch.uint8), 256).shape == (1, 3, 256, 383)
+
+
+def test_a_saved_network_without_a_run_is_normalised_by_imagenets_colours(photograph: Path) -> None:
+    models.kanet_qkv(num_classes=3, width=0.25).save_pretrained("saved")
+    Path("config.yaml").write_text("data: {class_path: farfield.data.classify.Digits}")  # not of that network
+    screen = run("--model", "saved/model.safetensors", "--image", photograph)
+    assert "resized to 224 pixels, normalised by ImageNet's colours, as no run tells its own" in screen
+
+
+def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_networks", sys.modules[__name__])
+    weights = {f"network.{name}": tensor + 1 for name, tensor in build_tiny().state_dict().items()}
+    torch.save({"state_dict": weights, "epoch": 0}, "own.ckpt")
+    options = ("--model", "own.ckpt", "--image", photograph)
+    assert "fix: --network, the function that builds it" in refused(*options)
+    Path("config.yaml").write_text("model: {network: {class_path: my_networks.build_tiny}}")
+    text = refused(*options)
+    assert (
+        "by my_networks.build_tiny, which is no code of farfield's; to run it: --network my_networks.build_tiny."
+        in text
+    )
+    screen = run(*options, "--network", "my_networks.build_tiny", "--cell", "10,10")
+    assert "1 · siamese · 56 × 84 cells · one head" in screen
+    for wrong, told in (
+        ("my_networks.bild", "--network my_networks.bild cannot be imported"),
+        ("no_such_module.build", "--network no_such_module.build cannot be imported"),
+        ("kanet_qvk", '--network: no model "kanet_qvk"; nearest: kanet_qkv'),
+        ("kanet_qkv", "the checkpoint is of another network."),
+    ):
+        assert told in refused(*options, "--network", wrong)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("--cell", "60,0"),
+            "--cell 60,0 does not lie in photo.png, which has 60 rows and 90 columns of pixels; "
+            "fix: the row comes first: --cell 0,60.",
+        ),
+        (("--cell", "60,90"), "fix: from 0,0 to 59,89."),
+        (("--cell", "3"), "'3' is not a pixel: its row and column from 0, such as 120,80"),
+        (
+            ("--cell", "1,1", "--layer", "rows.3.0.attentoin"),
+            f'--layer: no attention layer "rows.3.0.attentoin"; nearest: {LAYER}',
+        ),
+        (("--cell", "1,1", "--head", "4"), f"--head 4: {LAYER} has 4; fix: --head 0 to 3, or leave it out."),
+        (("--basis", "--slot", "2"), "--slot 2: a head has 2 slots; fix: --slot 0 to 1, or leave it out."),
+        (("--basis", "--cell", "1,1"), "--cell, --basis and --norms make one figure each; give one of them"),
+        (
+            ("--cell", "1,1", "--output", "maps.doc"),
+            "--output maps.doc: a figure cannot be .doc; it can be .png, .pdf, .svg.",
+        ),
+        (("--size", "0", "--cell", "1,1"), "'0' is not a whole number from 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_options(runs: Path, photograph: Path, words: tuple[str, ...], text: str) -> None:
+    assert text in refused("--model", runs, "--image", photograph, *words)
+    assert not Path("maps.png").exists()
+
+
+def test_bad_images(runs: Path, photograph: Path) -> None:
+    Path("notes.txt").write_text("no image")
+    Path("half.png").write_bytes(photograph.read_bytes()[:3000])
+    for name in ("notes.txt", "half.png"):
+        assert f"{name} is no image that can be read" in refused("--model", runs, "--image", name)
+    assert "there is no image none.png." in refused("--model", runs, "--image", "none.png")
+    assert "give a photograph" in refused("--model", runs)
+    assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--cell", "1,1")
+
+
+def test_bad_models(photograph: Path) -> None:
+    models.mobilenet_v2(num_classes=3, width=0.25).save_pretrained("none")
+    text = refused("--model", "none", "--image", photograph)
+    assert "mobilenet_v2 has no GridAttention that runs; fix: a network with attention (farfield models)" in text
+    assert "--norms reads the checkpoints (*.ckpt) of a run, and none has none." in refused(
+        "--model", "none", "--norms"
+    )
+    assert "there is no folder" in refused("--model", "./nowhere", "--image", photograph)
+    Path("axes").mkdir()
+    Path("axes/config.yaml").write_text("model: [")
+    Path("axes/last.ckpt").touch()
+    assert "config.yaml is damaged, not YAML" in refused("--model", "axes", "--image", photograph)
+    shutil.rmtree("axes")
+    Path("broken.ckpt").write_bytes(b"no checkpoint")
+    assert "is damaged" in refused("--model", "broken.ckpt", "--norms")
+    models.kanet_kv(num_classes=3, width=0.25).save_pretrained("axes")
+    text = refused("--model", "axes", "--image", photograph, "--basis")
+    assert "basis_masks: kronecker_kv has no basis, each index of each axis is a slot of its own" in text
+
+
+def test_a_photograph_is_read_the_way_up_that_viewers_show_it(runs: Path) -> None:
+    upright = Image.new("RGB", (90, 60), "white")
+    exif = upright.getexif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    upright.save("turned.jpg", exif=exif)
+    assert "24 × 16" in run("--model", runs, "--image", "turned.jpg")
