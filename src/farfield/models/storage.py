@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+
+from farfield._checks import unknown
+from farfield.models.card import is_edited, operators_of, write_card
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What of a config its weights have to agree with; the rest shows in their shapes or does not touch them.
@@ -39,14 +43,15 @@ class Stored(PyTorchModelHubMixin):
         push_to_hub: bool = False,
         model_card_kwargs: dict[str, Any] | None = None,
     ) -> str | None:
-        """Write model.safetensors, config.json and, where there is none, README.md into a folder.
+        """Write model.safetensors, config.json and the model card, README.md, into a folder.
 
         Args:
-            save_directory: The folder, made if it is missing; a model saved there before is replaced.
+            save_directory: The folder, made if it is missing; a model saved there before is replaced, and its card if
+                nobody has edited it.
             config: Must be left out: the model knows its own.
             repo_id: On the Hub, with `push_to_hub`; the folder's name by default.
             push_to_hub: Whether to upload it as well; `model.push_to_hub(repo_id)` has more options.
-            model_card_kwargs: Entries for the README's template.
+            model_card_kwargs: What `generate_model_card` takes: training_data, metrics, image_size, license.
 
         Returns:
             The address of the upload, None without one.
@@ -54,40 +59,92 @@ class Stored(PyTorchModelHubMixin):
         Raises:
             OSError: If the folder cannot be written; what was there is unchanged.
             ValueError: If the model cannot be rebuilt from its configuration.
+            LookupError: If the card has no such entry.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
         if config is not None:
             raise ValueError(f"{caller}: config.json holds the model's own arguments; fix: leave config out.")
-        if None in (self.config[key] for key in IDENTITY if key in self.config):
-            fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model gives them back."
-            raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
+        contents = self.contents(model_card_kwargs or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if is_edited(folder / CARD):
+                del contents[CARD]
             with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as staging:
-                super().save_pretrained(staging, config=self.config, model_card_kwargs=model_card_kwargs)
-                for name in (WEIGHTS, CONFIG, CARD):
-                    if name != CARD or not (folder / CARD).exists():
-                        os.replace(Path(staging) / name, folder / name)
+                for name, content in contents.items():
+                    write_to_disk(Path(staging) / name, content)
+                for name in contents:
+                    os.replace(Path(staging) / name, folder / name)
         except OSError as error:
             fix = "a folder that you may write to, on a disk with room."
             raise OSError(
                 error.errno, f"{caller}: cannot write to {folder}: {error.strerror}; what was there is kept. fix: {fix}"
             ) from error
-        return self.push_to_hub(repo_id or folder.name) if push_to_hub else None
+        return self.push_to_hub(repo_id or folder.name, model_card_kwargs=model_card_kwargs) if push_to_hub else None
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        """Write weights and configuration to the disk itself, not only to the system's cache."""
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes, but make no repository for a model that cannot be saved.
+
+        See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the repository's own;
+        `ignore_patterns="README.md"` leaves that as it is.
+        """
+        self.contents(options.get("model_card_kwargs") or {})
+        return super().push_to_hub(repo_id, **options)
+
+    def generate_model_card(
+        self,
+        *,
+        training_data: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        image_size: int = 224,
+        license: str | None = None,
+    ) -> ModelCard:
+        """Word the model's card: operator, weights, multiply-adds and arguments, and what only the caller knows.
+
+        Args:
+            training_data: What it was trained on.
+            metrics: Name -> what was measured.
+            image_size: Side of the square image whose multiply-adds are counted; the papers' by default.
+            license: Of the weights, as the Hub calls it, e.g. "cc-by-4.0".
+
+        Returns:
+            The card; `print(card)` shows it.
+        """
+        net = self.rebuilt()
+        data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
+        data.tags = ["farfield", self.config["model"], *operators_of(net), *(data.tags or [])]
+        header = data.to_yaml()
+        text = write_card(net, self.config, header, image_size=image_size, training_data=training_data, metrics=metrics)
+        return ModelCard(text)
+
+    def contents(self, card: dict[str, Any]) -> dict[str, bytes]:
+        """Return what the files of the saved model hold, by their names; `card` is for `generate_model_card`."""
+        known = list(inspect.signature(self.generate_model_card).parameters)
+        for name in card:
+            if name not in known:
+                raise unknown(f"{self.config['model']}.save_pretrained", "entry of model_card_kwargs", name, known)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}  # type: ignore[attr-defined]
         identity = {key: self.config[key] for key in IDENTITY if key in self.config}
-        contents = {
+        return {
+            CARD: str(self.generate_model_card(**card)).encode(),
             WEIGHTS: save(tensors, metadata={"format": "pt", **identity}),
             CONFIG: (json.dumps(self.config, indent=2) + "\n").encode(),
         }
-        for name, content in contents.items():
-            with open(save_directory / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+
+    def rebuilt(self) -> nn.Module:
+        """Build what the configuration describes, without numbers; refuse a model that is no longer that."""
+        caller = f"{self.config['model']}.save_pretrained"
+        fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model gives them back."
+        if None in (self.config[key] for key in IDENTITY if key in self.config):
+            raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
+        with torch.device("meta"):
+            net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
+        problems = differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
+        if problems:
+            raise ValueError(
+                f"{caller}: the model was changed after it was built, so that its configuration would not bring it "
+                f"back: {problems}; fix: save it before the change or undo that, or {fix}"
+            )
+        return net.eval()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -174,19 +231,31 @@ def fill(caller: str, model: nn.Module, config: dict[str, Any], path: Path) -> N
                 f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {CONFIG} says "{config.get(key)}"; '
                 f"fix: keep the two files of one save together."
             )
-    own = model.state_dict()
-    problems = [f"it lacks {name}" for name in own if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in own]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)} and not {tuple(own[name].shape)}"
-        for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
-    ]
+    problems = differences(model.state_dict(), tensors)
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"{caller}: {path} holds the weights of another model than the {config['model']} its {CONFIG} describes: "
-            f"{'; '.join(problems[:3])}{more}."
+            f"{problems}."
         )
     with torch.no_grad():
         model.load_state_dict(tensors)
+
+
+def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Say where names and shapes of two state dicts differ; empty if nowhere."""
+    problems = [f"it lacks {name}" for name in expected if name not in found]
+    problems += [f"{name} is unknown" for name in found if name not in expected]
+    problems += [
+        f"{name} is {tuple(found[name].shape)} and not {tuple(expected[name].shape)}"
+        for name in expected
+        if name in found and found[name].shape != expected[name].shape
+    ]
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+
+
+def write_to_disk(path: Path, content: bytes) -> None:
+    """Write a file to the disk itself, not only to the system's cache."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,79 @@
+"""The card of a saved model: what it is, what it costs, what it was trained on and how well, as README.md."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from farfield.cost import count
+from farfield.nn import GridAttention
+
+UNKNOWN = "Not recorded. Say it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
+
+
+def write_card(
+    net: nn.Module,
+    config: dict[str, Any],
+    header: str,
+    *,
+    image_size: int,
+    training_data: str | None,
+    metrics: Mapping[str, float] | None,
+) -> str:
+    """Word the card of a network.
+
+    Args:
+        net: A network of the configuration, whose numbers are not read.
+        config: The model's name and arguments.
+        header: The card's metadata, as YAML.
+        image_size: Side of the square image whose multiply-adds are counted.
+        training_data: What it was trained on, None if that is not known.
+        metrics: Name -> what was measured, None if nothing is known.
+
+    Returns:
+        The text, sealed: `is_edited` tells whether somebody has changed it.
+    """
+    shape = (config.get("in_channels", 3), image_size, image_size)
+    cost, operators = count(net, (1, *shape)), operators_of(net)
+    rows = {
+        "operator": ", ".join(f"`{name}`" for name in operators) or "none",
+        "weights": f"{cost.weights:,} (parameters without biases and norms, as the papers count)",
+        "parameters": f"{cost.parameters:,}",
+        "multiply-adds": f"{cost.madds:,} for one image of {'×'.join(map(str, shape))}",
+    }
+    rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
+    results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())
+    parts = [
+        f"---\n{header}\n---\n# {config['model']}",
+        "A network of farfield, global attention whose cost grows with the grid and not with its square.",
+        '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
+        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        f"## Training data\n\n{training_data or UNKNOWN.format(entry=repr('training_data'))}",
+        f"## Metrics\n\n{results or UNKNOWN.format(entry=repr('metrics'))}",
+    ]
+    return sealed("\n\n".join(parts) + "\n\n")
+
+
+def operators_of(net: nn.Module) -> list[str]:
+    """Names of the operators of a network's attention, in order, each once."""
+    return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
+
+
+def sealed(text: str) -> str:
+    """Close a text with its check sum, by which an edited card is told from one that can be written again."""
+    return (
+        f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
+    )
+
+
+def is_edited(path: Path) -> bool:
+    """Whether there is a card that is not as it was written."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    text = content[: content.rfind(b"<!-- ")].decode(errors="replace")
+    return content != sealed(text).encode()

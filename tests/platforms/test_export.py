@@ -1,0 +1,129 @@
+"""torch.export with free batch and sides, its saved programs, and AOTInductor's compiled packages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from farfield import models
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention
+from farfield.ops import OPERATORS
+
+Calibrate = Callable[[nn.Module, Tensor], nn.Module]
+EPS = torch.finfo(torch.float32).eps
+
+
+def export(module: nn.Module, grid: Tensor, argument: str, side: Dim = Dim.DYNAMIC) -> ExportedProgram:
+    """Export for any batch and sides; torch finds out by itself from which side on the program holds."""
+    sides = {2 + axis: side for axis in range(grid.dim() - 2)}
+    return torch.export.export(module, (grid,), dynamic_shapes={argument: {0: Dim("batch"), **sides}})
+
+
+def assert_close(found: Tensor, expected: Tensor, layers: int) -> None:
+    """The same steps, whose sums may run in another order: some roundings a layer."""
+    assert found.shape == expected.shape
+    error = (found - expected).norm() / expected.norm()
+    assert error <= 4 * EPS * layers, f"{error:.2e}"
+
+
+def attention(row: str, rank: int) -> tuple[GridAttention, Tensor]:
+    letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+    module = GridAttention(16, row, heads=2, project=letters, residual=True).eval()
+    module.output.reset_parameters()
+    return module, torch.randn(2, 16, *(6, 10, 8)[:rank])
+
+
+def blocks(calibrate: Calibrate, stride: int) -> nn.Module:
+    net = nn.Sequential(
+        BaseBlock(3, 16, expansion=2, stride=2),
+        AttentionBlock(16, 16, "kronecker_qkv", expansion=2),
+        AttentionBlock(16, 24, "factorized_gaussian", expansion=2, stride=stride),
+    )
+    return calibrate(net, torch.randn(8, 3, 32, 32))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("row", OPERATORS)
+def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: int) -> None:
+    module, grid = attention(row, rank)
+    program = export(module, grid, "grid")
+    torch.export.save(program, tmp_path / "row.pt2")
+    loaded = torch.export.load(tmp_path / "row.pt2").module()
+    # Pooled, a side of 2 would be one of 1, which torch has as another case.
+    for batch, *sides in [(1, 3, 3, 3), (3, 8, 5, 4), (2, 31, 7, 3)] + [(2, 1, 4, 1)] * (row != "softmax_pooled"):
+        grid = torch.randn(batch, 16, *sides[:rank])
+        with torch.no_grad():
+            assert_close(loaded(grid), module(grid), 4)
+
+
+def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
+    net = blocks(calibrate, stride=2)
+    program = export(net, torch.randn(2, 3, 24, 40), "input").module()
+    for size in [(1, 3, 5, 5), (3, 3, 24, 40), (2, 3, 33, 7), (1, 3, 64, 64)]:
+        image = torch.randn(size)
+        with torch.no_grad():
+            assert_close(program(image), net(image), 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.MODELS)
+def test_networks_are_one_program_for_all_image_sizes(calibrate: Calibrate, name: str) -> None:
+    image = torch.randn(8, 3, 64, 64)
+    net = calibrate(models.MODELS[name](width=0.25, num_classes=10), image)
+    program = export(net, image, "image").module()
+    for batch, height, width in [(8, 64, 64), (1, 33, 50), (2, 97, 40)]:
+        part = image[:batch].repeat(1, 1, 2, 1)[:, :, :height, :width]
+        with torch.no_grad():
+            assert_close(program(part), net(part), 60)
+    # At 32 pixels the last grids have one cell a side, which torch has as another case: refused, not answered wrongly.
+    for small in (image[:, :, :, :32], image[:, :, :32]):
+        with torch.no_grad(), pytest.raises((AssertionError, RuntimeError), match=r"33|[Gg]uard"):
+            program(small)
+
+
+# ---- AOTInductor -----------------------------------------------------------------------------------------------------
+compiled = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"),
+]
+
+
+def package(program: ExportedProgram, file: Path) -> Callable[[Tensor], Tensor]:
+    torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+    return torch._inductor.aoti_load_package(str(file))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=compiled) for row in OPERATORS])
+def test_every_row_compiles_ahead_of_time(tmp_path: Path, row: str) -> None:
+    module, grid = attention(row, 2)
+    with torch.no_grad():
+        run = package(export(module, grid, "grid"), tmp_path / "row.pt2")
+        for size in [(1, 16, 3, 3), (3, 16, 8, 5), (2, 16, 31, 7)]:
+            grid = torch.randn(size)
+            assert_close(run(grid), module(grid), 4)
+
+
+# torch compiles a pooling that rounds up for sides of the example's parity alone, without a guard: 33 halved is 16.
+strided = pytest.mark.xfail(reason="torch forgets that avg_pool2d with ceil_mode rounds odd sides up", strict=True)
+NETWORKS = [pytest.param("strided", marks=[*compiled, strided])]
+NETWORKS += [pytest.param(name, marks=compiled) for name in ("blocks", "kanet_qkv", "sanet")]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_compile_ahead_of_time(tmp_path: Path, calibrate: Calibrate, name: str) -> None:
+    image = torch.randn(8, 3, 64, 64)
+    if name in ("blocks", "strided"):
+        net, argument, layers = blocks(calibrate, stride=1 if name == "blocks" else 2), "input", 12
+    else:
+        net, argument, layers = calibrate(models.MODELS[name](width=0.25, num_classes=10), image), "image", 60
+    with torch.no_grad():
+        run = package(export(net, image, argument), tmp_path / "net.pt2")
+        for batch, height, width in [(8, 64, 64), (1, 33, 50), (2, 40, 64)]:
+            part = image[:batch, :, :height, :width].contiguous()
+            assert_close(run(part), net(part), layers)

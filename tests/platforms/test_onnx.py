@@ -1,0 +1,144 @@
+"""One ONNX file for every batch and every size: what onnxruntime gives is what torch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield import insert, models, pad_grids
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention
+from farfield.ops import OPERATORS
+
+# torch.onnx says on every call which operators of other packages it does not know.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Calibrate = Callable[[nn.Module, Tensor], nn.Module]
+EPS = torch.finfo(torch.float32).eps
+SIDES = ("depth", "height", "width")
+
+
+def free(tensor: Tensor) -> dict[int, str]:
+    """The axes of a grid `(batch, channels, *sides)` or a mask `(batch, *sides)` that may have any size."""
+    first = 1 if tensor.dtype == torch.bool else 2
+    return {0: "batch", **dict(zip(range(first, tensor.dim()), SIDES, strict=False))}
+
+
+def export(module: nn.Module, example: Sequence[Tensor], names: Sequence[str], file: Path) -> Callable[..., Tensor]:
+    """Write one file whose batch and sides are free, and return what runs it."""
+    torch.onnx.export(
+        module,
+        tuple(example[:1]),
+        str(file),
+        kwargs=dict(zip(names[1:], example[1:], strict=True)),
+        dynamic_shapes={name: free(tensor) for name, tensor in zip(names, example, strict=True)},
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    assert [entry.name for entry in session.get_inputs()] == list(names)
+
+    def run(*inputs: Tensor) -> Tensor:
+        feed = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, feed)[0])
+
+    return run
+
+
+def attention(row: str) -> GridAttention:
+    letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+    return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
+
+
+def assert_close(found: Tensor, expected: Tensor, cells: int) -> None:
+    """Each of both rounds at four stages; a sum over n cells in any order is off by about sqrt(n) roundings."""
+    assert found.shape == expected.shape
+    error = (found - expected).norm() / expected.norm()
+    assert error <= 2 * 4 * EPS * cells**0.5, f"{error:.2e} over {cells} cells"
+
+
+SIZES = {
+    1: [(1, 1), (3, 8), (2, 53), (1, 784), (5, 2)],
+    2: [(1, 1, 1), (3, 8, 10), (2, 7, 13), (1, 28, 28), (5, 2, 31)],
+    3: [(1, 1, 1, 1), (3, 4, 8, 10), (2, 7, 3, 5), (1, 9, 9, 9), (5, 2, 1, 31)],
+}
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", OPERATORS)
+def test_every_row_at_any_batch_and_sides(tmp_path: Path, row: str, rank: int) -> None:
+    module = attention(row)
+    run = export(module, [torch.randn(2, 16, *(6, 10, 8)[:rank])], ["grid"], tmp_path / "row.onnx")
+    for batch, *sides in SIZES[rank]:
+        grid = torch.randn(batch, 16, *sides)
+        with torch.no_grad():
+            assert_close(run(grid), module(grid), grid[0, 0].numel())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OPERATORS)
+def test_every_row_with_a_mask(tmp_path: Path, row: str) -> None:
+    module = attention(row)
+    example = pad_grids([torch.randn(16, 6, 10), torch.randn(16, 9, 4)])
+    run = export(module, example, ["grid", "mask"], tmp_path / "masked.onnx")
+    for batch, mask in [example, pad_grids([torch.randn(16, side, 17 - side) for side in (3, 11, 1)])]:
+        with torch.no_grad():
+            expected = module(batch, mask=mask)
+        found = run(batch, mask)
+        for index, real in enumerate(mask):
+            assert_close(found[index, :, real], expected[index, :, real], mask[0].numel())
+        hidden = torch.where(mask[:, None], batch, 1e6)
+        assert torch.equal(run(hidden, mask).movedim(1, -1)[mask], found.movedim(1, -1)[mask])
+
+
+def test_blocks_at_any_size(tmp_path: Path, calibrate: Calibrate) -> None:
+    net = nn.Sequential(
+        BaseBlock(3, 16, expansion=2, stride=2),
+        AttentionBlock(16, 16, "kronecker_qkv", expansion=2),
+        AttentionBlock(16, 24, "siamese", expansion=2, stride=2),
+    )
+    calibrate(net, torch.randn(8, 3, 32, 32))
+    run = export(net, [torch.randn(2, 3, 24, 40)], ["input"], tmp_path / "blocks.onnx")
+    for size in [(1, 3, 1, 1), (3, 3, 24, 40), (2, 3, 33, 7), (1, 3, 64, 64), (4, 3, 5, 50)]:
+        image = torch.randn(size)
+        with torch.no_grad():
+            assert_close(run(image), net(image), image[0, 0].numel())
+
+
+def resnet_with_attention() -> nn.Module:
+    """Inserted behind a Sequential, where it is the last child, and behind a block, where a hook calls it."""
+    from torchvision.models import resnet50
+
+    make = partial(GridAttention, operator="factorized_gaussian", inner_channels=64, project="qkvo", residual=True)
+    net = resnet50(weights=None)
+    for addition in insert(net, ["layer3", "layer4.0"], make, example=torch.randn(1, 3, 64, 64)).values():
+        addition.output.reset_parameters()
+    return net
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "kanet_qkv": (models.kanet_qkv, "image"),
+    "sanet": (models.sanet, "image"),
+    "resnet50": (resnet_with_attention, "x"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_at_five_image_sizes(tmp_path: Path, calibrate: Calibrate, name: str) -> None:
+    build, argument = NETWORKS[name]
+    net = calibrate(build(), torch.randn(16, 3, 128, 128))
+    run = export(net, [torch.randn(2, 3, 96, 128)], [argument], tmp_path / "net.onnx")
+    for size in [(1, 3, 224, 224), (3, 3, 96, 128), (2, 3, 161, 97), (4, 3, 65, 200), (1, 3, 33, 257)]:
+        image = torch.randn(size)
+        with torch.no_grad():
+            expected = net(image)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(run(image), expected, rtol=0, atol=1e-4 * max(1.0, float(expected.abs().max())))
