@@ -1,4 +1,4 @@
-"""The command line: `farfield demo | operators | models | cost | measure | info | fit | validate | test | predict`.
+"""The command line: `farfield demo | operators | models | cost | measure | plan | info` and those that train.
 
 Commands are functions `main(argv)` of modules that load when they are asked for.
 """
@@ -29,6 +29,8 @@ COMMANDS = {
     "models": Command("tables", "cli", "the networks: weights and multiply-adds beside the printed ones"),
     "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and what executes"),
     "measure": Command("tables", "cli", "operators on this machine: time and memory against softmax attention"),
+    "plan": Command("plan", "cli", "which operators fit a memory, what each takes, and when it pays"),
+    "maps": Command("maps", "demo", "what a trained network attends to in a photograph: rows, basis masks, norms"),
     "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
     "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
     "validate": Command("train", "train", "evaluate a checkpoint on the validation part"),

@@ -6,9 +6,10 @@ import argparse
 
 import torch
 
-from farfield import cost
 from farfield.cli.output import Row
 from farfield.cli.printed import table_for
+from farfield.cost import saved_bytes
+from farfield.cost.measuring import step, take_turns
 from farfield.nn import GridAttention
 
 # Two answers are the same function up to rounding, relative to their size, in float32.
@@ -28,31 +29,33 @@ def measured_rows(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
 
 
 def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[str]) -> list[Row]:
-    """Measure each operator on one grid."""
+    """Measure the operators on one grid, in turns with a copy of it."""
     options = {"batch": arguments.batch, "heads": arguments.heads, "project": arguments.project}
     table = table_for(tuple(grid.shape[2:]), arguments.channels, **options)
+    attentions = {name: attention_for(name, arguments) for name in names}
+    runs = {name: step(attention, [grid], arguments.backward) for name, attention in attentions.items()}
+    found = take_turns({"copy": step(torch.clone, [grid], False), **runs}, grid.device, arguments.repeats)
+    copy, reference = found["copy"], found.get("softmax")
     rows: list[Row] = []
     answers: dict[str, torch.Tensor] = {}
-    reference: cost.Measurement | None = None
-    for name in names:
-        attention = attention_for(name, arguments)
-        found = cost.measure(attention, grid, backward=arguments.backward, repeats=arguments.repeats)
-        reference = found if name == "softmax" else reference
+    for name, attention in attentions.items():
         with torch.no_grad():
             answer = attention(grid)
-        printed = table.rows.get(name) if table else None
+        measured, printed = found[name], table.rows.get(name) if table else None
         rows.append(
             {
                 "sides": list(grid.shape[2:]),
                 "operator": name,
-                "seconds": found.seconds,
-                "fastest": found.fastest,
-                "speed_up": reference and reference.seconds / found.seconds,
+                "seconds": measured.seconds,
+                "fastest": measured.fastest,
+                "copies": measured.seconds / copy.seconds,
+                "speed_up": reference and reference.seconds / measured.seconds,
                 "speed_up_printed": printed and printed.speed_up,
-                "peak_bytes": found.peak_bytes,
-                "memory_saving": reference and 1 - found.peak_bytes / reference.peak_bytes,
+                "peak_bytes": measured.peak_bytes,
+                "memory_saving": reference and 1 - measured.peak_bytes / reference.peak_bytes,
+                "saved_bytes": saved_bytes(attention, grid) if arguments.backward else None,
                 "equals": ", ".join(other for other, known in answers.items() if same(answer, known)) or None,
-                "device": found.device,
+                "device": measured.device,
             }
         )
         answers[name] = answer

@@ -1,12 +1,27 @@
 """What attention costs: by formula, by counting what executes, and by measuring it.
 
 `predict` answers before anything runs, from a formula for each row; `count` runs a module on tensors without numbers
-and counts the multiply-adds that really execute; `measure` takes seconds and bytes on this machine.
+and counts the multiply-adds that really execute; `measure` takes seconds and bytes on this machine, `compare` those of
+several modules in turns, `saved_bytes` what one keeps for its gradients. `plan` says which operators fit a memory.
 """
 
 from farfield.cost.counting import Cost, count
 from farfield.cost.formulas import FORMULAS
-from farfield.cost.measuring import Measurement, measure
+from farfield.cost.measuring import Measurement, compare, measure
+from farfield.cost.memory import saved_bytes
+from farfield.cost.planning import Needs, Plan, plan
 from farfield.cost.prediction import predict
 
-__all__ = ["FORMULAS", "Cost", "Measurement", "count", "measure", "predict"]
+__all__ = [
+    "FORMULAS",
+    "Cost",
+    "Measurement",
+    "Needs",
+    "Plan",
+    "compare",
+    "count",
+    "measure",
+    "plan",
+    "predict",
+    "saved_bytes",
+]

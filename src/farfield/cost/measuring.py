@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import platform
 import statistics
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
+
+from farfield.cost.memory import LiveBytes, tensors_of
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,96 @@ def measure(
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+# Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
+TURN = 0.01
+
+
+def compare(
+    contestants: Mapping[str, Sequence[Any]], *, backward: bool = False, repeats: int = 7
+) -> dict[str, Measurement]:
+    """Measure several modules or functions in turns, so that whatever else the machine does hits all of them alike.
+
+    Ratios of these medians can be trusted where those of `measure`, one after the other, cannot. A turn is one untimed
+    run, which finds the caches as the others left them, and then as many runs as fill 10 ms, of which it is the mean.
+
+    Args:
+        contestants: Name -> a module or function, followed by its inputs.
+        backward: Whether gradients are computed too, for a dense gradient of the output: those of the inputs and
+            parameters that want them.
+        repeats: How many turns each has, after one to warm up.
+
+    Returns:
+        Name -> median and shortest turn, in seconds a run; peak bytes of a run of its own; the device.
+
+    Raises:
+        ValueError: If there is nothing to repeat, or nothing to differentiate.
+
+    Example:
+        >>> import torch
+        >>> from farfield import cost
+        >>> grid = torch.randn(8, 64, 28, 28)
+        >>> found = cost.compare({"copy": (torch.clone, grid), "sines": (lambda x: x.sin().sin().sin(), grid)})
+        >>> found["sines"].seconds > found["copy"].seconds, found["copy"].peak_bytes == grid.nbytes
+        (True, True)
+    """
+    if repeats < 1 or not contestants:
+        raise ValueError(f"cost.compare: it needs a contestant and repeats from 1, got {len(contestants)}, {repeats=}.")
+    runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
+    module, *inputs = next(iter(contestants.values()))
+    return take_turns(runs, device_of(module, tuple(inputs)), repeats)
+
+
+def take_turns(runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, Measurement]:
+    """Measure functions of nothing in turns."""
+    # A compiler takes its time in the first run, a cache or an allocator in the second.
+    counts = {name: math.ceil(TURN / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
+    turns: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            turns[name].append(turn(run, device, counts[name]))
+    return {
+        name: Measurement(
+            statistics.median(times), min(times), peak_of(runs[name], device), repeats, device_name(device)
+        )
+        for name, times in turns.items()
+    }
+
+
+def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> Callable[[], None]:
+    """One forward pass as a function of nothing; with `backward` also its gradients, which are made anew and left."""
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    leaves = [tensor for tensor in tensors_of([list(inputs), parameters]) if tensor.requires_grad]
+
+    def forward() -> None:
+        with torch.no_grad():
+            module(*inputs)
+
+    if not backward:
+        return forward
+    with torch.enable_grad():
+        answers = [tensor for tensor in tensors_of(module(*inputs)) if tensor.requires_grad]
+    if not answers:
+        raise ValueError("cost.compare: backward=True, but no output has a gradient; fix: input.requires_grad_().")
+    gradients = [torch.randn_like(answer) for answer in answers]
+    del answers
+
+    def both() -> None:
+        with torch.enable_grad():
+            outputs = [tensor for tensor in tensors_of(module(*inputs)) if tensor.requires_grad]
+        torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+
+    return both
+
+
+def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
+    """Seconds a run, over several in a row after one that is not timed."""
+
+    def several() -> None:
+        for _ in range(runs):
+            run()
+
+    run()
+    return timed(several, device) / runs
 
 
 def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.device:
@@ -146,40 +233,6 @@ def peak_of(run: Callable[[], None], device: torch.device) -> int:
     with LiveBytes() as live:
         run()
     return live.peak
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follow the storages that operations make, from the operation to the last reference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        # Storage address -> weak reference, of everything alive that was seen: storages from before count nothing.
-        self.seen: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tensors_of([args, kwargs]):
-            self.follow(tensor, counts=False)
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(outputs):
-            self.follow(tensor, counts=True)
-        return outputs
-
-    def follow(self, tensor: Tensor, *, counts: bool) -> None:
-        """See a tensor's storage, once; bytes of one that an operation made count until it dies."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.seen:
-            return
-        size = storage.nbytes() if counts else 0
-
-        def forget(_: object) -> None:
-            del self.seen[address]
-            self.live -= size
-
-        self.seen[address] = weakref.ref(storage, forget)
-        self.live += size
-        self.peak = max(self.peak, self.live)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,265 @@
+"""How far the operators are from what is possible: every line that they are held to, measured, as a Markdown table.
+
+    python benchmarks/limits.py                              # about fifteen minutes on two quiet cores
+    python benchmarks/limits.py --section kan --section copies --json limits.json
+    python benchmarks/limits.py --fastest                    # shortest turns, on a machine that does other things too
+    python benchmarks/limits.py --tiny                       # every line on small grids, in seconds, not judged
+
+Ratios of a line come from one run, in which the contestants take turns, after all of them were found right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from contestants import attention_of, ours, regular, textbook
+from race import Contestant, Row, copy_of_the_grid, machine, race, seconds_of, times_as_long
+from torch import Tensor
+
+from farfield import cost
+
+
+class Line(NamedTuple):
+    """One line: what is compared, the limit, what came out, and whether it is met."""
+
+    what: str
+    limit: str
+    measured: str
+    met: bool | None
+
+
+class Setup(NamedTuple):
+    """How lines are measured.
+
+    Attributes:
+        tiny: Small grids, to see that everything runs; nothing is judged.
+        repeats: Turns of each contestant.
+        device: Where.
+        fastest: Whether the shortest turn of each is its time, and not the median.
+    """
+
+    tiny: bool
+    repeats: int
+    device: torch.device
+    fastest: bool = False
+
+    def grid(self, batch: int, channels: int, *sides: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A grid of these sizes; if tiny, of an eighth of the sides."""
+        torch.manual_seed(0)
+        sides = tuple(max(3, side // 8) for side in sides) if self.tiny else sides
+        batch, channels = (min(batch, 2), min(channels, 32)) if self.tiny else (batch, channels)
+        return torch.randn(batch, channels, *sides, dtype=dtype, device=self.device)
+
+    def race(self, contestants: list[Contestant], grid: Tensor, *, backward: bool = False) -> list[Row]:
+        """Race on a grid; a wrong contestant ends everything."""
+        rows = race(contestants, grid, backward=backward, repeats=self.repeats)
+        if wrong := [row for row in rows if not row["right"]]:
+            raise SystemExit("\n".join(f"limits.py: {row['name']} is wrong by {row['error']:.1e}" for row in wrong))
+        return [row | {"seconds": row["fastest"]} for row in rows] if self.fastest else rows
+
+    def at_least(self, what: str, limit: float, measured: float) -> Line:
+        """A line whose number must not be below the limit."""
+        return Line(what, f"≥ {limit:g}", f"{measured:,.3g}", None if self.tiny else measured >= limit)
+
+    def at_most(self, what: str, limit: float, measured: float) -> Line:
+        """A line whose number must not be above the limit."""
+        return Line(what, f"≤ {limit:.3g}", f"{measured:,.3g}", None if self.tiny else measured <= limit)
+
+
+def against_regular(
+    setup: Setup, shape: tuple[int, ...], project: str, wanted: dict[str, tuple[float, float]]
+) -> Iterator[Line]:
+    """Regular attention over operators: operator -> (plain ÷ it at least, SDPA ÷ it at least)."""
+    grid = setup.grid(*shape)
+    softmax, *attentions = (
+        attention_of(name, grid.shape[1], project=project, device=grid.device) for name in ("softmax", *wanted)
+    )
+    contestants = [regular(softmax, fused=fused) for fused in (False, True)] + [ours(each) for each in attentions]
+    rows = setup.race(contestants, grid)
+    for name, limits in wanted.items():
+        for slow, limit in zip(("plain", "SDPA"), limits, strict=True):
+            yield setup.at_least(f"{slow} ÷ {name}, {text_of(grid)}", limit, times_as_long(rows, slow, name))
+
+
+def kan(setup: Setup) -> Iterator[Line]:
+    """KAN Table 2."""
+    wanted = {"kronecker_kv": (80.0, 15.0), "kronecker_qkv": (1200.0, 200.0)}
+    yield from against_regular(setup, (8, 8, 56, 56), "v", wanted)
+
+
+def san(setup: Setup) -> Iterator[Line]:
+    """SAN Table 2, its largest grid."""
+    yield from against_regular(setup, (8, 256, 56, 56), "", {"siamese": (200.0, 120.0)})
+
+
+def copies(setup: Setup) -> Iterator[Line]:
+    """Time in copies of the grid, and whether the path that one gets is the best."""
+    for shape in ((8, 256, 56, 56), (1, 64, 256, 256)):
+        grid = setup.grid(*shape)
+        for name in ("siamese", "kronecker_qkv"):
+            attention = attention_of(name, grid.shape[1], device=grid.device)
+            contestants = [copy_of_the_grid(), ours(attention), ours(attention, compiled=True)]
+            for backward, limit in ((False, 2.0), (True, 7.0)):
+                torch.compiler.reset()
+                rows = setup.race(contestants, grid, backward=backward)
+                what = f"{name}, {text_of(grid)}, forward{' and backward' * backward}"
+                yield setup.at_most(f"{what}, in copies", limit, times_as_long(rows, name, "copy"))
+                yield setup.at_most(f"{what}, ÷ compiled", 1.1, times_as_long(rows, name, f"{name} compiled"))
+
+
+def factorized(setup: Setup) -> Iterator[Line]:
+    """factorized_gaussian with maps to 64 channels against the textbook's form, with the same weights."""
+    for shape, limits in (
+        ((8, 256, 56, 56), (2.5, 2.0)),
+        ((1, 256, 224, 224), (2.5, 2.0)),
+        ((2, 1024, 56, 56), (5.0, 3.5)),
+    ):
+        grid = setup.grid(*shape)
+        for heads in (1, 4, 8):
+            attention = attention_of(
+                "factorized_gaussian",
+                grid.shape[1],
+                heads=heads,
+                project="qkvo",
+                inner_channels=min(64, grid.shape[1]),
+                device=grid.device,
+            )
+            for backward in (False, True):
+                rows = setup.race([ours(attention), textbook(attention)], grid, backward=backward)
+                what = f"factorized_gaussian, {text_of(grid)}, {heads} head{'s' * (heads > 1)}"
+                faster = times_as_long(rows, "textbook", "factorized_gaussian")
+                limit = limits[backward] if heads == 1 else 1.0
+                yield setup.at_least(f"textbook ÷ {what}, forward{' and backward' * backward}", limit, faster)
+            kept, theirs = (row["saved_bytes"] for row in rows)
+            yield setup.at_most(f"{what}, kept for backward ÷ textbook's", 1 / 3, kept / theirs)
+
+
+def scaling(setup: Setup) -> Iterator[Line]:
+    """Time in copies, from 2^16 to 2^22 cells."""
+    names = ("siamese", "kronecker_qkv", "factorized", "averaged")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for side in (256, 512, 1024, 2048):
+        grid = setup.grid(1, 32, side, side)
+        attentions = [attention_of(name, grid.shape[1], device=grid.device) for name in names]
+        rows = setup.race([copy_of_the_grid(), *(ours(each) for each in attentions)], grid)
+        for name in names:
+            found[name].append(times_as_long(rows, name, "copy"))
+    for name, each in found.items():
+        line = setup.at_most(
+            f"{name}, 2^16 to 2^22 cells of 32 channels, largest ÷ smallest", 1.3, max(each) / min(each)
+        )
+        yield line._replace(measured=f"{line.measured} ({', '.join(f'{times:.2f}' for times in each)} copies)")
+
+
+def exponent(setup: Setup) -> Iterator[Line]:
+    """How kronecker_kv's time, beyond a copy's, grows with the cells."""
+    for rank, lengths in ((2, (256, 384, 512, 768)), (3, (48, 64, 80, 96))):
+        points = []
+        for side in lengths:
+            grid = setup.grid(1, 32, *(side,) * rank)
+            attention = attention_of("kronecker_kv", grid.shape[1], device=grid.device)
+            rows = setup.race([copy_of_the_grid(), ours(attention)], grid)
+            beyond = seconds_of(rows, "kronecker_kv") - seconds_of(rows, "copy")
+            points.append((math.log(grid[0, 0].numel()), math.log(max(beyond, 1e-9))))
+        found, wanted = slope(points), 1 + 1 / rank
+        what = f"kronecker_kv, {'squares' if rank == 2 else 'cubes'} of {lengths[0]} to {lengths[-1]}, exponent"
+        met = None if setup.tiny else abs(found - wanted) <= 0.05
+        yield Line(what, f"{wanted:.3f} ± 0.05", f"{found:.3f}", met)
+
+
+def bandwidth(setup: Setup) -> Iterator[Line]:
+    """On a GPU: the share of the copy's bandwidth, and of the rate of a matrix product, on 1 GiB."""
+    if setup.device.type != "cuda" and not setup.tiny:
+        yield Line("bandwidth on a GPU", "≥ 80 %", "none could be had", None)
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        grid = setup.grid(16, 128 * 4 // dtype.itemsize, 362, 362, dtype=dtype)
+        label = f"{text_of(grid)}, {str(dtype).removeprefix('torch.')}"
+        for name in ("siamese", "kronecker_qkv"):
+            contestants = [copy_of_the_grid(), ours(attention_of(name, grid.shape[1], dtype=dtype, device=grid.device))]
+            forward, both = (setup.race(contestants, grid, backward=backward) for backward in (False, True))
+            share = times_as_long(forward, "copy", name)
+            yield setup.at_least(f"{name}, {label}, forward, of the copy's bandwidth", 0.8, share)
+            # It reads the grid and the gradient and writes one grid: one and a half copies.
+            backward = seconds_of(both, name) - seconds_of(forward, name)
+            yield setup.at_least(f"{name}, {label}, backward", 0.65, 1.5 * seconds_of(both, "copy") / backward)
+        yield of_the_roof(setup, grid, label)
+
+
+def of_the_roof(setup: Setup, grid: Tensor, label: str) -> Line:
+    """factorized_gaussian's share of the matrix rate or of the bandwidth, whichever binds."""
+    channels = grid.shape[1]
+    options = {"project": "qkvo", "inner_channels": min(64, channels), "dtype": grid.dtype, "device": grid.device}
+    attention = attention_of("factorized_gaussian", channels, **options)
+    rows = setup.race([copy_of_the_grid(), ours(attention)], grid)
+    matrix = torch.randn(*(2 * (256 if setup.tiny else 4096,)), dtype=grid.dtype, device=grid.device)
+    product = cost.compare({"product": (torch.mm, matrix, matrix)}, repeats=setup.repeats)["product"].seconds
+    madds = cost.predict(attention, sides=grid.shape[2:], batch=grid.shape[0]).madds
+    roof = max(madds / matrix.shape[0] ** 3 * product, seconds_of(rows, "copy"))
+    share = roof / seconds_of(rows, "factorized_gaussian")
+    return setup.at_least(f"factorized_gaussian, {label}, forward, of the matrix rate or the bandwidth", 0.6, share)
+
+
+SECTIONS: dict[str, Callable[[Setup], Iterator[Line]]] = {
+    "kan": kan,
+    "san": san,
+    "copies": copies,
+    "factorized": factorized,
+    "scaling": scaling,
+    "exponent": exponent,
+    "bandwidth": bandwidth,
+}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+def text_of(grid: Tensor) -> str:
+    """The sizes of a grid: batch, channels, sides."""
+    return "×".join(map(str, grid.shape))
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """The slope of the line of least squares."""
+    across, up = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((x - across) * (y - up) for x, y in points) / sum((x - across) ** 2 for x, _ in points)
+
+
+def verdict(line: Line) -> str:
+    """Whether a line is met."""
+    return "not judged" if line.met is None else "met" if line.met else "**not met**"
+
+
+def main() -> None:
+    """Measure section by section; each line is printed as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="several times; default: all")
+    parser.add_argument("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
+    parser.add_argument("--fastest", action="store_true", help="compare shortest turns and not medians")
+    parser.add_argument("--tiny", action="store_true", help="small grids: nothing is judged")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines there too")
+    arguments = parser.parse_args()
+    setup = Setup(arguments.tiny, arguments.repeats, torch.device(arguments.device), arguments.fastest)
+    hardware = f"{machine(setup.device)}, load {os.getloadavg()[0]:.1f} at the start"
+    print("| line | limit | measured | |\n|---|---|---|---|", flush=True)
+    lines: list[Line] = []
+    for name in arguments.section or SECTIONS:
+        for line in SECTIONS[name](setup):
+            print(f"| {line.what} | {line.limit} | {line.measured} | {verdict(line)} |", flush=True)
+            lines.append(line)
+    judged = [line.met for line in lines if line.met is not None]
+    times = "shortest turns" if arguments.fastest else "medians"
+    print(f"\n{sum(judged)} of {len(judged)} lines met, {times} on {hardware}.")
+    if arguments.json:
+        result = {"hardware": hardware, "lines": [line._asdict() for line in lines]}
+        arguments.json.write_text(json.dumps(result, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

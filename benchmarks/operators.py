@@ -1,0 +1,155 @@
+"""Operators on this machine beside regular attention, a copy and the peers: all ratios of a grid from one run.
+
+    python benchmarks/operators.py --channels 64 --sides 28,28 --sides 56,56 --backward --peers
+    python benchmarks/operators.py --operator siamese --mode eager --mode compiled --json found.json --picture found.png
+    python benchmarks/operators.py --operator siamese --against HEAD~1     # this tree beside a revision, in turns
+
+Every contestant is checked before anything is timed; what is wrong gets no time, and the program ends with status 1.
+"Plain" is softmax over the last dimension of an explicit matrix, "SDPA" scaled_dot_product_attention, both on
+contiguous (batch, cells, channels) and with the same maps; "copy" is x.clone().
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from contestants import attention_of, ours, regular
+from race import Contestant, Row, copy_of_the_grid, machine, race, times_as_long
+from torch import Tensor
+
+import farfield
+from farfield.ops import OPERATORS
+
+MODES = ("eager", "compiled")
+# Rows whose work grows with the square of the cells, and the most pairs of cells that they and regular ones run for.
+SQUARE, PAIRS = ("softmax", "softmax_pooled", "dot"), 1 << 28
+
+
+def main() -> None:
+    """Race, then show the results, and write them where they are asked for."""
+    arguments = parser().parse_args()
+    if arguments.against:
+        from revisions import against
+
+        against(arguments)
+        return
+    rows = [row for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)] for row in on_grid(sides, arguments)]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    if not arguments.quiet:
+        from report import show
+
+        show(rows)
+    if arguments.picture:
+        from report import picture
+
+        picture(rows, arguments.picture)
+    if wrong := [str(row["name"]) for row in rows if not row["right"]]:
+        raise SystemExit(f"wrong, and so without a time: {', '.join(dict.fromkeys(wrong))}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False  # revisions.py reads the command line too
+    add = parser.add_argument
+    add("--operator", action="append", choices=list(OPERATORS), metavar="ROW", help="several times; default: all")
+    add("--sides", action="append", type=sides_of, metavar="56,56", help="several times; default: 14,14 28,28 56,56")
+    add("--channels", type=int, default=64)
+    add("--batch", type=int, default=8)
+    add("--heads", type=int, default=1)
+    add("--project", default="v", metavar="LETTERS", help='maps, letters of "qkvo" (default: %(default)s)')
+    add("--inner-channels", type=int, help="of projected queries and keys")
+    add("--mode", action="append", choices=MODES, help="several times; default: eager")
+    add("--backward", action="store_true", help="forward and backward too")
+    add("--peers", action="store_true", help="other libraries too, with all four maps")
+    add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    add("--device", default="cpu")
+    add("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write raw results")
+    add("--picture", type=Path, metavar="FILE", help="draw time and memory against the number of cells")
+    add("--only-ours", action="store_true", help="operators and the copy, without regular attention")
+    add("--quiet", action="store_true", help="show no table")
+    add("--against", metavar="REVISION", help="a git revision to compare this tree with")
+    add("--rounds", type=int, default=3, help="of both, with --against (default: %(default)s)")
+    return parser
+
+
+def sides_of(text: str) -> tuple[int, ...]:
+    """Sides of a grid, such as 56,56."""
+    return tuple(int(side) for side in text.split(","))
+
+
+def on_grid(sides: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
+    """Everything on one grid, forward and, if asked for, forward and backward."""
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    torch.manual_seed(0)
+    grid = torch.randn(arguments.batch, arguments.channels, *sides, dtype=dtype, device=device)
+    contestants, rivals = [copy_of_the_grid(), *own(arguments, grid)], {}
+    if arguments.peers:
+        others, rivals = peers_of(arguments, grid)
+        contestants += others
+    setting: Row = {"sides": list(sides), "cells": grid[0, 0].numel(), "hardware": machine(device)}
+    setting["source"] = str(Path(farfield.__file__).resolve())
+    setting |= {key: getattr(arguments, key) for key in ("batch", "channels", "heads", "project", "dtype")}
+    rows: list[Row] = []
+    for backward in (False, True)[: 1 + arguments.backward]:
+        found = race(contestants, grid, backward=backward, repeats=arguments.repeats)
+        rows += [setting | with_ratios(row, found, rivals, backward) for row in found]
+    return rows
+
+
+def with_ratios(row: Row, found: list[Row], rivals: dict[str, tuple[str, bool]], backward: bool) -> Row:
+    """A time in copies; regular attention's over it, of those with the same maps; a peer's over our operator's."""
+    name = str(row["name"])
+    row |= {"direction": "forward and backward" if backward else "forward"}
+    row |= {"copies": times_as_long(found, name, "copy")}
+    other_maps = name in rivals or name in dict(rivals.values())
+    for regular_one in ("plain", "SDPA"):
+        row[f"{regular_one.lower()}_times"] = None if other_maps else times_as_long(found, regular_one, name)
+    rival, same = rivals.get(name, (None, None))
+    return row | {"rival": rival, "same": same, "rival_times": rival and times_as_long(found, name, rival)}
+
+
+def own(arguments: argparse.Namespace, grid: Tensor) -> Iterator[Contestant]:
+    """Regular attention and the operators asked for, but those that square what is too large."""
+    small = arguments.batch * arguments.heads * grid[0, 0].numel() ** 2 <= PAIRS
+    options = {"heads": arguments.heads, "project": arguments.project, "inner_channels": arguments.inner_channels}
+    options |= {"dtype": grid.dtype, "device": grid.device}
+    if small and not arguments.only_ours:
+        softmax = attention_of("softmax", arguments.channels, **options)
+        yield from (regular(softmax, fused=fused) for fused in (False, True))
+    for name in arguments.operator or OPERATORS:
+        if small or name not in SQUARE:
+            for mode in arguments.mode or ["eager"]:
+                yield ours(attention_of(name, arguments.channels, **options), compiled=mode == "compiled")
+
+
+def peers_of(arguments: argparse.Namespace, grid: Tensor) -> tuple[list[Contestant], dict[str, tuple[str, bool]]]:
+    """The peers and what each is compared to: name -> (name of ours, whether it is the same function)."""
+    from peers import peers
+
+    contestants, rivals = [], {}
+    for peer in peers(arguments.channels, arguments.heads, grid.dim() - 2, grid.device):
+        if peer.contestant is None:
+            note(f"left out: {peer.name}, {peer.missing}.")
+            continue
+        rival = ours(peer.rival, name=f"{peer.rival.operator_name} for {peer.name}")
+        contestants += [peer.contestant, rival]
+        rivals[peer.contestant.name] = rival.name, peer.same
+    return contestants, rivals
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Say something once."""
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

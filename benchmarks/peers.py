@@ -1,0 +1,191 @@
+"""Other libraries' attention, each with what it computes: their weights in a `GridAttention`, or their equation.
+
+A peer that is a special case of ours gets a *twin*, the same function with the same weights, so that a ratio is of two
+ways to compute one thing. What has no twin is checked against its own equation, and its ratio is to another function.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from contestants import trainable
+from plain import exact, truth
+from race import Contestant
+from torch import Tensor, nn
+
+from farfield.nn import GridAttention
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer, or why it is not there.
+
+    Attributes:
+        name: Package and class.
+        contestant: It, ready to race; None if it cannot run here.
+        rival: What it is compared to: its twin, or the nearest operator of ours.
+        same: Whether the rival computes the same function.
+        missing: Why it cannot run.
+    """
+
+    name: str
+    contestant: Contestant | None = None
+    rival: GridAttention | None = None
+    same: bool = True
+    missing: str = ""
+
+
+def peers(channels: int, heads: int, rank: int, device: torch.device) -> Iterator[Peer]:
+    """Every peer that runs here, and why the others do not."""
+    for name, package, make in PEERS:
+        if rank != 2:
+            yield Peer(name, missing="takes images only")
+            continue
+        try:
+            with torch.device(device):
+                yield named(make(channels, heads), name, package)
+        except ModuleNotFoundError as error:
+            yield Peer(name, missing=f'needs {error.name}; fix: pip install "farfield[benchmarks]"')
+        except NoDeviceError as error:
+            yield Peer(name, missing=str(error))
+
+
+class NoDeviceError(RuntimeError):
+    """A peer's kernels need a device that is not there."""
+
+
+def named(peer: Peer, name: str, package: str) -> Peer:
+    """The peer with its version."""
+    version = importlib.metadata.version(package)
+    contestant = Contestant(f"{name} {version}", peer.contestant.module, peer.contestant.truth)
+    return Peer(name, contestant, peer.rival, peer.same)
+
+
+def twin_of(module: nn.Module, twin: GridAttention) -> Peer:
+    """A peer that is a special case of ours."""
+    double = exact(twin)
+    return Peer(
+        "", Contestant("", trainable(module), lambda grid, asking: truth(double, grid, asking)), trainable(twin)
+    )
+
+
+def load(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    """Give a linear map the weights of a 1×1 convolution; no bias is a bias of zero."""
+    with torch.no_grad():
+        linear.weight.copy_(weight.flatten(1))
+        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
+
+
+# ---- timm ------------------------------------------------------------------------------------------------------------
+def non_local(channels: int, heads: int) -> Peer:
+    """Softmax attention of c/8 channels by an explicit matrix, a batch norm after it; it has one head only."""
+    from timm.layers import NonLocalAttn
+
+    module = NonLocalAttn(channels).eval()
+    # At first its norm multiplies by zero: the identity would be right whatever it computes.
+    nn.init.uniform_(module.norm.weight, 0.5, 1.5)
+    inner = module.t.out_channels
+    twin = GridAttention(
+        channels,
+        "softmax",
+        project="qkvo",
+        inner_channels=inner,
+        value_channels=inner,
+        scale=module.scale,
+        residual=True,
+    )
+    for linear, convolution in ((twin.query, module.t), (twin.key, module.p), (twin.value, module.g)):
+        load(linear, convolution.weight, convolution.bias)
+    factor = module.norm.weight / (module.norm.running_var + module.norm.eps).sqrt()
+    shift = module.norm.bias - module.norm.running_mean * factor
+    load(twin.output, factor[:, None] * module.z.weight.flatten(1), factor * module.z.bias + shift)
+    return twin_of(module, twin)
+
+
+def attention_2d(channels: int, heads: int) -> Peer:
+    """Softmax attention by `scaled_dot_product_attention`."""
+    from timm.layers.attention2d import Attention2d
+
+    module = Attention2d(channels, num_heads=heads)
+    twin = GridAttention(channels, "softmax", heads=heads, project="qkvo", scale=(channels // heads) ** -0.5)
+    weights, biases = (each.detach().chunk(3) for each in (module.qkv.weight, module.qkv.bias))
+    for linear, weight, bias in zip((twin.query, twin.key, twin.value), weights, biases, strict=True):
+        load(linear, weight, bias)
+    load(twin.output, module.proj.weight, module.proj.bias)
+    return twin_of(module, twin)
+
+
+# ---- linear attention ------------------------------------------------------------------------------------------------
+def image_linear(channels: int, heads: int) -> Peer:
+    """Factorized attention with both softmaxes, of queries and keys that are scaled by d^(-1/4)."""
+    from linear_attention_transformer.images import ImageLinearAttention
+
+    width = channels // heads
+    module = ImageLinearAttention(channels, key_dim=width, value_dim=width, heads=heads)
+    twin = GridAttention(channels, "factorized_gaussian", heads=heads, project="qkvo")
+    scale = width**-0.25
+    load(twin.query, scale * module.to_q.weight, scale * module.to_q.bias)
+    load(twin.key, scale * module.to_k.weight, scale * module.to_k.bias)
+    load(twin.value, module.to_v.weight, module.to_v.bias)
+    load(twin.output, module.to_out.weight, module.to_out.bias)
+    return twin_of(module, twin)
+
+
+def axial(channels: int, heads: int) -> Peer:
+    """Softmax attention along each axis, added up; ours that is nearest, and global, is kronecker_kv."""
+    from axial_attention import AxialAttention
+
+    module = AxialAttention(channels, num_dimensions=2, heads=heads, dim_index=1)
+    double = AxialAttention(channels, num_dimensions=2, heads=heads, dim_index=1).double()
+    double.load_state_dict(module.state_dict())
+    parts = [each.fn for each in double.axial_attentions]
+
+    def equation(grid: Tensor, asking: Tensor) -> Tensor:
+        lines = grid.permute(0, 3, 2, 1), grid.permute(0, 2, 3, 1)  # along the first side, along the second
+        down, along = (along_lines(part, line, heads) for part, line in zip(parts, lines, strict=True))
+        return (down.transpose(1, 2) + along).flatten(1, 2)[:, asking]
+
+    rival = trainable(GridAttention(channels, "kronecker_kv", heads=heads, project="qkvo"))
+    return Peer("", Contestant("", trainable(module), equation), rival, same=False)
+
+
+def along_lines(part: nn.Module, lines: Tensor, heads: int) -> Tensor:
+    """Softmax attention within lines, `(b, lines, cells, c)`, by the maps of a peer."""
+    keys, values = part.to_kv.weight.chunk(2)
+    q, k, v = (
+        (lines @ weight.mT).unflatten(-1, (heads, -1)).transpose(2, 3) for weight in (part.to_q.weight, keys, values)
+    )
+    response = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return part.to_out(response.transpose(2, 3).flatten(3))
+
+
+def causal_linear(channels: int, heads: int) -> Peer:
+    """Linear attention in which a cell hears only those before it; ours that is nearest, and hears all, is averaged."""
+    if not torch.cuda.is_available():
+        raise NoDeviceError("its kernels need a GPU, and there is none")
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    def module(grid: Tensor) -> Tensor:
+        cells = grid.flatten(2).mT.unflatten(-1, (heads, -1))
+        response, _ = chunk_linear_attn(cells, cells, cells, scale=1.0, normalize=False)
+        return response.flatten(2).mT.unflatten(-1, grid.shape[2:])
+
+    def equation(grid: Tensor, asking: Tensor) -> Tensor:
+        cells = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
+        before = torch.arange(cells.shape[2], device=grid.device) <= asking[:, None]
+        return ((cells[:, :, asking] @ cells.mT * before) @ cells).transpose(1, 2).flatten(2)
+
+    rival = trainable(GridAttention(channels, "averaged", heads=heads, project=""))
+    return Peer("", Contestant("", module, equation), rival, same=False)
+
+
+PEERS: list[tuple[str, str, Callable[[int, int], Peer]]] = [
+    ("timm NonLocalAttn", "timm", non_local),
+    ("timm Attention2d", "timm", attention_2d),
+    ("ImageLinearAttention", "linear-attention-transformer", image_linear),
+    ("AxialAttention", "axial-attention", axial),
+    ("flash-linear-attention", "flash-linear-attention", causal_linear),
+]

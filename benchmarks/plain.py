@@ -1,0 +1,175 @@
+"""What a `GridAttention` computes, as a textbook writes it: each map at each cell, then the equation.
+
+Nothing here shares a line with the library: this is what its answers are checked against before anything is timed, and
+what a user would otherwise write, to be timed beside it. Cells are `(batch, cells, channels)`, heads `(b, h, n, d)`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield.nn import GridAttention
+
+# ---- the equations: queries (b, h, m, d), keys (b, h, n, d), values (b, h, n, p), vector (h, d, 1), scale ------------
+Equation = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """KAN 1."""
+    return (scale * (q @ k.mT)).softmax(-1) @ v
+
+
+def dot(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """FA 6, in the order that is linear in the cells."""
+    return q @ (k.mT @ v) / q.shape[-1]
+
+
+def averaged(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """SAN 2."""
+    return q @ (k.mT @ v) / k.shape[-2]
+
+
+def gaussian(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """FA 4."""
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+def local(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """SAN 5, the first term."""
+    return (q @ w) * v.mean(-2, keepdim=True)
+
+
+def siamese(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
+    """SAN 5."""
+    return local(q, k, v, w, scale) + ((k @ w) * v).mean(-2, keepdim=True)
+
+
+EQUATIONS: dict[str, Equation] = {
+    "softmax": softmax,
+    "softmax_pooled": softmax,
+    "kronecker_kv": softmax,
+    "kronecker_qkv": softmax,
+    "dot": dot,
+    "factorized": dot,
+    "averaged": averaged,
+    "factorized_gaussian": gaussian,
+    "siamese": siamese,
+    "siamese_local": local,
+    "siamese_ones": siamese,
+}
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+def truth(attention: GridAttention, grid: Tensor, asking: Tensor | None = None) -> Tensor:
+    """The response `(b, m, p)` of some cells, or of all of them, in the dtype of the grid.
+
+    Args:
+        attention: Whose weights are taken, in the grid's dtype.
+        grid: `(b, c, *sides)`.
+        asking: Which cells ask, by their number in the grid; every one by default.
+    """
+    name, sides = attention.operator_name, grid.shape[2:]
+    cells = grid.flatten(2).mT
+    asking = torch.arange(cells.shape[1], device=grid.device) if asking is None else asking
+    answers = answering_cells(name, grid)
+    means = name == "kronecker_qkv"
+    q = split(attention.query, answers if means else cells[:, asking], attention.heads)
+    k, v = (split(linear, answers, attention.heads) for linear in (attention.key, attention.value))
+    w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
+    response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
+    if means:  # each cell adds up the responses of its index on each axis
+        places = torch.unravel_index(asking, sides)
+        response = sum(part[:, :, at] for part, at in zip(response.split(list(sides), 2), places, strict=True))
+    response = merged(attention.output, response)
+    return cells[:, asking] + response if attention.residual else response
+
+
+def answering_cells(name: str, grid: Tensor) -> Tensor:
+    """Cells that answer: all, those that pooling leaves, or the means of the axes."""
+    rank = grid.dim() - 2
+    if name == "softmax_pooled":
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
+        return pool(grid, 2, ceil_mode=True).flatten(2).mT
+    if name.startswith("kronecker") and rank > 1:
+        axes = range(2, 2 + rank)
+        return torch.cat([grid.mean([other for other in axes if other != axis]) for axis in axes], 2).mT
+    return grid.flatten(2).mT
+
+
+def split(linear: nn.Linear | None, cells: Tensor, heads: int) -> Tensor:
+    """Map cells and split their channels into heads, `(b, h, n, d)`, contiguous."""
+    mapped = cells if linear is None else linear(cells)
+    return mapped.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
+
+
+def merged(linear: nn.Linear | None, response: Tensor) -> Tensor:
+    """Join heads, `(b, m, p)`, and map them."""
+    joined = response.transpose(1, 2).flatten(2)
+    return joined if linear is None else linear(joined)
+
+
+def exact(attention: GridAttention) -> GridAttention:
+    """The same weights in float64."""
+    return copy.deepcopy(attention).double()
+
+
+# ---- what is timed beside the library --------------------------------------------------------------------------------
+class Regular(nn.Module):
+    """Softmax attention on contiguous cells `(b, n, c)`, with the maps of a `GridAttention`.
+
+    By an explicit matrix and a softmax over its last dimension; or, fused, by `scaled_dot_product_attention`.
+    """
+
+    def __init__(self, attention: GridAttention, *, fused: bool) -> None:
+        super().__init__()
+        self.attention, self.fused = attention, fused
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Attend, `(b, n, p)`."""
+        attention = self.attention
+        maps = (attention.query, attention.key, attention.value)
+        q, k, v = (split(linear, cells, attention.heads) for linear in maps)
+        if self.fused:
+            return merged(attention.output, F.scaled_dot_product_attention(q, k, v, scale=attention.scale))
+        products = q @ k.mT
+        if attention.scale != 1:
+            products = products * attention.scale
+        return merged(attention.output, products.softmax(-1) @ v)
+
+
+class Textbook(nn.Module):
+    """Factorized attention as it is usually written: 1×1 convolutions at each cell, and a loop over heads.
+
+    With the weights of a `GridAttention` that has all four maps; grids of rank 2.
+    """
+
+    def __init__(self, attention: GridAttention) -> None:
+        super().__init__()
+        self.heads, self.width = attention.heads, attention.value_channels
+        linears = (attention.query, attention.key, attention.value, attention.output)
+        self.query, self.key, self.value, self.output = (convolution(linear) for linear in linears)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Attend, `(b, c, *sides)`."""
+        queries, keys, values = (each(grid).flatten(2) for each in (self.query, self.key, self.value))
+        attended = []
+        parts = (each.chunk(self.heads, 1) for each in (queries, keys, values))
+        for query, key, value in zip(*parts, strict=True):
+            context = key.softmax(2) @ value.mT  # (b, d, p)
+            attended.append(context.mT @ query.softmax(1))
+        response = torch.cat(attended, 1).unflatten(2, grid.shape[2:])
+        return self.output(response)
+
+
+def convolution(linear: nn.Linear) -> nn.Conv2d:
+    """A linear map as a 1×1 convolution."""
+    made = nn.Conv2d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None)
+    made.weight.data = linear.weight.detach().clone()[:, :, None, None]
+    if linear.bias is not None:
+        made.bias.data = linear.bias.detach().clone()
+    return made.train(linear.training)

@@ -1,0 +1,113 @@
+"""This tree beside a git revision: the same benchmark on both, each in processes of its own, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# What tells a result apart from others.
+KEYS = ("sides", "direction", "name")
+# The ruler of both: seconds and bytes of a revision are taken as this tree takes them.
+RULER = ("measuring.py", "memory.py")
+
+
+def against(arguments: argparse.Namespace) -> None:
+    """Run the benchmark on this tree and on a revision, alternately, and show the ratio of the medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = unpack(arguments.against, Path(folder))
+        found: dict[str, list[list[dict]]] = {"before": [], "now": []}
+        for _ in range(arguments.rounds):
+            for label, source in (("before", before), ("now", ROOT / "src")):
+                found[label].append(run(source, Path(folder) / "found.json"))
+    rows = compared(found["before"], found["now"])
+    show(rows, arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+
+
+def unpack(revision: str, folder: Path) -> Path:
+    """The sources of a revision, with the ruler of this tree."""
+    archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        raise SystemExit(f"operators.py: git knows no revision {revision!r}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    source = folder / "src"
+    for name in RULER:
+        shutil.copy(ROOT / "src" / "farfield" / "cost" / name, source / "farfield" / "cost" / name)
+    return source
+
+
+def run(source: Path, file: Path) -> list[dict]:
+    """One process of the benchmark with these sources; what a revision gets wrong has no time there."""
+    file.unlink(missing_ok=True)
+    options = without(sys.argv[1:], ("--against", "--json", "--picture", "--rounds"))
+    command = [sys.executable, str(Path(__file__).with_name("operators.py")), *options]
+    command += ["--only-ours", "--quiet", "--json", str(file)]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if not file.exists():
+        raise SystemExit(f"operators.py: the benchmark failed on {source}:\n{done.stderr}")
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    if rows and not Path(rows[0]["source"]).is_relative_to(source.resolve()):
+        raise SystemExit(f"operators.py: it should have measured {source}, and measured {rows[0]['source']}.")
+    return rows
+
+
+def without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
+    """A command line without some options and their values."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        named = argument.split("=")[0] in options
+        if not named and not skip:
+            kept.append(argument)
+        skip = named and "=" not in argument
+    return kept
+
+
+def compared(before: list[list[dict]], now: list[list[dict]]) -> list[dict]:
+    """Medians of the rounds, and how many times as long the revision takes as this tree."""
+    rows = []
+    for row in now[0]:
+        key = [row[name] for name in KEYS]
+        medians = [median(each, key, "seconds") for each in (before, now)]
+        saved = [median(each, key, "saved_bytes") for each in (before, now)]
+        ratio = medians[0] / medians[1] if all(medians) else None
+        rows.append(
+            {name: row[name] for name in (*KEYS, "hardware")}
+            | {"seconds_before": medians[0], "seconds_now": medians[1], "times_as_fast": ratio}
+            | {"saved_bytes_before": saved[0], "saved_bytes_now": saved[1]}
+        )
+    return rows
+
+
+def median(rounds: list[list[dict]], key: list[object], name: str) -> float | None:
+    """The median of a value over the rounds in which it is there."""
+    values = [row[name] for rows in rounds for row in rows if [row[each] for each in KEYS] == key and row[name]]
+    return statistics.median(values) if values else None
+
+
+def show(rows: list[dict], arguments: argparse.Namespace) -> None:
+    """Write both times and their ratio; above 1 this tree is faster."""
+    from farfield.cli.output import Column, Table, joined, megabytes, milliseconds, write_table
+
+    columns = [Column("sides", "cells", joined, left=True), Column("direction", "", left=True)]
+    columns += [Column("name", "", left=True), Column("seconds_before", arguments.against, milliseconds)]
+    columns += [Column("seconds_now", "now", milliseconds), Column("times_as_fast", "times as fast", "{:.2f}".format)]
+    columns += [
+        Column("saved_bytes_before", "kept before", megabytes),
+        Column("saved_bytes_now", "kept now", megabytes),
+    ]
+    write_table(Table(f"This tree and {arguments.against}, medians of {arguments.rounds} rounds", columns, rows))
+    print(rows[0]["hardware"])

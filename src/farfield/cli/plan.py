@@ -1,0 +1,104 @@
+"""`farfield plan`: which operators fit a memory, what each takes, and where the crossover to regular attention lies."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
+from farfield.cli.tables import grid_sides, number, sentence
+
+if TYPE_CHECKING:
+    from farfield.cost import Plan
+
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Plan self-attention on a grid.
+
+    Args:
+        argv: The command's options.
+
+    Raises:
+        SystemExit: With status 2 for a wrong option.
+    """
+    parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
+    parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
+    parser.add_argument("--sides", type=grid_sides, required=True, metavar="56,56", help="sides of the grid")
+    parser.add_argument("--batch", type=number, default=1, help="samples (default: %(default)s)")
+    parser.add_argument("--memory", type=memory, metavar="8GiB", help="what there is: bytes, or with a unit")
+    parser.add_argument("--heads", type=number, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--project", default="v", metavar="LETTERS", help='linear maps, letters of "qkvo" (default: %(default)s)'
+    )
+    parser.add_argument("--backward", action="store_true", help="a training step must fit, not a forward pass alone")
+    parser.add_argument("--device", default="cpu", help="where time is measured (default: %(default)s)")
+    parser.add_argument("--no-time", action="store_true", help="measure nothing: multiply-adds and bytes only")
+    add_formats(parser)
+    arguments = parser.parse_args(argv)
+    show(plan_table(arguments), arguments)
+
+
+def memory(text: str) -> int:
+    """Bytes, such as 8GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?) ?([A-Za-z]*)", text.strip())
+    size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if size < 1:
+        known = ", ".join(unit for unit in UNITS if unit)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a memory: bytes, or a number and one of {known}")
+    return size
+
+
+def plan_table(arguments: argparse.Namespace) -> Table:
+    """Say which operators fit a memory, what each takes, and from how many cells on it beats regular attention."""
+    from farfield import cost
+
+    plans = cost.plan(
+        channels=arguments.channels,
+        sides=arguments.sides,
+        batch=arguments.batch,
+        heads=arguments.heads,
+        project=arguments.project,
+        memory=arguments.memory,
+        backward=arguments.backward,
+        device=None if arguments.no_time else arguments.device,
+    )
+    columns = [Column("operator", "operator", left=True)]
+    if arguments.memory:
+        columns.append(Column("fits", "fits", lambda fits: "yes" if fits else "no", left=True))
+    for key, heading in (("forward", "forward"), ("training", "and backward")):
+        columns += [
+            Column(f"madds_{key}", f"MAdd {heading}", millions),
+            Column(f"bytes_{key}", "memory", megabytes_finely),
+        ]
+        if not arguments.no_time:
+            columns.append(Column(f"seconds_{key}", "time", duration))
+    columns += [Column("cheaper_madds", "MAdd less from", "N = {:,}".format)]
+    columns += [Column("cheaper_bytes", "memory less from", "N = {:,}".format)]
+    judged = "a training step" if arguments.backward else "a forward pass"
+    limit = f", {judged} in {megabytes_finely(arguments.memory)}" if arguments.memory else ""
+    title = f"{joined(list(arguments.sides))} cells, {sentence(arguments)}, batch {arguments.batch}{limit}"
+    notes = [
+        "Memory: the grid, the parameters and all that is alive with them at the peak, in float32.",
+        "Less from: the cells from which on a forward pass costs less than softmax attention, on equal sides.",
+    ]
+    if not arguments.no_time:
+        notes.insert(1, f"Time: estimated from a short run on {arguments.device}.")
+    return Table(title, columns, [row_of(plan) for plan in plans], notes)
+
+
+def duration(seconds: float) -> str:
+    """A time, however long."""
+    return f"{seconds:,.1f}s" if seconds >= 1 else milliseconds(seconds)
+
+
+def row_of(plan: Plan) -> Row:
+    """One operator, raw."""
+    row: Row = {"operator": plan.operator, "fits": plan.fits}
+    for key, needs in (("forward", plan.forward), ("training", plan.training)):
+        row |= {f"madds_{key}": needs.madds, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}
+    return row | {"cheaper_madds": plan.cheaper_madds, "cheaper_bytes": plan.cheaper_bytes}

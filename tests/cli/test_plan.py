@@ -1,0 +1,97 @@
+"""`farfield plan`, for people, as JSON, as CSV, and when it is asked for what cannot be."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+
+from farfield import cost
+from farfield.cli import main
+from farfield.cli.plan import memory
+from farfield.ops import OPERATORS
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(text: str) -> str:
+        main(["plan", *text.split()])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_plan_as_json(run: Any) -> None:
+    options = "--channels 16 --sides 12,10 --batch 2 --heads 2 --project qkvo --memory 100kB --backward --no-time"
+    rows = json.loads(run(f"{options} --json"))
+    expected = cost.plan(channels=16, sides=(12, 10), batch=2, heads=2, project="qkvo", memory=100_000, backward=True)
+    assert [row["operator"] for row in rows] == list(OPERATORS)
+    for row, plan in zip(rows, expected, strict=True):
+        assert row == {
+            "operator": plan.operator,
+            "fits": plan.fits,
+            "madds_forward": plan.forward.madds,
+            "bytes_forward": plan.forward.bytes,
+            "seconds_forward": None,
+            "madds_training": plan.training.madds,
+            "bytes_training": plan.training.bytes,
+            "seconds_training": None,
+            "cheaper_madds": plan.cheaper_madds,
+            "cheaper_bytes": plan.cheaper_bytes,
+        }
+    assert {row["fits"] for row in rows} == {True, False}
+
+
+def test_plan_for_people(run: Any) -> None:
+    text = run("--channels 16 --sides 12,10 --memory 60KiB --no-time")
+    assert text.startswith("12 × 10 cells, 16 channels, 1 head, maps v, batch 1, a forward pass in 0.06MB")
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1]}
+    assert lines["siamese"][1] == "yes"
+    assert lines["dot"][1] == "no"
+    assert " time " not in text
+    assert "N = 25" in text  # averaged: N > 16
+    text = run("--channels 16 --sides 4 --no-time")
+    assert " fits " not in text
+
+
+def test_plan_with_times(run: Any) -> None:
+    rows = list(csv.DictReader(io.StringIO(run("--channels 8 --sides 6,6 --csv"))))
+    assert all(float(row["seconds_forward"]) > 0 and float(row["seconds_training"]) > 0 for row in rows)
+    text = run("--channels 8 --sides 6,6")
+    assert "Time: estimated from a short run on cpu." in text
+    assert "ms" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("8 GiB", 8 << 30), ("1.5MB", 1_500_000), ("4096", 4096), ("2e9", 2 * 10**9), ("1TB", 10**12)],
+)
+def test_memory(text: str, size: int) -> None:
+    assert memory(text) == size
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--sides 4", "the following arguments are required: --channels"),
+        ("--channels 8", "the following arguments are required: --sides"),
+        ("--channels 8 --sides 4 --memory lots", "argument --memory: 'lots' is not a memory: bytes, or a number and"),
+        ("--channels 8 --sides 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory"),
+        ("--channels 8 --sides 4 --memory 0", "argument --memory: '0' is not a memory"),
+        ("--channels 8 --sides 4,0", "argument --sides: '4,0' is not sides"),
+        ("--channels 8 --sides 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),
+        ("--channels 8 --sides 4 --project x", "farfield plan: cost.plan: project='x' must be letters of"),
+        ("--channels 8 --sides 4 --device abacus", "farfield plan: Expected one of cpu, cuda, "),
+    ],
+)
+def test_plan_refuses(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *options.split()])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert text in captured.err
+    assert "Traceback" not in captured.err
