@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -112,6 +116,19 @@ def test_a_folder_that_cannot_be_written_fails_before_the_training(tmp_path, mon
         farfield.cli.main(["demo", "--output", str(blocked)])
     assert exit_.value.code == 2
     assert str(blocked) in capsys.readouterr().err
+
+
+def test_what_trains_ends_with_a_demo_that_is_killed(tmp_path):
+    command = [sys.executable, "-m", "farfield.cli", "demo", "--output", str(tmp_path), "--epochs", "500"]
+    demo = psutil.Process(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid)
+    for _ in range(600):
+        children = [child for child in demo.children() if "spawn_main" in " ".join(child.cmdline())]
+        if len(children) >= 2 and all(child.cpu_times().user > 3 for child in children):
+            break
+        time.sleep(0.1)
+    demo.kill()
+    assert len(children) >= 2
+    assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--subset", "many"], ["--epoch", "3"], ["--seed"]])

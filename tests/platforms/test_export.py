@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,13 @@ def assert_close(found: Tensor, expected: Tensor, layers: int) -> None:
     assert error <= 4 * EPS * layers, f"{error:.2e}"
 
 
+def assert_as_exact(found: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """As near to float64 as eager float32 is: twice two roundings of one size, whatever the network makes of them."""
+    assert found.shape == exact.shape
+    error, usual = ((part - exact).norm() / exact.norm() for part in (found, eager))
+    assert error <= 4 * max(float(usual), EPS), f"{error:.2e}, eager {usual:.2e}"
+
+
 def attention(row: str, rank: int) -> tuple[GridAttention, Tensor]:
     letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
     module = GridAttention(16, row, heads=2, project=letters, residual=True).eval()
@@ -48,7 +56,7 @@ def blocks(calibrate: Calibrate, stride: int) -> nn.Module:
     return calibrate(net, torch.randn(8, 3, 32, 32))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", OPERATORS)
 def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: int) -> None:
     module, grid = attention(row, rank)
@@ -119,11 +127,11 @@ NETWORKS += [pytest.param(name, marks=compiled) for name in ("blocks", "kanet_qk
 def test_networks_compile_ahead_of_time(tmp_path: Path, calibrate: Calibrate, name: str) -> None:
     image = torch.randn(8, 3, 64, 64)
     if name in ("blocks", "strided"):
-        net, argument, layers = blocks(calibrate, stride=1 if name == "blocks" else 2), "input", 12
+        net, argument = blocks(calibrate, stride=1 if name == "blocks" else 2), "input"
     else:
-        net, argument, layers = calibrate(models.MODELS[name](width=0.25, num_classes=10), image), "image", 60
+        net, argument = calibrate(models.MODELS[name](width=0.25, num_classes=10), image), "image"
     with torch.no_grad():
         run = package(export(net, image, argument), tmp_path / "net.pt2")
         for batch, height, width in [(8, 64, 64), (1, 33, 50), (2, 40, 64)]:
             part = image[:batch, :, :height, :width].contiguous()
-            assert_close(run(part), net(part), layers)
+            assert_as_exact(run(part), net(part), copy.deepcopy(net).double()(part.double()))

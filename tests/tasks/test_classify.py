@@ -46,8 +46,9 @@ def linear(classes: int = 3) -> nn.Module:
 def test_a_network_of_the_papers_overfits_one_batch(tmp_path: Path) -> None:
     data = Made(torch.randn(16, 3, 32, 32), torch.arange(16) % 4, 4)
     network = models.kanet_qkv(num_classes=4, width=0.25, strides=(1, 2, 2, 2, 2), dropout=0.0)
-    module = Classify(network, learning_rate=0.05, schedule=[])
-    fit = trainer(tmp_path, 25, limit_val_batches=0)
+    # At five times the rate the loss first grows, and what is left of it after some steps is a matter of rounding.
+    module = Classify(network, learning_rate=0.01, schedule=[])
+    fit = trainer(tmp_path, 40, limit_val_batches=0)
     fit.fit(module, data)
     assert float(fit.callback_metrics["train/loss_epoch"]) < 0.05
 

@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,15 @@ def begin(news: Queue[News], threads: int) -> None:
     """Prepare a process that trains."""
     torch.set_num_threads(threads)
     Bar.news = news
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def leave_with_parent() -> None:
+    """End this process when the one that started it has ended, killed or not: nobody would wait for what it trains."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def train(name: str, options: argparse.Namespace) -> Row:
