@@ -34,9 +34,9 @@ from farfield.tasks.classify import Classify
 SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
 TRAINED = ("kanet_qkv", "mobilenet_v2")
 BATCH = 32
-# Ten passes over 1,437 digits are few: no higher learning rate than they have time for.
+# Ten passes over 1,437 digits are few: at 0.015 rounding alone moved what KANet reads by two points.
 SETTINGS: dict[str, Any] = {
-    "learning_rate": 0.015,
+    "learning_rate": 0.006,
     "nesterov": True,
     "schedule": "cosine",
     "warmup_epochs": 1,
