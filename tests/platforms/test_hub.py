@@ -137,6 +137,13 @@ def test_a_changed_model_is_not_saved(tmp_path: Path, change: Any) -> None:
     assert not (tmp_path / "net").exists()
 
 
+def test_a_fused_copy_is_not_saved(tmp_path: Path) -> None:
+    net = models.sanet(**SMALL).eval()
+    with pytest.raises(ValueError, match="the model was changed after it was built"):
+        net.fuse().save_pretrained(tmp_path / "net")
+    net.save_pretrained(tmp_path / "net")
+
+
 # ---- uploads ---------------------------------------------------------------------------------------------------------
 class Hub:
     """What the Hub is asked for, in place of its client: nothing leaves this machine."""

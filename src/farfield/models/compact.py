@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from farfield._checks import shape_error, unknown
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
-from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite, convolved
+from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
+from farfield.nn.convolved import convolved
+from farfield.nn.fusing import Fusable
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -77,7 +79,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-class CompactNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-classification"):
+class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-classification"):
     """Classify images by a row of `VARIANTS` on the rows of `STAGES` (KAN Table 1).
 
     Args:

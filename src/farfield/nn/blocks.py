@@ -6,41 +6,20 @@ batch norm and ReLU6, the last 1x1 by batch norm alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
+from farfield.nn import folded
 from farfield.nn.attention import GridAttention
+from farfield.nn.convolved import convolved, scale_and_shift
+from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import layers
 from farfield.ops.table import Operator
 
 
-def convolved(
-    channels: int,
-    out_channels: int,
-    *,
-    kernel: int = 1,
-    stride: int = 1,
-    groups: int = 1,
-    activate: bool = True,
-    rank: int = 2,
-) -> nn.Sequential:
-    """Build convolution, batch norm and ReLU6 (which a block's last leaves out), under the names state dicts carry."""
-    convolution, batch_norm, _ = layers("convolved", rank)
-    parts: OrderedDict[str, nn.Module] = OrderedDict()
-    parts["convolution"] = convolution(
-        channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
-    )
-    parts["norm"] = batch_norm(out_channels)
-    if activate:
-        parts["activation"] = nn.ReLU6(inplace=True)
-    return nn.Sequential(parts)
-
-
-class BaseBlock(nn.Module):
+class BaseBlock(Fusable):
     """Inverted residual: 1x1 to rc channels, depthwise 3x3 of stride s, 1x1 to d; plus the input if s = 1 and c = d.
 
     With `skip` the first 1x1 makes (r-1)c channels and the input itself is the rest of the rc, which reuses features
@@ -90,6 +69,12 @@ class BaseBlock(nn.Module):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its sides divided by the stride and rounded up."""
         check_channels("BaseBlock", grid, self.channels, self.rank)
+        if folded.are_bare(self.expand, self.depthwise, self.project):
+            return folded.base_block(self, grid)
+        return self.plain(grid)
+
+    def plain(self, grid: Tensor) -> Tensor:
+        """The figure, layer by layer: what `forward` computes, and how where a layer is wrapped or listened to."""
         wide = grid if self.expand is None else self.expand(grid)
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
@@ -97,7 +82,7 @@ class BaseBlock(nn.Module):
         return grid + out if self.residual else out
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(Fusable):
     """Inverted residual with a parallel global path: [depthwise(expand(x)) | attention(x)] to d channels by a 1x1.
 
     The local path makes (r-1)c channels, the global path the c others, so the last 1x1 is as wide as `BaseBlock`'s and
@@ -157,14 +142,38 @@ class AttentionBlock(nn.Module):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its sides divided by the stride and rounded up."""
         check_channels("AttentionBlock", grid, self.channels, self.rank)
+        if folded.are_bare(self.expand, self.depthwise, self.project):
+            return folded.attention_block(self, grid)
+        return self.plain(grid)
+
+    def plain(self, grid: Tensor) -> Tensor:
+        """The figure, layer by layer: what `forward` computes, and how where a layer is wrapped or listened to."""
         near = self.depthwise(self.expand(grid))
+        out = self.project(torch.cat([near, self.far(grid)], 1))
+        return grid + out if self.residual else out
+
+    def far(self, grid: Tensor) -> Tensor:
+        """Return the global path: attention of the grid, plus the grid, pooled by the stride."""
         far = self.attention(grid)
         if self.skip:
             far = grid + far
-        if self.stride > 1:
-            far = self.average(far)
-        out = self.project(torch.cat([near, far], 1))
-        return grid + out if self.residual else out
+        return self.average(far) if self.stride > 1 else far
+
+    def fold(self) -> None:
+        """Fold a norm of the attention's responses: a scale into the value map, a shift into the last bias."""
+        attention, convolution = self.attention, self.project.convolution
+        if type(attention) is not GridAttention or convolution.bias is None:
+            return
+        norm, value = attention.coefficient_norm, attention.value
+        if norm is None or norm.bias is None or type(value) is not nn.Linear or attention.output is not None:
+            return
+        scale, shift = scale_and_shift(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+        value.weight.mul_(scale[:, None])
+        if value.bias is not None:
+            value.bias.mul_(scale)
+        matrix = convolution.weight[:, self.expanded :].flatten(1)
+        convolution.bias.add_(matrix @ shift.to(matrix))
+        attention.coefficient_norm = None
 
     def average(self, grid: Tensor) -> Tensor:
         """Pool by the stride, rounded up as the padded depthwise convolution does: 7 cells by 2 are 4 on both paths."""

@@ -1,0 +1,238 @@
+"""Convolution, batch norm and ReLU6 as one part of a block, on one grid or on several that stand side by side."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from farfield.nn.fusing import Fusable
+from farfield.nn.ranks import RANKS, layers
+from farfield.ops.grid import accumulation, keeps_all
+from farfield.ops.summary import autocasts
+
+CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
+CONVOLUTIONS = {row.convolution for row in RANKS.values()}
+NORMS = {row.batch_norm for row in RANKS.values()}
+FOLDABLE = {*NORMS, nn.SyncBatchNorm}
+
+
+class Piece(NamedTuple):
+    """What some of a part's channels are convolved and normed by.
+
+    Attributes:
+        weight: Of the convolution.
+        bias: Of the convolution.
+        statistics: Running mean and variance, weight and bias of the norm, None where it is folded away.
+        momentum: Weight of a batch in the running statistics.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    statistics: tuple[Tensor, ...] | None
+    momentum: float
+
+
+class Convolved(Fusable, nn.Sequential):
+    """A convolution, its batch norm and perhaps ReLU6, under the names state dicts carry.
+
+    `beside` and `across` are the same layers on grids that stand side by side in the channels, which are never
+    concatenated: a depthwise convolution and batch norm treat every channel for itself, and a 1x1 convolution of a
+    concatenation is the sum of its parts' convolutions.
+    """
+
+    convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    @property
+    def norm_or_none(self) -> Any:
+        """The batch norm; None once it is folded."""
+        return self._modules.get("norm")
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether this is torch's own layers alone: no hooks, wrappers, parametrizations or other kinds of norm."""
+        norm = self.norm_or_none
+        if norm is not None and (type(norm) not in NORMS or norm.running_mean is None or norm.weight is None):
+            return False
+        listened = hooked(self) or any(map(hooked, self._modules.values()))
+        return type(self._modules.get("convolution")) in CONVOLUTIONS and not listened
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Run the layers in their order."""
+        return (
+            self.run(grid, self.pieces([self.convolution.out_channels])[0]) if self.is_bare else super().forward(grid)
+        )
+
+    def beside(self, grids: list[Tensor]) -> list[Tensor]:
+        """What these layers, depthwise, make of each of the grids."""
+        pieces = self.pieces([grid.shape[1] for grid in grids])
+        return [self.run(grid, piece) for grid, piece in zip(grids, pieces, strict=True)]
+
+    def across(self, grids: list[Tensor]) -> Tensor:
+        """What these layers, 1x1, make of the concatenated grids."""
+        weights = self.convolution.weight.split([grid.shape[1] for grid in grids], 1)
+        out = convolve(grids[0], weights[0], self.convolution.bias)
+        for grid, weight in zip(grids[1:], weights[1:], strict=True):
+            out.add_(convolve(grid, weight))  # in place: a convolution does not keep what it returns
+        return self.after(out)
+
+    def after(self, out: Tensor) -> Tensor:
+        """What follows the convolution, whose result nobody else holds."""
+        return self.follow(out, self.pieces([out.shape[1]])[0])
+
+    def pieces(self, sizes: list[int]) -> list[Piece]:
+        """The layers' parameters for grids of so many channels; counts a batch in training."""
+        convolution, norm, several = self.convolution, self.norm_or_none, range(len(sizes))
+        weights, biases = convolution.weight.split(sizes), [None] * len(sizes)
+        if convolution.bias is not None:
+            biases = convolution.bias.split(sizes)
+        if norm is None:
+            return [Piece(weights[index], biases[index], None, 0.0) for index in several]
+        momentum = count_batch(norm)
+        entries = [entry.split(sizes) for entry in (norm.running_mean, norm.running_var, norm.weight, norm.bias)]
+        return [Piece(weights[i], biases[i], tuple(entry[i] for entry in entries), momentum) for i in several]
+
+    def run(self, grid: Tensor, piece: Piece) -> Tensor:
+        """Run the layers by a piece of their parameters."""
+        layer, kernel = self.convolution, piece.weight
+        groups = layer.groups * len(kernel) // layer.out_channels  # of a depthwise convolution those that remain
+        if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
+            where = (layer.padding, layer.stride, layer.dilation, groups)
+            return torch.ops.mkldnn._convolution_pointwise(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
+        out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
+        return self.follow(out, piece)
+
+    def follow(self, out: Tensor, piece: Piece) -> Tensor:
+        """Norm and activate what the convolution made."""
+        if piece.statistics is not None:
+            out = normed(out, piece.statistics, self.norm_or_none, piece.momentum)
+        activation = self._modules.get("activation")
+        return out if activation is None else activation(out)
+
+    def fold(self) -> None:
+        """Fold the batch norm: convolution by weight · scale, plus a bias."""
+        norm, convolution = self.norm_or_none, self.convolution
+        if type(norm) not in FOLDABLE or norm.running_mean is None or type(convolution) not in CONVOLUTIONS:
+            return
+        if hooked(norm) or hooked(convolution):
+            return
+        scale, shift = scale_and_shift(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+        weight, bias = convolution.weight, convolution.bias
+        folded = weight.to(scale.dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
+        shift = shift if bias is None else shift + bias * scale
+        convolution.weight, convolution.bias = nn.Parameter(folded.to(weight)), nn.Parameter(shift.to(weight))
+        del self.norm
+
+
+def convolved(
+    channels: int,
+    out_channels: int,
+    *,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
+    activate: bool = True,
+    rank: int = 2,
+) -> Convolved:
+    """Build convolution, batch norm and ReLU6, which a block's last leaves out."""
+    convolution, batch_norm, _ = layers("convolved", rank)
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    parts["convolution"] = convolution(
+        channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
+    )
+    parts["norm"] = batch_norm(out_channels)
+    if activate:
+        parts["activation"] = ReLU6(inplace=True)
+    return Convolved(parts)
+
+
+class ReLU6(nn.ReLU6):
+    """min(max(x, 0), 6) in place, keeping its result for the backward pass and not a copy of its input.
+
+    Where the input was clamped shows in the result as well, which the next layer keeps anyway.
+    """
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Clamp."""
+        if keeps_all(grid) or torch.jit.is_tracing():
+            return super().forward(grid)
+        return _Clamp.apply(grid)
+
+
+class _Clamp(torch.autograd.Function):
+    """The clamp in place, with the gradient that torch's has."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor) -> Tensor:
+        """Clamp."""
+        ctx.mark_dirty(F.hardtanh(grid, 0.0, 6.0, inplace=True))
+        ctx.save_for_backward(grid)
+        return grid
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> Tensor:
+        """Pass gradients where nothing was clamped."""
+        (clamped,) = ctx.saved_tensors
+        return torch.ops.aten.hardtanh_backward(upon, clamped, 0.0, 6.0)
+
+
+def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> Tensor:
+    """Convolve a grid of the rank that the weight has; how: stride, padding, dilation and groups."""
+    return CONVOLVE[weight.dim()](grid, weight, bias, *how)
+
+
+def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
+    """Norm a grid by its channels' statistics; in place, for inference, where that can be."""
+    mean, variance, weight, bias = statistics
+    if norm.training or is_watched(out) or out.dtype != accumulation(variance.dtype):
+        return F.batch_norm(out, mean, variance, weight, bias, norm.training, momentum, norm.eps)
+    scale, shift = scale_and_shift(mean, variance, weight, bias, norm.eps)
+    each = (-1, *[1] * (out.dim() - 2))
+    return torch.addcmul(shift.view(each), out, scale.view(each), out=out)
+
+
+def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
+    """Whether torch's library for CPUs can clamp what it convolves before it writes it: one pass less over the grid."""
+    able = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+    fits = grid.device.type == "cpu" and grid.dtype == torch.float32 and weight.dim() == 4
+    return able and fits and not autocasts(grid) and not is_watched(grid, weight)
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether anything records what is done with tensors: autograd, a transform, a compiler, an exporter, a counter."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return recorded or transformed or torch._C._len_torch_dispatch_stack() > 0
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody listens to a module's calls."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def count_batch(norm: Any) -> float:
+    """Count a batch in training, as batch norm itself does; return the weight of its statistics in the running ones."""
+    if not norm.training or norm.num_batches_tracked is None:
+        return norm.momentum or 0.0
+    norm.num_batches_tracked.add_(1)
+    return 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+
+
+def scale_and_shift(
+    mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """What a norm does in eval mode, in float32 at least: its input times the first plus the second."""
+    dtype = torch.promote_types(variance.dtype, torch.float32)
+    scale = (variance.to(dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    mean = mean.to(dtype)
+    # As torch's own kernels round, so that a norm in place is a norm to the last digit.
+    return scale, -mean * scale if bias is None else torch.addcmul(bias.to(dtype), mean, scale, value=-1)

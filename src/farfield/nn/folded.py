@@ -1,0 +1,100 @@
+"""The blocks' equations without their concatenations, and without attention's grid. `blocks.py` has the plain forms.
+
+A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and attention is linear in its slots:
+
+    W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
+
+so the far path enters the block's last convolution through its summary: as one product with a few coefficients a cell,
+or, where sums along axes ask, as one vector an axis, added in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from farfield.nn.attention import GridAttention
+from farfield.nn.convolved import Convolved, convolve, hooked
+from farfield.ops.grid import in_channels_last
+from farfield.ops.summary import full_precision, respond
+
+if TYPE_CHECKING:
+    from farfield.nn.blocks import AttentionBlock, BaseBlock
+
+
+def are_bare(*parts: nn.Module | None) -> bool:
+    """Whether all parts that there are may be taken apart: nobody listens to them, and none is wrapped."""
+    return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
+
+
+def base_block(block: BaseBlock, grid: Tensor) -> Tensor:
+    """`BaseBlock.plain`, the grid taking its own way beside the expanded channels."""
+    wide = [grid if block.expand is None else block.expand(grid)]
+    if block.concatenates:
+        wide.append(grid)
+    out = block.project.across(block.depthwise.beside(wide))
+    return out.add_(grid) if block.residual else out
+
+
+def attention_block(block: AttentionBlock, grid: Tensor) -> Tensor:
+    """`AttentionBlock.plain`, the far path entering the last convolution by itself."""
+    near = block.depthwise(block.expand(grid))
+    attention = block.attention
+    if block.stride == 1 and enters_by_summary(attention):
+        out = with_response(block, attention, near, grid)
+    else:
+        out = block.project.across([near, block.far(grid)])
+    return out.add_(grid) if block.residual else out
+
+
+def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
+    """Whether mapping slots is cheaper than mapping responses: not where there are as many slots as cells."""
+    if type(attention) is not GridAttention or hooked(attention):
+        return False
+    row = attention.operator
+    few = row.basis is not None or not row.asks.side_by_side
+    return few and attention.output is None and not attention.residual
+
+
+def with_response(block: AttentionBlock, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
+    """The block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
+    project, row = block.project, attention.operator
+    near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
+    matrix, bias = far_weight.flatten(1), project.convolution.bias
+    summary = attention.summarize(grid)
+    cells, real = row.asks.gather(grid)
+    query, norm = attention.read_asking(cells, real), attention.coefficient_norm
+    if norm is not None:
+        query, summary, shift = norm(query * attention.scale if norm.of_products else query, real, summary)
+        if shift is not None:
+            shift = matrix @ shift.to(matrix.dtype)
+            bias = shift if bias is None else bias + shift
+    out = convolve(near, near_weight, bias)
+    if block.skip:
+        out.add_(convolve(grid, far_weight))
+    if row.asks.side_by_side:
+        split = matrix.unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (h, d, c)
+        slots = summary.map_values(split, split.new_zeros(split.shape[:2])).values / row.per(query, summary)
+        out = add_product(out, slots.flatten(1, 2), row.coefficients(query, summary).flatten(1, 2))
+    else:
+        responses = respond(row, query, summary, attention.scale if norm is None else 1.0).flatten(1, 2)
+        with full_precision(out):
+            add_axes_to(out, matrix.to(responses.dtype) @ responses)
+    return project.after(out)
+
+
+def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
+    """A grid `(b, d, *n)` plus slots `(b, r, d)` combined by coefficients `(b, r, n)`, in the grid's memory format."""
+    cells, slots, coefficients = out.flatten(2), slots.to(out.dtype), coefficients.to(out.dtype)
+    if in_channels_last(out):
+        return torch.baddbmm(cells.mT, coefficients.mT, slots).mT.unflatten(2, out.shape[2:])
+    return torch.baddbmm(cells, slots.mT, coefficients).unflatten(2, out.shape[2:])
+
+
+def add_axes_to(out: Tensor, vectors: Tensor) -> None:
+    """Add one vector an axis, `(b, d, Σ sides)`, to all cells of a grid in place (KAN 18)."""
+    sides = out.shape[2:]
+    for axis, vector in enumerate(vectors.split(list(sides), -1)):
+        out.add_(vector.unflatten(-1, [side if other == axis else 1 for other, side in enumerate(sides)]))
