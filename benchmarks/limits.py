@@ -73,13 +73,11 @@ class Setup(NamedTuple):
         return Line(what, f"≤ {limit:.3g}", f"{measured:,.3g}", None if self.tiny else measured <= limit)
 
 
-def against_regular(
-    setup: Setup, shape: tuple[int, ...], project: str, wanted: dict[str, tuple[float, float]]
-) -> Iterator[Line]:
-    """Regular attention over operators: operator -> (plain ÷ it at least, SDPA ÷ it at least)."""
+def against_regular(setup: Setup, shape: tuple[int, ...], wanted: dict[str, tuple[float, float]]) -> Iterator[Line]:
+    """Regular attention over operators, both without maps: operator -> (plain ÷ it at least, SDPA ÷ it at least)."""
     grid = setup.grid(*shape)
     softmax, *attentions = (
-        attention_of(name, grid.shape[1], project=project, device=grid.device) for name in ("softmax", *wanted)
+        attention_of(name, grid.shape[1], project="", device=grid.device) for name in ("softmax", *wanted)
     )
     contestants = [regular(softmax, fused=fused) for fused in (False, True)] + [ours(each) for each in attentions]
     rows = setup.race(contestants, grid)
@@ -91,12 +89,12 @@ def against_regular(
 def kan(setup: Setup) -> Iterator[Line]:
     """KAN Table 2."""
     wanted = {"kronecker_kv": (80.0, 15.0), "kronecker_qkv": (1200.0, 200.0)}
-    yield from against_regular(setup, (8, 8, 56, 56), "v", wanted)
+    yield from against_regular(setup, (8, 8, 56, 56), wanted)
 
 
 def san(setup: Setup) -> Iterator[Line]:
     """SAN Table 2, its largest grid."""
-    yield from against_regular(setup, (8, 256, 56, 56), "", {"siamese": (200.0, 120.0)})
+    yield from against_regular(setup, (8, 256, 56, 56), {"siamese": (200.0, 120.0)})
 
 
 def copies(setup: Setup) -> Iterator[Line]:
@@ -104,7 +102,7 @@ def copies(setup: Setup) -> Iterator[Line]:
     for shape in ((8, 256, 56, 56), (1, 64, 256, 256)):
         grid = setup.grid(*shape)
         for name in ("siamese", "kronecker_qkv"):
-            attention = attention_of(name, grid.shape[1], device=grid.device)
+            attention = attention_of(name, grid.shape[1], project="", device=grid.device)
             contestants = [copy_of_the_grid(), ours(attention), ours(attention, compiled=True)]
             for backward, limit in ((False, 2.0), (True, 7.0)):
                 torch.compiler.reset()

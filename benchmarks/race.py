@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -99,6 +100,15 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed: which sizes it hands back, at a page fault each, is chance."""
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        library.mallopt(-4, 0)  # M_MMAP_MAX: nothing of its own mapping
+        library.mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing handed back
+
+
 # ---- the race --------------------------------------------------------------------------------------------------------
 def race(contestants: Sequence[Contestant], grid: Tensor, *, backward: bool = False, repeats: int = 7) -> list[Row]:
     """Check every contestant on the grid, then time in turns those that are right.
@@ -113,6 +123,8 @@ def race(contestants: Sequence[Contestant], grid: Tensor, *, backward: bool = Fa
         For each contestant its name, error, whether it is right; and, if it is, seconds, the fastest turn, peak bytes
         (None if compiled for a CPU, where they cannot be seen) and the bytes saved for the backward pass.
     """
+    if grid.device.type == "cpu":
+        keep_freed_memory()
     grid = grid.detach().requires_grad_(backward)
     runs = {each.name: each.prepared() for each in contestants}
     errors = {each.name: error_of(each, runs[each.name], grid, backward=backward) for each in contestants}

@@ -99,9 +99,20 @@ def check_attention(
     caller: str, query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, query_mask: Tensor | None
 ) -> None:
     """Refuse grids that cannot attend to each other."""
+    check_grid(caller, "query", query)
+    if not (query is key and key is value):
+        check_different(caller, query, key, value)
+    check_heads(caller, heads, query.shape[1], "query")
+    check_heads(caller, heads, value.shape[1], "value")
+    check_mask(caller, "mask", mask, "key", key)
+    check_mask(caller, "query_mask", query_mask, "query", query)
+
+
+def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse grids that do not fit each other."""
     grids = {"query": query, "key": key, "value": value}
-    for name, grid in grids.items():
-        check_grid(caller, name, grid)
+    check_grid(caller, "key", key)
+    check_grid(caller, "value", value)
     check_same_kind(caller, **grids)
     if query.shape[1] != key.shape[1]:
         problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
@@ -113,10 +124,6 @@ def check_attention(
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         fix = "repeat the smaller one, e.g. key.expand(len(query), *key.shape[1:])."
         raise shape_error(caller, "query, key and value must have the same batch.", fix, **grids)
-    check_heads(caller, heads, query.shape[1], "query")
-    check_heads(caller, heads, value.shape[1], "value")
-    check_mask(caller, "mask", mask, "key", key)
-    check_mask(caller, "query_mask", query_mask, "query", query)
 
 
 def projection_fix(grid: Tensor, channels: int) -> str:

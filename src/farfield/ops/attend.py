@@ -46,7 +46,8 @@ def attend(
     else:
         k = read(reading, answering.cells, heads) if row.reads_keys else real.expand(-1, heads, -1, -1)
         q = read(reading, asking, heads)
-        summary = summarize(row, k, split_heads(values, heads), real, mask is None)
+        plain = values is answering.cells and row.reads_keys and reading.matrix is None
+        summary = summarize(row, k, k if plain else split_heads(values, heads), real, mask is None)
     if row.basis is None:
         response = respond(row, q, summary, scale)
     else:

@@ -186,11 +186,12 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
 
 def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
-    origin, whole = ((0,) * len(sides), tuple(sides)) if place is None else place
-    terms = []
-    for axis, part in enumerate(responses.split(list(whole), -1)):
-        shape = [side if other == axis else 1 for other, side in enumerate(sides)]
-        terms.append(part.narrow(-1, origin[axis], sides[axis]).unflatten(-1, shape))
+    parts = list(responses.split_with_sizes(list(sides if place is None else place[1]), -1))
+    if place is not None:
+        parts = [part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)]
+    ones = (1,) * len(sides)
+    shapes = [(*ones[:axis], side, *ones[axis + 1 :]) for axis, side in enumerate(sides)]
+    terms = [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
     return functools.reduce(torch.add, terms)
 
 

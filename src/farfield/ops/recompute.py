@@ -2,7 +2,8 @@
 
 Autograd by itself keeps every array between the cells and the responses, and adds up one gradient of the cells' size
 for keys, one for queries and one for values. Here the forward pass is `read`, `summarize` and `respond` and nothing
-else; the backward pass reads keys and queries again, and writes the gradient of the cells once, as one product:
+else; the backward pass reads keys and queries again where they are no mere scalars a cell, and writes the gradient of
+the cells once, as one product:
 
     ∂cells = [∂valuesᵀ | matrixᵀ] · [basis(keys) ; ∂rows],     rows = matrix · cells = [keys ; queries]
 """
@@ -92,12 +93,22 @@ def stacked(key: Reading, query: Reading) -> Reading:
     return Reading(torch.cat(matrices), torch.cat(biases))
 
 
+def few(rows: int, cells: Tensor) -> bool:
+    """Whether rows read from cells are scalars beside them, which are kept and not read again."""
+    return 32 * rows <= cells.shape[1]
+
+
 # ---- the equations, as autograd sees them when it may keep what it likes ---------------------------------------------
 def read_and_sum(
     plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
 ) -> tuple[Any, ...]:
     """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak."""
-    rows, heads = rows_of(cells, matrix, bias), plan.heads
+    return summed(plan, cells, real, rows_of(cells, matrix, bias))
+
+
+def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """The same of cells that are read."""
+    heads = plan.heads
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else real.expand(-1, heads, -1, -1)
     value = cells[:, None] if plan.shared else split_heads(cells, heads)
     summary = summarize(plan.row, key, value, real, plan.complete)
@@ -200,31 +211,36 @@ class _ReadAndSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Any:
-        found = read_and_sum(plan, cells, real, matrix, bias)
+        rows = rows_of(cells, matrix, bias)
+        found = summed(plan, cells, real, rows)
         ctx.plan, ctx.precision = plan, precision(cells)
-        ctx.save_for_backward(cells, real, matrix, bias, found[4])
+        kept = rows if matrix is not None and few(rows.shape[1], cells) else None
+        ctx.save_for_backward(cells, real, matrix, bias, found[4], kept)
         ctx.mark_non_differentiable(*(part for part in found[3:] if part is not None))
         return found
 
     @staticmethod
     def backward(ctx: Any, asked: Tensor | None, values: Tensor, weights: Tensor, *_: Any) -> Any:
-        cells, real, matrix, bias, peak = ctx.saved_tensors
+        cells, real, matrix, bias, peak, kept = ctx.saved_tensors
         plan, keys = cast(Plan, ctx.plan), slice(ctx.plan.keys)
         key = real.expand(-1, plan.heads, -1, -1)
         if plan.keys:
-            with ctx.precision():
-                read_again = rows_of(cells, *(None if part is None else part[keys] for part in (matrix, bias)))
-            key = leaf(split_heads(read_again, plan.heads).to(values.dtype))
+            if kept is None or torch.is_grad_enabled():  # what was kept has no past to differentiate in turn
+                with ctx.precision():
+                    rows = rows_of(cells, *(None if part is None else part[keys] for part in (matrix, bias)))
+            else:
+                rows = kept[:, keys]
+            key = leaf(split_heads(rows, plan.heads).to(values.dtype))
         with torch.enable_grad():
             basis, own = cast(Any, plan.row.basis)(key, real)
         if own is not None:  # the sums are relative to the peak of all blocks
             values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
         with full_precision(cells):
             upon = gradient_of_basis(plan, cells, real, values, weights)
-            rows = joined(plan, gradient(basis, key, upon), asked, cells)
+            upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
             wanted = ctx.needs_input_grad[1]
-            grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, rows) if wanted else None
-            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, rows)
+            grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted else None
+            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, upon_rows)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -308,14 +324,17 @@ class _Respond(torch.autograd.Function):
         *parts: Tensor | None,
     ) -> Tensor:
         ctx.row, ctx.precision, ctx.heads, ctx.dtype = row, precision(cells), query.shape[1], query.dtype
-        ctx.save_for_backward(cells, matrix, bias, slots, *parts)
+        kept = query if few(math.prod(query.shape[1:3]), cells) else None
+        ctx.save_for_backward(cells, matrix, bias, kept, slots, *parts)
         return combine(slots, row.coefficients(query, summary_of(parts)), cells)
 
     @staticmethod
     def backward(ctx: Any, upon: Tensor) -> Any:
-        cells, matrix, bias, slots, *parts = ctx.saved_tensors
-        with ctx.precision():
-            query = leaf(read(Reading(matrix, bias), cells, ctx.heads).to(ctx.dtype))
+        cells, matrix, bias, query, slots, *parts = ctx.saved_tensors
+        if query is None:
+            with ctx.precision():
+                query = read(Reading(matrix, bias), cells, ctx.heads).to(ctx.dtype)
+        query = leaf(query)
         inner = [query, *(None if part is None else leaf(part) for part in parts)]
         with torch.enable_grad():
             coefficients = ctx.row.coefficients(query, summary_of(inner[1:]))

@@ -20,8 +20,8 @@ from farfield.ops.grid import accumulation
 from farfield.ops.table import Operator, softmax_of_products, weight
 
 # Cells that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 cells is wrong
-# by up to 120 eps, a sum of products over 1,024 cells each by 3.
-BLOCK = 1024
+# by up to 120 eps, one over 2,048 by 2, a sum of many over 1,024 each by 3.
+PRODUCT, BLOCK = 2048, 1024
 # Cells of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
 WIDENED = 16384
 
@@ -138,7 +138,9 @@ def summarize(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete:
         torch.Size([2, 1, 8, 30])
     """
     if row.basis is None:  # each answering cell is a slot of its own
-        return Summary(value.mT, real.mT, real.sum(-1, keepdim=True), key.mT, None, row.answers.side_by_side, complete)
+        values = value.mT
+        keys = values if key is value else key.mT
+        return Summary(values, real.mT, real.sum(-1, keepdim=True), keys, None, row.answers.side_by_side, complete)
     with full_precision(value):
         dtype = accumulation(value.dtype)
         # A compiled loop would be of one length, and widens as it reads.
@@ -166,21 +168,22 @@ def sum_cells(
         values = sum_over_cells(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
         values = sum_over_cells(basis, value)
-    return Summary(values, weights, real.sum(-1, keepdim=True), None, peak, False, complete)
+    count = real[..., :1] * real.shape[-1] if complete else real.sum(-1, keepdim=True)
+    return Summary(values, weights, count, None, peak, False, complete)
 
 
 def sum_over_cells(rows: Tensor, cells: Tensor) -> Tensor:
-    """Σ_j rows_j ⊗ cells_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most BLOCK cells each."""
+    """Σ_j rows_j ⊗ cells_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most PRODUCT cells each."""
     length, dtype = cells.shape[-1], accumulation(cells.dtype)
     if dtype != cells.dtype:
         pieces = zip(rows.split(WIDENED, -1), cells.split(WIDENED, -1), strict=True)
         return torch.stack([sum_over_cells(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
-    if torch.compiler.is_compiling() or length <= BLOCK or cells.dtype == torch.float64:
+    if torch.compiler.is_compiling() or length <= PRODUCT or cells.dtype == torch.float64:
         return rows @ cells.mT
     if math.prod(cells.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
         samples = zip(rows.flatten(0, -3), cells.flatten(0, -3), strict=True)
         return torch.stack([sum_blocks(*sample) for sample in samples]).unflatten(0, cells.shape[:-2])
-    block = math.ceil(length / math.ceil(length / BLOCK))
+    block = math.ceil(length / math.ceil(length / PRODUCT))
     products = [r @ c.mT for r, c in zip(rows.split(block, -1), cells.split(block, -1), strict=True)]
     return torch.stack(products).sum(0) if len(products) > 2 else products[0] + products[1]
 
@@ -219,14 +222,16 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
     """
     slots = (summary.values / row.per(query, summary)).to(query.dtype)  # (b, h, r, c)
     if row.coefficients is softmax_of_products:  # never materialised: scaled_dot_product_attention is its kernel
-        return fused_softmax(query, summary, slots, scale)
+        same = summary.keys is summary.values and row.per is weight
+        keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
+        return fused_softmax(query, keys, slots, summary, scale)
     return slots.mT @ row.coefficients(query, summary)
 
 
-def fused_softmax(query: Tensor, summary: Summary, slots: Tensor, scale: float) -> Tensor:
+def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
     """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, cells, channels)`."""
-    keys = (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
-    q, k, v = (cells.contiguous() for cells in (query.mT, keys, slots))
+    q, v = query.mT.contiguous(), slots.contiguous()
+    k = v if keys is slots else keys.contiguous()
     if summary.complete:
         return F.scaled_dot_product_attention(q, k, v, scale=scale).mT
     real = (summary.weights > 0).mT  # (b, 1, 1, r)
@@ -237,4 +242,4 @@ def fused_softmax(query: Tensor, summary: Summary, slots: Tensor, scale: float) 
 
 def split_heads(cells: Tensor, heads: int) -> Tensor:
     """`(b, c, n)` to `(b, h, c/h, n)`, by view."""
-    return cells.unflatten(1, (heads, -1))
+    return cells[:, None] if heads == 1 else cells.unflatten(1, (heads, -1))
