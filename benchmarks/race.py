@@ -123,8 +123,6 @@ def race(contestants: Sequence[Contestant], grid: Tensor, *, backward: bool = Fa
         For each contestant its name, error, whether it is right; and, if it is, seconds, the fastest turn, peak bytes
         (None if compiled for a CPU, where they cannot be seen) and the bytes saved for the backward pass.
     """
-    if grid.device.type == "cpu":
-        keep_freed_memory()
     grid = grid.detach().requires_grad_(backward)
     runs = {each.name: each.prepared() for each in contestants}
     errors = {each.name: error_of(each, runs[each.name], grid, backward=backward) for each in contestants}

@@ -77,8 +77,8 @@ def rows_of(cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor
     if matrix is None:
         return cells
     # Expanded, or matmul would fold samples and cells into one dimension, by a copy of the cells.
-    rows = matrix.expand(cells.shape[0], -1, -1) @ cells
-    return rows if bias is None else rows + bias[:, None]
+    matrix = matrix.expand(cells.shape[0], -1, -1)
+    return matrix @ cells if bias is None else torch.baddbmm(bias[:, None], matrix, cells)
 
 
 def stacked(key: Reading, query: Reading) -> Reading:
@@ -118,16 +118,26 @@ def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, 
 
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     """`(b, g, p, m)`: slots `(b, g, s, p)` combined by coefficients `(b, h, r, m)`, in the memory order of `like`."""
-    coefficients = arranged(coefficients, slots)
-    if channels_last(like):
-        return (coefficients.mT @ slots).mT
-    return slots.mT @ coefficients
+    found = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
+    batch, wide = slots.shape[:2], channels_last(like)
+    slots, found = slots.flatten(0, 1), found.flatten(0, 1)
+    if found.shape[1] < slots.shape[1] and 8 * found.shape[1] > slots.shape[2]:  # many to copy for one slot more
+        last, slots = slots[:, -1:], slots[:, :-1]
+        response = torch.baddbmm(last, found.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, found)
+    else:
+        found = with_ones(found, slots.shape[1])
+        response = torch.bmm(found.mT, slots).mT if wide else torch.bmm(slots.mT, found)
+    return response.unflatten(0, batch)
 
 
 def arranged(coefficients: Tensor, slots: Tensor) -> Tensor:
     """Coefficients `(b, g, s, m)`: side by side those of heads that add up; 1 of a last slot that all take once."""
-    found = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
-    return found if found.shape[2] == slots.shape[2] else F.pad(found, (0, 0, 0, 1), value=1.0)
+    return with_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
+
+
+def with_ones(coefficients: Tensor, slots: int) -> Tensor:
+    """Coefficients `(…, r, m)` of as many slots: 1 of a last one there is no coefficient for."""
+    return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)
 
 
 def channels_last(cells: Tensor) -> bool:

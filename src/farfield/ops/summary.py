@@ -107,8 +107,20 @@ class Summary(NamedTuple):
         """
         dtype = self.values.dtype
         with full_precision(self.values):
-            values = self.values @ matrix.mT.to(dtype) + self.weights * bias[:, None].to(dtype)
-        return self._replace(values=values)
+            mapped = by_heads(self.values, matrix.to(dtype))
+            return self._replace(values=mapped + self.weights * bias[:, None].to(dtype))
+
+
+def by_heads(values: Tensor, matrix: Tensor) -> Tensor:
+    """Map values `(b, h, r, c)`, or `(b, 1, r, c)` that heads share, by `(h, p, c)`: to `(b, h, r, p)`.
+
+    As matmul would do it, a matrix would be copied for every sample, and kept for the backward pass.
+    """
+    batch, heads, slots, _ = values.shape
+    if heads == 1:
+        joined = values[:, 0] @ matrix.flatten(0, 1).mT.expand(batch, -1, -1)
+        return joined.unflatten(2, (matrix.shape[0], -1)).transpose(1, 2)
+    return torch.bmm(values.transpose(0, 1).flatten(1, 2), matrix.mT).unflatten(1, (batch, slots)).transpose(0, 1)
 
 
 def summarize(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete: bool = False) -> Summary:
