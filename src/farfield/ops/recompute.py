@@ -77,7 +77,7 @@ def rows_of(cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor
     if matrix is None:
         return cells
     # Expanded, or matmul would fold samples and cells into one dimension, by a copy of the cells.
-    matrix = matrix.expand(cells.shape[0], -1, -1)
+    matrix = matrix.to(cells.dtype).expand(cells.shape[0], -1, -1)  # sums of half precision are float32
     return matrix @ cells if bias is None else torch.baddbmm(bias[:, None], matrix, cells)
 
 

@@ -1,0 +1,78 @@
+"""Modules on a million cells: what is folded, read once or computed again is as precise as the plain body."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from farfield import ops
+from farfield.nn import GridAttention
+from farfield.ops import grid as cells_of_grids
+from farfield.ops import recompute
+from grids import relative_error
+
+PRECISIONS = {
+    "float32": (torch.float32, None),
+    "float16": (torch.float16, None),
+    "bfloat16": (torch.bfloat16, None),
+    "autocast float16": (torch.float32, torch.float16),
+    "autocast bfloat16": (torch.float32, torch.bfloat16),
+}
+# The others answer with every cell a slot, or divide by channels and leave float16's range.
+ROWS = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "kronecker_kv" else name  # 2,048 slots: half a minute
+    for name in ops.OPERATORS
+    if name not in ("softmax", "softmax_pooled", "dot", "factorized")
+]
+
+
+def _maps(row: str) -> str:
+    return "qvo" if row == "siamese_local" else "qkvo"
+
+
+def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch.dtype | None) -> dict[str, Tensor]:
+    """The response, and the gradients of the grid and of every parameter."""
+    grid = grid.detach().requires_grad_()
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        response = attention(grid)
+    names, parameters = zip(*attention.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(response, [grid, *parameters], upon.to(response.dtype))
+    return dict(zip(("response", "grid", *names), (response.detach(), *gradients), strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_million_cells_are_at_most_twice_as_far_off_as_the_plain_body(row, precision, monkeypatch):
+    dtype, autocast = PRECISIONS[precision]
+    torch.manual_seed(0)
+    attention = GridAttention(4, row, project=_maps(row)).to(dtype)
+    grid, upon = (torch.randn(1, 4, 1024, 1024) + shift for shift in (0.5, 0))
+    grid, upon = grid.to(dtype), upon.to(autocast or dtype)
+    wanted = _found(copy.deepcopy(attention).double(), grid.double(), upon.double(), None)
+    found = _found(attention, grid, upon, autocast)
+    for module in (recompute, cells_of_grids):
+        monkeypatch.setattr(module, "keeps_all", lambda *tensors: True)
+    plain = _found(attention, grid, upon, autocast)
+    eps = torch.finfo(autocast or dtype).eps
+    for name, exact in wanted.items():
+        assert found[name].dtype == plain[name].dtype
+        # Some gradients are sums that cancel, which no order of summing makes more precise than their terms.
+        limit = max(2 * relative_error(plain[name], exact), (4 if name == "response" else 8) * eps)
+        assert relative_error(found[name], exact) <= limit, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("project", ["", "v", "qk", "qkvo"])
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_modules_of_half_precision_answer_within_eight_eps(row, project, dtype):
+    torch.manual_seed(0)
+    project = project.replace("k", "") if row == "siamese_local" else project
+    attention = GridAttention(8, row, heads=2, project=project).to(dtype)
+    grid = torch.randn(2, 8, 5, 7).to(dtype)
+    response = attention(grid)
+    assert response.dtype == dtype
+    exact = copy.deepcopy(attention).double()(grid.double())
+    assert relative_error(response, exact) <= 8 * torch.finfo(dtype).eps
