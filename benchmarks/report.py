@@ -73,6 +73,9 @@ def picture(rows: list[Row], file: Path) -> None:
                 if points:
                     axes.plot(*zip(*points, strict=True), label=name, **style(index, name, bool(of_name[0]["rival"])))
             axes.set(xscale="log", yscale="log", xlabel="cells", ylabel="milliseconds" if scale > 1 else "megabytes")
+            cells = sorted({int(row["cells"]) for row in rows})
+            axes.set_xticks(cells, [f"{number:,}" for number in cells])
+            axes.set_xticks([], minor=True)
             axes.set_title(f"{'time' if scale > 1 else 'peak memory'}, {direction}")
             axes.grid(alpha=0.3, which="both")
     handles, labels = grid[0][0].get_legend_handles_labels()
