@@ -1,4 +1,4 @@
-"""What each process of the test of additions in several processes runs; a module so that a spawned one can import it."""
+"""What each process of the test of additions runs; a module of its own so that a spawned process can import it."""
 
 from __future__ import annotations
 
