@@ -312,6 +312,22 @@ def test_examples() -> None:
         remove(net)
 
 
+def test_a_model_without_numbers() -> None:
+    net = Net().to("meta")
+    added = insert(net, "stage", identity, example=image.to("meta"))["stage"]
+    assert added.query.weight.is_meta
+    assert net(image.to("meta")).shape == (2, 5)
+
+
+def test_a_network_that_learned_with_additions_comes_back() -> None:
+    net, other = Net().eval(), Net().eval()
+    insert(net, ["stem", "stage"], felt, example=image)
+    insert(other, ["stem", "stage"], identity, example=image)
+    assert not torch.equal(other(image), net(image))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other(image), net(image))
+
+
 def test_autocast_around_it_does_not_lower_the_precision() -> None:
     net = Net()
     with torch.autocast("cpu", dtype=torch.bfloat16):

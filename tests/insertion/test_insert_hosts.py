@@ -12,7 +12,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import ViTConfig, ViTModel
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from farfield import insert, remove
 from farfield.insertion import detector_places, resnet_places
@@ -59,11 +59,10 @@ class Host(NamedTuple):
 
 
 HOSTS = {
-    "resnet50 one": Host(torchvision.models.resnet50, "layer3", {"layer3": 1024}),
-    "resnet50 many": Host(
+    "resnet50": Host(
         torchvision.models.resnet50,
-        ["conv1", "layer4.*"],
-        {"conv1": 64, "layer4.0": 2048, "layer4.1": 2048, "layer4.2": 2048},
+        ["layer3", "conv1", "layer4.*"],
+        {"layer3": 1024, "conv1": 64, "layer4.0": 2048, "layer4.1": 2048, "layer4.2": 2048},
     ),
     "mobilenet_v2": Host(
         mobilenet, ["features.3", "features.18"], {"features.3": 24, "features.18": 1280}
@@ -152,9 +151,16 @@ def with_other_corner(example: Any) -> Any:
     return changed
 
 
+def at_one_place(host: Host) -> Host:
+    place, width = next(iter(host.widths.items()))
+    return host._replace(where=place, widths={place: width})
+
+
+@pytest.mark.parametrize("places", ["one", "many"])
 @pytest.mark.parametrize("name", HOSTS)
-def test_host(name: str) -> None:
-    host = HOSTS[name]
+def test_host(name: str, places: str) -> None:
+    host = HOSTS[name] if places == "many" else at_one_place(HOSTS[name])
+    assert (len(host.widths) > 1) == (places == "many")
     model = host.build().eval()
     base = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
@@ -191,6 +197,20 @@ def test_host(name: str) -> None:
     assert all(torch.equal(value, base[key]) for key, value in model.state_dict().items())
     with torch.no_grad():
         assert same(run(model, host.example), before)
+
+
+def test_an_entry_of_what_a_model_of_transformers_returns() -> None:
+    # Its outputs are dicts with attributes, and the head reads one of these.
+    model = ViTForImageClassification(hugging_face_vit().config).eval()
+    with torch.no_grad():
+        before = model(image).logits
+        example, place = {"pixel_values": image}, "vit[last_hidden_state]"
+        added = insert(model, place, make, example=example, layout="channels_last")[place]
+        assert torch.equal(model(image).logits, before)
+        nn.init.normal_(added.output.weight)
+        assert not torch.equal(model(image).logits, before)
+        remove(model)
+        assert torch.equal(model(image).logits, before)
 
 
 def test_far_cells_do_not_hear_of_a_corner_without_an_addition() -> None:

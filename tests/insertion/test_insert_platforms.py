@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import distributed_additions
 from farfield import insert, remove
 from small_hosts import Net, Pyramid, Tokens, felt, image
 
@@ -182,6 +183,18 @@ def test_distributed_training(net: nn.Module, tmp_path: Path) -> None:
             insert(parallel, "module.blocks", felt, example=image)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_two_processes_learn_as_one(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.multiprocessing.spawn(distributed_additions.run, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    net, images = distributed_additions.problem()
+    net(images).square().mean().backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name, weight in net.named_parameters():
+            torch.testing.assert_close(found[name], weight.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_lora_finds_the_maps_of_an_addition() -> None:

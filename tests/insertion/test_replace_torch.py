@@ -202,8 +202,12 @@ def test_encoder_is_the_product_in_eval_too(norm_first: bool, masked: bool) -> N
     assert worst_gradient(found[rows], wanted[rows], list(encoder.parameters())) < 200 * EPS
     with torch.no_grad():
         found = encoder.eval()(grid, src_key_padding_mask=padding)
+        other = encoder(torch.where(rows[..., None], grid, 7.0), src_key_padding_mask=padding)
+        alone = encoder(grid[:1, : int(rows[0].sum())])[0]
     assert relative(found[rows], wanted[rows]) < 50 * EPS
     assert relative(found[rows], original[rows]) > 0.01
+    assert torch.equal(other[rows], found[rows])
+    assert relative(alone, found[0][rows[0]]) < 50 * EPS
 
 
 def test_a_layer_alone_leaves_its_fast_path_and_refuses_nested_tensors() -> None:

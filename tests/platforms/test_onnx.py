@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,9 @@ def test_networks_at_five_image_sizes(tmp_path: Path, calibrate: Calibrate, name
     for size in [(1, 3, 224, 224), (3, 3, 96, 128), (2, 3, 161, 97), (4, 3, 65, 200), (1, 3, 33, 257)]:
         image = torch.randn(size)
         with torch.no_grad():
-            expected = net(image)
+            expected, exact = net(image), copy.deepcopy(net).double()(image.double())
         assert expected.std() > 0.1
-        torch.testing.assert_close(run(image), expected, rtol=0, atol=1e-4 * max(1.0, float(expected.abs().max())))
+        # SANet multiplies means by scores: on sizes far from those that its norms saw, logits of 14 are off by up to
+        # 5e-4 in torch's own float32.
+        own = float((expected - exact).abs().max())
+        torch.testing.assert_close(run(image), expected, rtol=0, atol=max(1e-4, 4 * own))

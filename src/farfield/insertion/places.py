@@ -106,7 +106,7 @@ def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> di
         ValueError: If two paths lead to one module, or there are none.
     """
     found: dict[Place, nn.Module] = {}
-    for pattern in [where] if isinstance(where, str) else where:
+    for pattern in [where] if isinstance(where, str) else where or ():
         path, entry = split_entry(caller, pattern)
         matches = list(matching(model, path))
         if not matches:

@@ -116,6 +116,6 @@ def put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> Non
     now = module._buffers.get(name)
     if name in module._non_persistent_buffers_set and now is not None and now.shape != value.shape:
         return
-    if not torch.equal(buffer, value):
+    if not (buffer.is_meta or torch.equal(buffer, value)):
         buffer.copy_(value)
     module._buffers[name] = buffer

@@ -106,9 +106,8 @@ class TimmAttention(nn.Module):
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         real = real_cells(caller, attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
-        response = attend_tokens(self.operator, query, key, value, real, scale=self.scale, dropout=dropout)[0].flatten(
-            2
-        )
+        cells, _ = attend_tokens(self.operator, query, key, value, real, scale=self.scale, dropout=dropout)
+        response = cells.flatten(2)
         # Older versions of timm have neither.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         if norm is not None:

@@ -16,6 +16,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.convolved import convolved, scale_and_shift
 from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import layers
+from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 
 
@@ -177,8 +178,10 @@ class AttentionBlock(Fusable):
 
     def average(self, grid: Tensor) -> Tensor:
         """Pool by the stride, rounded up as the padded depthwise convolution does: 7 cells by 2 are 4 on both paths."""
-        window = [min(self.stride, side) for side in grid.shape[2:]]  # torch refuses one that sticks out of a volume
-        return layers("AttentionBlock", self.rank).average_pool(grid, window, self.stride, ceil_mode=True)
+        # Not torch's pooling with ceil_mode, which AOTInductor compiles for sides of the example's parity alone.
+        strides = (self.stride,) * self.rank
+        cells = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
+        return windows(grid, strides, 0).sum(-1) / cells
 
 
 class SqueezeExcite(nn.Module):

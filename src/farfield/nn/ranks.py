@@ -1,12 +1,10 @@
-"""The layers that come once per rank in torch: convolution, batch norm and average pooling, found by rank."""
+"""The layers that come once per rank in torch: convolution and batch norm, found by rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 
 class Layers(NamedTuple):
@@ -14,13 +12,12 @@ class Layers(NamedTuple):
 
     convolution: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
     batch_norm: type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]
-    average_pool: Callable[..., Tensor]
 
 
 RANKS = {
-    1: Layers(nn.Conv1d, nn.BatchNorm1d, F.avg_pool1d),
-    2: Layers(nn.Conv2d, nn.BatchNorm2d, F.avg_pool2d),
-    3: Layers(nn.Conv3d, nn.BatchNorm3d, F.avg_pool3d),
+    1: Layers(nn.Conv1d, nn.BatchNorm1d),
+    2: Layers(nn.Conv2d, nn.BatchNorm2d),
+    3: Layers(nn.Conv3d, nn.BatchNorm3d),
 }
 
 
