@@ -50,33 +50,39 @@ inline void by_fours(int64_t count, const Work& work) {
   for (; i < count; ++i) work.template operator()<1>(i);
 }
 
-// The axes of a grid `(batch, channels, *sides)`: its last, along which memory runs, and the rows that the others count.
+// The axes of a grid `(batch, channels, *sides)`: memory runs along the last, `width`; rows of it along the last but one,
+// `height`, make a slab; the other axes count slabs.
 struct Axes {
   std::vector<int64_t> sides;
-  int64_t rows = 1, width, total = 0;
+  int64_t width, height, slabs = 1, total = 0;
 
-  explicit Axes(at::IntArrayRef all) : sides(all.vec()), width(sides.back()) {
+  explicit Axes(at::IntArrayRef all) : sides(all.vec()) {
     for (int64_t side : sides) total += side;
+    width = sides.back();
     sides.pop_back();
-    for (int64_t side : sides) rows *= side;
+    height = sides.back();
+    sides.pop_back();
+    for (int64_t side : sides) slabs *= side;
   }
-};
 
-// Walks over the rows of a grid, and knows where each of a row's indices stands among all axes side by side.
-struct Row {
-  const Axes& axes;
-  std::vector<int64_t> index = std::vector<int64_t>(axes.sides.size());
+  int64_t plane() const { return slabs * height * width; }
 
+  // Calls `each` with the place of each of a slab's indices among all axes side by side.
   template <class Each>
-  void places(const Each& each) const {
-    int64_t before = 0;
-    for (size_t axis = 0; axis < index.size(); before += axes.sides[axis++]) each(before + index[axis]);
-  }
-
-  void next() {
-    for (size_t axis = index.size(); axis-- > 0 && ++index[axis] == axes.sides[axis];) index[axis] = 0;
+  void places(int64_t slab, const Each& each) const {
+    int64_t behind = slabs, before = 0;
+    for (int64_t side : sides) {
+      behind /= side;
+      each(before + slab / behind % side);
+      before += side;
+    }
   }
 };
+
+// to = number + from
+inline void add_number(float number, const float* __restrict from, float* __restrict to, int64_t count) {
+  for (int64_t x = 0; x < count; ++x) to[x] = number + from[x];
+}
 
 // columns += `K` rows; sums = the sum of each row.
 template <int K>
@@ -87,13 +93,13 @@ inline void add_rows(const float* rows, int64_t width, float* __restrict columns
     Lanes found[K] = {};
     int64_t x = first;
     for (; x + WIDTH <= last; x += WIDTH) {
-      Lanes column = load(columns + x);
+      Lanes several = {};
       for (int k = 0; k < K; ++k) {
         const Lanes row = load(rows + k * width + x);
         found[k] += row;
-        column += row;
+        several += row;
       }
-      store(columns + x, column);
+      store(columns + x, load(columns + x) + several);
     }
     for (int k = 0; k < K; ++k) {
       float sum = sum_of(found[k]);
@@ -112,22 +118,34 @@ Tensor axis_sums(const Tensor& grid) {
   Tensor out = at::empty({grid.size(0), grid.size(1), axes.total}, grid.options());
   const float* from = grid.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  const int64_t width = axes.width, plane = axes.rows * width;
-  at::parallel_for(0, grid.size(0) * grid.size(1), tasks_a_thread(plane), [&](int64_t begin, int64_t end) {
+  const int64_t width = axes.width, height = axes.height;
+  at::parallel_for(0, grid.size(0) * grid.size(1), tasks_a_thread(axes.plane()), [&](int64_t begin, int64_t end) {
     std::vector<float> columns(width);
     std::vector<double> sums(axes.total);
+    double *last = sums.data() + axes.total - width, *upright = last - height;
+    int64_t held = 0;
+    const auto flush = [&] {
+      for (int64_t x = 0; x < width; ++x) last[x] += columns[x];
+      std::fill(columns.begin(), columns.end(), 0.0f);
+      held = 0;
+    };
     for (int64_t p = begin; p < end; ++p) {
       std::fill(sums.begin(), sums.end(), 0.0);
-      Row row{axes};
-      for (int64_t first = 0; first < axes.rows; first += ROWS) {
-        std::fill(columns.begin(), columns.end(), 0.0f);
-        by_fours(std::min(ROWS, axes.rows - first), [&]<int K>(int64_t r) {
+      for (int64_t slab = 0; slab < axes.slabs; ++slab) {
+        const float* rows = from + (p * axes.slabs + slab) * height * width;
+        double sum = 0;
+        by_fours(height, [&]<int K>(int64_t y) {
           double found[K];
-          add_rows<K>(from + p * plane + (first + r) * width, width, columns.data(), found);
-          for (int k = 0; k < K; ++k, row.next()) row.places([&](int64_t where) { sums[where] += found[k]; });
+          add_rows<K>(rows + y * width, width, columns.data(), found);
+          for (int k = 0; k < K; ++k) {
+            upright[y + k] += found[k];
+            sum += found[k];
+          }
+          if ((held += K) >= ROWS) flush();
         });
-        for (int64_t x = 0; x < width; ++x) sums[axes.total - width + x] += columns[x];
+        axes.places(slab, [&](int64_t where) { sums[where] += sum; });
       }
+      flush();
       std::copy(sums.begin(), sums.end(), to + p * axes.total);
     }
   });
@@ -142,17 +160,16 @@ Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides) {
   Tensor out = at::empty(sizes, vectors.options());
   const float* from = vectors.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  const int64_t width = axes.width, plane = axes.rows * width;
-  at::parallel_for(0, sizes[0] * sizes[1], tasks_a_thread(plane), [&](int64_t begin, int64_t end) {
+  const int64_t width = axes.width, height = axes.height;
+  at::parallel_for(0, sizes[0] * sizes[1], tasks_a_thread(axes.plane()), [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const float* vector = from + p * axes.total;
-      const float* __restrict last = vector + axes.total - width;
-      Row row{axes};
-      for (int64_t r = 0; r < axes.rows; ++r, row.next()) {
-        float lead = 0;
-        row.places([&](int64_t where) { lead += vector[where]; });
-        float* __restrict out_row = to + p * plane + r * width;
-        for (int64_t x = 0; x < width; ++x) out_row[x] = lead + last[x];
+      const float *last = vector + axes.total - width, *upright = last - height;
+      for (int64_t slab = 0; slab < axes.slabs; ++slab) {
+        float* rows = to + (p * axes.slabs + slab) * height * width;
+        float sum = 0;
+        axes.places(slab, [&](int64_t where) { sum += vector[where]; });
+        for (int64_t y = 0; y < height; ++y) add_number(sum + upright[y], last, rows + y * width, width);
       }
     }
   });

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops._kernels import library
@@ -62,7 +63,7 @@ def read_and_sum(
 
 
 def gradients_of_rows(
-    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
+    plan: Plan, cells: Tensor, real: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What `recompute.gradient_of_basis` and `recompute.joined` say of the rows, and the sum of rows ⊗ cells.
 
@@ -71,8 +72,15 @@ def gradients_of_rows(
     """
     upon = values[:, :, 1]  # (b, h, c)
     if not plan.shared:
-        upon = torch.diag_embed(upon, 0, 1, 2).transpose(2, 3).reshape(len(upon), plan.heads, -1)
-    ...
+        upon = torch.diag_embed(upon.transpose(1, 2)).permute(0, 3, 2, 1).flatten(2)
+    offset = (weights[:, :, 1] * real[:, 0]).contiguous()  # (b, h, n)
+    if asked is not None and plan.same:
+        offset = offset + asked.flatten(1, 2)
+    elif asked is not None:
+        upon = F.pad(upon, (0, 0, 0, plan.queries))
+        offset = torch.cat([offset, asked.flatten(1, 2)], 1)
+    rows, sums = torch.ops.farfield.read_and_sum(cells, upon.contiguous(), offset, None)
+    return rows, sums[:, 1:].sum(0)
 
 
 def answers_run(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> bool:
