@@ -116,22 +116,14 @@ def register() -> None:
 
 
 def why_not(*tensors: Tensor | None) -> Iterator[str]:
-    """Every reason against a kernel on such tensors, the most frequent first; none if it may run."""
+    """Every reason against a kernel on such tensors; none if it may run."""
     if os.environ.get(SWITCH) == "0":
         yield f"switched off ({SWITCH}=0)"
     elif text := problem():
         yield text
-    given = [tensor for tensor in tensors if tensor is not None]
-    if any(tensor.dtype != torch.float32 for tensor in given):
-        yield "not all in float32"
-    if any(tensor.device.type != "cpu" for tensor in given):
-        yield "not all on a CPU"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in given):
-        yield "a subclass of Tensor"
-    if not all(tensor.is_contiguous() for tensor in given):
-        yield "not all contiguous"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        yield "recorded by autograd, for a gradient of the gradient"
+    for tensor in tensors:
+        if tensor is not None:
+            yield from why_not_on(tensor)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         yield "compiled or traced"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -140,6 +132,21 @@ def why_not(*tensors: Tensor | None) -> Iterator[str]:
         yield "watched by a dispatch mode, which counts the equation"
 
 
+def why_not_on(tensor: Tensor) -> Iterator[str]:
+    """Every reason against a kernel that lies in one tensor."""
+    if tensor.dtype != torch.float32:
+        yield f"{tensor.dtype}, not torch.float32"
+    if tensor.device.type != "cpu":
+        yield f"on {tensor.device}, not on a CPU"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        yield f"a {type(tensor).__name__}, not a plain tensor"
+    if not tensor.is_contiguous():
+        yield f"strides {tuple(tensor.stride())}, not contiguous"
+    if tensor.requires_grad and torch.is_grad_enabled():
+        yield "recorded by autograd, for a gradient of the gradient"
+
+
 def runs(*tensors: Tensor | None) -> bool:
     """Whether a kernel may run on such tensors."""
-    return next(why_not(*tensors), None) is None
+    # A compiler need not follow further.
+    return not torch.compiler.is_compiling() and next(why_not(*tensors), None) is None
