@@ -20,7 +20,15 @@ from farfield.ops._kernels import library, sums
 from farfield.ops.grid import add_axes, along_axes
 
 EPS = torch.finfo(torch.float32).eps
-GRIDS = [(2, 32, 7, 9), (1, 3, 1, 13), (3, 32, 13, 1), (2, 32, 5, 3, 7), (1, 33, 67, 131), (2, 5, 2, 3, 5, 4), (1, 2, 3, 2051)]
+GRIDS = [
+    (2, 32, 7, 9),
+    (1, 3, 1, 13),
+    (3, 32, 13, 1),
+    (2, 32, 5, 3, 7),
+    (1, 33, 67, 131),
+    (2, 5, 2, 3, 5, 4),
+    (1, 2, 3, 2051),
+]
 
 
 @pytest.fixture(scope="session")
@@ -224,7 +232,7 @@ def test_nothing_is_built_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler, 'no-such-compiler' was not found; fix: apt-get install"):
+    with pytest.raises(RuntimeError, match="'no-such-compiler' was not found; fix: apt-get install"):
         library.build()
 
 

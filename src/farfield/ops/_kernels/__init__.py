@@ -1,1 +1,1 @@
-"""Kernels behind the equations: what they compute is written in `ops`, and they run only where nothing speaks against it."""
+"""Kernels behind the equations of `ops`: they compute the same, and run only where nothing speaks against it."""

@@ -52,7 +52,9 @@ def build() -> Path:
         return target
     compiler = os.environ.get("CXX", "c++")
     if sys.platform != "linux":
-        raise RuntimeError(f"kernels: they are written for Linux, this is {sys.platform}; the equations run everywhere.")
+        raise RuntimeError(
+            f"kernels: they are written for Linux, this is {sys.platform}; the equations run everywhere."
+        )
     if shutil.which(compiler) is None:
         fix = "apt-get install g++, or CXX=/path/to/compiler"
         raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")

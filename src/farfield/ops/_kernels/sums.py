@@ -42,7 +42,7 @@ def sums_run(plan: Plan, cells: Tensor, matrix: Tensor | None, bias: Tensor | No
 def read_and_sum(
     plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`recompute.rows_of`, and the values and weights of `recompute.summed`.
+    """Do what `recompute.rows_of` and `recompute.summed` do, in one pass over the cells.
 
     Returns:
         The rows `(b, rows, n)`, the values `(b, h, r, c)` and the weights `(b, h, r, 1)`.
@@ -65,7 +65,7 @@ def read_and_sum(
 def gradients_of_rows(
     plan: Plan, cells: Tensor, real: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `recompute.gradient_of_basis` and `recompute.joined` say of the rows, and the sum of rows ⊗ cells.
+    """Find what `recompute.gradient_of_basis` and `joined` say of the rows, and the sum of rows ⊗ cells.
 
     Returns:
         The gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`.
@@ -93,7 +93,7 @@ def answers_run(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> bo
 
 
 def gradients_of_response(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the queries and of the slots, `upon` `(b, g, p, m)` being read once for both.
+    """Find the gradients of queries and slots, reading `upon`, `(b, g, p, m)`, once for both.
 
     Args:
         row: The operator.
@@ -107,7 +107,9 @@ def gradients_of_response(row: Operator, upon: Tensor, query: Tensor, slots: Ten
     batch, groups, count, channels = slots.shape
     step, rows = 1 + COEFFICIENTS[row.coefficients], query.shape[1] // groups
     matrix = slots.flatten(0, 1)[:, : rows * step : step].contiguous()
-    found, sums = torch.ops.farfield.read_and_sum(upon.flatten(0, 1), matrix, None, query.reshape(-1, rows, upon.shape[3]))
+    found, sums = torch.ops.farfield.read_and_sum(
+        upon.flatten(0, 1), matrix, None, query.reshape(-1, rows, upon.shape[3])
+    )
     places = [1 + slot // step if slot < rows * step and slot % step == 0 else 0 for slot in range(count)]
     return found.view(query.shape), sums[:, places].view(batch, groups, count, channels)
 
