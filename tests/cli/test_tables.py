@@ -319,7 +319,7 @@ def test_info(run: Any) -> None:
     assert rows["farfield"] == __version__
     assert rows["torch"].startswith(torch.__version__)
     assert f"{torch.get_num_threads()} threads" in rows["processor"]
-    assert rows["kernels"].startswith("none yet")
+    assert rows["kernels"] == "CPU: switched off (FARFIELD_KERNELS=0)"
     assert rows["extra cli"] == "installed"
 
 

@@ -1,4 +1,4 @@
-"""The command line: `farfield demo | operators | models | cost | measure | plan | info` and those that train.
+"""The command line: `farfield demo | operators | models | cost | measure | plan | info | kernels` and those that train.
 
 Commands are functions `main(argv)` of modules that load when they are asked for.
 """
@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": Command("plan", "cli", "which operators fit a memory, what each takes, and when it pays"),
     "maps": Command("maps", "demo", "what a trained network attends to in a photograph: rows, basis masks, norms"),
     "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
+    "kernels": Command("kernels", "cli", "CPU kernels: whether they are there; --build compiles them"),
     "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
     "validate": Command("train", "train", "evaluate a checkpoint on the validation part"),
     "test": Command("train", "train", "evaluate a checkpoint on the test part"),

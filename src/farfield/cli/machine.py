@@ -10,6 +10,7 @@ import sys
 import torch
 
 import farfield
+from farfield.cli import kernels
 from farfield.cli.output import Row
 from farfield.cost.measuring import processor_name
 
@@ -23,7 +24,7 @@ def machine_rows() -> list[Row]:
         "processor": f"{processor_name()}, {torch.get_num_threads()} threads of PyTorch",
         "devices": devices(),
         **{f"extra {name}": text for name, text in extras().items()},
-        "kernels": "none yet: every operator runs as its equation, which torch.compile fuses",
+        "kernels": f"CPU: {kernels.state()}",
     }
     return [{"what": what, "value": value} for what, value in rows.items()]
 

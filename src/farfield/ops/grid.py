@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from farfield._checks import ShapeError, check_grid, check_mask, check_same_kind, shape_error
+from farfield.ops._kernels import library as kernels
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, sides of the whole
 
@@ -155,6 +156,8 @@ def along_axes(grid: Tensor, place: Place | None) -> Tensor:
     dtype = accumulation(grid.dtype)
     if place is None and not keeps_all(grid):
         return _AxisSums.apply(grid)
+    if place is None and len(axes) > 1 and kernels.runs(grid):
+        return cast(Tensor, torch.ops.farfield.axis_sums(grid))
     sums = [grid.sum(rest, dtype=dtype) if rest else grid.to(dtype) for rest in others]
     return torch.cat(at_place(sums, place), -1)
 
@@ -175,6 +178,21 @@ class _AxisSums(torch.autograd.Function):
         return add_axes(upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous(), ctx.sides)
 
 
+class _OuterSum(torch.autograd.Function):
+    """`add_axes`; its gradient is the axis sums, read once where a kernel reads once."""
+
+    @staticmethod
+    def forward(ctx: Any, responses: Tensor, sides: tuple[int, ...]) -> Tensor:
+        """Add up, and note the dtype."""
+        ctx.dtype = responses.dtype
+        return add_axes(responses, sides)
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor, None]:
+        """Every index takes the gradients of its cells."""
+        return along_axes(upon, None).to(ctx.dtype), None
+
+
 def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
     """A tile's axes inside those of the whole, zeros around them."""
     if place is None:
@@ -186,6 +204,11 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
 
 def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
+    if place is None and len(sides) > 1:
+        if not keeps_all(responses):
+            return _OuterSum.apply(responses, tuple(sides))
+        if kernels.runs(responses):
+            return cast(Tensor, torch.ops.farfield.outer_sum(responses, sides))
     parts = list(responses.split_with_sizes(list(sides if place is None else place[1]), -1))
     if place is not None:
         parts = [part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)]

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.ops._kernels import sums as kernels
 from farfield.ops.grid import keeps_all
 from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, split_heads, sum_over_cells, summarize
 from farfield.ops.table import Operator
@@ -103,7 +104,18 @@ def read_and_sum(
     plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
 ) -> tuple[Any, ...]:
     """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak."""
-    return summed(plan, cells, real, rows_of(cells, matrix, bias))
+    return rows_and_sums(plan, cells, real, matrix, bias)[1]
+
+
+def rows_and_sums(
+    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """The same, after the rows that were read `(b, rows, n)`."""
+    if matrix is not None and kernels.sums_run(plan, cells, matrix, bias):
+        rows, values, weights = kernels.read_and_sum(plan, cells, real, matrix, bias)
+        return rows, (asked_of(plan, rows), values, weights, real.sum(-1, keepdim=True), None)
+    rows = rows_of(cells, matrix, bias)
+    return rows, summed(plan, cells, real, rows)
 
 
 def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -112,8 +124,12 @@ def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, 
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else real.expand(-1, heads, -1, -1)
     value = cells[:, None] if plan.shared else split_heads(cells, heads)
     summary = summarize(plan.row, key, value, real, plan.complete)
-    query = split_heads(rows[:, rows.shape[1] - plan.queries :], heads) if plan.queries else None
-    return query, *summary[:3], summary.peak
+    return asked_of(plan, rows), *summary[:3], summary.peak
+
+
+def asked_of(plan: Plan, rows: Tensor) -> Tensor | None:
+    """The queries among the rows."""
+    return split_heads(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
 
 
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
@@ -221,8 +237,7 @@ class _ReadAndSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Any:
-        rows = rows_of(cells, matrix, bias)
-        found = summed(plan, cells, real, rows)
+        rows, found = rows_and_sums(plan, cells, real, matrix, bias)
         ctx.plan, ctx.precision = plan, precision(cells)
         kept = rows if matrix is not None and few(rows.shape[1], cells) else None
         ctx.save_for_backward(cells, real, matrix, bias, found[4], kept)
@@ -246,11 +261,15 @@ class _ReadAndSum(torch.autograd.Function):
         if own is not None:  # the sums are relative to the peak of all blocks
             values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
         with full_precision(cells):
-            upon = gradient_of_basis(plan, cells, real, values, weights)
-            upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
+            grad_matrix = None
+            if plan.keys and kernels.sums_run(plan, cells, matrix, bias):
+                upon_rows, grad_matrix = kernels.gradients_of_rows(plan, cells, real, asked, values, weights)
+            else:
+                upon = gradient_of_basis(plan, cells, real, values, weights)
+                upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
             wanted = ctx.needs_input_grad[1]
             grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted else None
-            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, upon_rows)
+            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -310,12 +329,12 @@ def gradient_of_cells(
 
 
 def gradients_of_reading(
-    cells: Tensor, matrix: Tensor | None, bias: Tensor | None, rows: Tensor | None
+    cells: Tensor, matrix: Tensor | None, bias: Tensor | None, rows: Tensor | None, found: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`(rows, c)` and `(rows,)`, summed over all cells of all samples."""
+    """`(rows, c)` and `(rows,)`, summed over all cells of all samples; the first may be found already."""
     if matrix is None or rows is None:
         return None, None
-    found = sum_over_cells(rows, cells).sum(0).to(matrix.dtype)
+    found = (sum_over_cells(rows, cells).sum(0) if found is None else found).to(matrix.dtype)
     return found, None if bias is None else rows.sum((0, 2), dtype=found.dtype).to(bias.dtype)
 
 
@@ -348,6 +367,9 @@ class _Respond(torch.autograd.Function):
         inner = [query, *(None if part is None else leaf(part) for part in parts)]
         with torch.enable_grad():
             coefficients = ctx.row.coefficients(query, summary_of(inner[1:]))
+        if kernels.answers_run(ctx.row, upon, query, slots):
+            grads = kernels.gradients_of_response(ctx.row, upon, query, slots)
+            return None, None, None, None, *grads, *(None for _ in parts)
         with full_precision(cells):
             # Under autocast the product, and so what is upon it, is of lower precision than its factors.
             taken = arranged(coefficients, slots).to(upon.dtype)

@@ -1,0 +1,49 @@
+"""`farfield kernels`: whether the CPU kernels are there, and building them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from farfield.cli.output import Column, Row, Table, add_formats, show
+
+
+def main(argv: Sequence[str]) -> None:
+    """Say what state the kernels are in, or build them first.
+
+    Args:
+        argv: The command's options.
+
+    Raises:
+        SystemExit: With status 2 for a wrong option.
+    """
+    parser = argparse.ArgumentParser(prog="farfield kernels", description=kernels_table.__doc__, allow_abbrev=False)
+    parser.add_argument("--build", action="store_true", help="compile them for this processor and this torch")
+    add_formats(parser)
+    arguments = parser.parse_args(argv)
+    show(kernels_table(arguments), arguments)
+
+
+def kernels_table(arguments: argparse.Namespace) -> Table:
+    """Say whether the CPU kernels run, where their library is, and what they take; with --build compile them first."""
+    from farfield.ops._kernels import library
+
+    if arguments.build:
+        library.build()
+    rows: list[Row] = [
+        {"what": "state", "value": state()},
+        {"what": "library", "value": str(library.path())},
+        {"what": "take", "value": "contiguous float32 grids on a CPU, of rank 2 or more for Kronecker rows"},
+        {"what": "switch", "value": f"{library.SWITCH}=0 turns them off"},
+    ]
+    return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
+
+
+def state() -> str:
+    """Whether kernels run on what they are made for, and every reason if not."""
+    import torch
+
+    from farfield.ops._kernels import library
+
+    reasons = list(library.why_not(torch.empty(0)))
+    return "; ".join(reasons) if reasons else "built"

@@ -1,0 +1,154 @@
+"""The library of CPU kernels: built when a user asks for it, loaded at first use if it is there.
+
+Nothing here runs on import, and nothing compiles but `build`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+# -fopenmp for compiling alone: the library finds the threads of the torch that loads it, not a second pool.
+FLAGS = ("-O3", "-march=native", "-fopenmp")
+# Set to 0, it switches all kernels off.
+SWITCH = "FARFIELD_KERNELS"
+
+
+def path() -> Path:
+    """Where the library of this torch, this source and this processor is, or would be."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    key = "\n".join((torch.__version__, sys.version, platform.machine(), processor, *FLAGS))
+    digest = hashlib.sha256(key.encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "farfield" / "kernels" / digest / "farfield_cpu.so"
+
+
+def build() -> Path:
+    """Compile the library into the cache folder, unless it is there already.
+
+    Returns:
+        Its path.
+
+    Raises:
+        RuntimeError: If there is no compiler or no ninja, or the compiler fails.
+    """
+    target = path()
+    if target.is_file():
+        return target
+    compiler = os.environ.get("CXX", "c++")
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"kernels: they are written for Linux, this is {sys.platform}; the equations run everywhere."
+        )
+    if shutil.which(compiler) is None:
+        fix = "apt-get install g++, or CXX=/path/to/compiler"
+        raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
+    # It says that there is no CUDA, which nobody asked for.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        from torch.utils import cpp_extension
+
+        cpp_extension.verify_ninja_availability()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f'kernels: {error}; fix: pip install "farfield[kernels]".') from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        try:
+            cpp_extension.load(
+                target.stem, str(SOURCE), extra_cflags=list(FLAGS), build_directory=folder, is_python_module=False
+            )
+        except RuntimeError as error:
+            raise RuntimeError(f"kernels: {compiler} cannot compile them; fix: another CXX=.\n{error}") from error
+        # Whole or not at all, also if two processes build at once.
+        os.replace(Path(folder) / target.name, target)
+    register()
+    problem.cache_clear()
+    return target
+
+
+@functools.cache
+def problem() -> str | None:
+    """Load the library; what is wrong with it, if something is."""
+    if hasattr(torch.ops.farfield, "axis_sums"):
+        return None
+    target = path()
+    if not target.is_file():
+        return "not built (farfield kernels --build)"
+    try:
+        torch.ops.load_library(target)
+        register()
+    except (OSError, RuntimeError) as error:
+        return f"{target} does not load: {error}"
+    return None
+
+
+def register() -> None:
+    """Tell torch what shapes the operations give."""
+
+    def axis_sums(grid: Tensor) -> Tensor:
+        return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]))
+
+    def outer_sum(vectors: Tensor, sides: Sequence[int]) -> Tensor:
+        return vectors.new_empty(*vectors.shape[:2], *sides)
+
+    def read_and_sum(
+        cells: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        slots = 1 + (matrix if weights is None else weights).shape[1]
+        rows = cells.new_empty(cells.shape[0], matrix.shape[1], cells.shape[2])
+        return rows, cells.new_empty(cells.shape[0], slots, cells.shape[1])
+
+    for shapes in (axis_sums, outer_sum, read_and_sum):
+        torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
+
+
+def why_not(*tensors: Tensor | None) -> Iterator[str]:
+    """Every reason against a kernel on such tensors; none if it may run."""
+    if os.environ.get(SWITCH) == "0":
+        yield f"switched off ({SWITCH}=0)"
+    elif text := problem():
+        yield text
+    for tensor in tensors:
+        if tensor is not None:
+            yield from why_not_on(tensor)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        yield "compiled or traced"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        yield "transformed by torch.func or in forward mode"
+    if torch._C._len_torch_dispatch_stack():
+        yield "watched by a dispatch mode, which counts the equation"
+
+
+def why_not_on(tensor: Tensor) -> Iterator[str]:
+    """Every reason against a kernel that lies in one tensor."""
+    if tensor.dtype != torch.float32:
+        yield f"{tensor.dtype}, not torch.float32"
+    if tensor.device.type != "cpu":
+        yield f"on {tensor.device}, not on a CPU"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        yield f"a {type(tensor).__name__}, not a plain tensor"
+    if not tensor.is_contiguous():
+        yield f"strides {tuple(tensor.stride())}, not contiguous"
+    if tensor.requires_grad and torch.is_grad_enabled():
+        yield "recorded by autograd, for a gradient of the gradient"
+
+
+def runs(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may run on such tensors."""
+    # A compiler need not follow further.
+    return not torch.compiler.is_compiling() and next(why_not(*tensors), None) is None

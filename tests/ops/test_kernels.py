@@ -1,0 +1,241 @@
+"""CPU kernels against the equations that they stand for: numbers, gradients, every reason not to run, and building."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farfield import cost, ops
+from farfield.nn import GridAttention
+from farfield.ops import _kernels
+from farfield.ops._kernels import library, sums
+from farfield.ops.grid import add_axes, along_axes
+
+EPS = torch.finfo(torch.float32).eps
+GRIDS = [
+    (2, 32, 7, 9),
+    (1, 3, 1, 13),
+    (3, 32, 13, 1),
+    (2, 32, 5, 3, 7),
+    (1, 33, 67, 131),
+    (2, 5, 2, 3, 5, 4),
+    (1, 2, 3, 2051),
+]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, built once for all test processes."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None or shutil.which("ninja") is None:
+        pytest.skip(f"no {compiler} or no ninja to build kernels with")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        path = library.build()
+        library.problem()
+    assert path.is_file()
+    return path
+
+
+@pytest.fixture
+def on(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run, on memory that holds NaN before it is written."""
+    monkeypatch.setenv(library.SWITCH, "1")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def off(run: Any, *arguments: Any) -> Any:
+    """The same by the equation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library.SWITCH, "0")
+        return run(*arguments)
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """Relative L2 error."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", GRIDS)
+def test_axis_and_outer_sums(on: None, shape: tuple[int, ...]) -> None:
+    grid = torch.randn(shape) + 0.3
+    assert library.runs(grid)
+    exact, found = along_axes(grid.double(), None), torch.ops.farfield.axis_sums(grid)
+    assert torch.equal(along_axes(grid, None), found)
+    assert distance(found, exact) <= 2 * EPS
+    scattered = torch.ops.farfield.outer_sum(found, shape[2:])
+    assert torch.equal(add_axes(found, shape[2:]), scattered)
+    assert torch.equal(off(add_axes, found, shape[2:]), scattered)
+
+
+def test_sums_over_a_million_cells(on: None) -> None:
+    grid = torch.rand(1, 2, 1024, 1024)
+    assert distance(along_axes(grid, None), along_axes(grid.double(), None)) <= 2 * EPS
+    cells, matrix = grid.flatten(2), torch.randn(1, 1, 2)
+    _, found = torch.ops.farfield.read_and_sum(cells, matrix, None, torch.rand(1, 1, 2**20))
+    assert distance(found[:, 0], cells.double().sum(-1)) <= 2 * EPS
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 63), (1, 33, 1), (3, 8, 5000), (1, 300, 1537), (0, 8, 4), (2, 7, 20011)])
+@pytest.mark.parametrize(("read", "offset", "given"), [(1, False, 0), (3, True, 0), (2, True, 1), (1, False, 4)])
+def test_rows_and_their_sums(on: None, shape: tuple[int, ...], read: int, offset: bool, given: int) -> None:
+    cells, matrix = torch.randn(shape) + 0.3, torch.randn(shape[0], read, shape[1])
+    start = torch.randn(shape[0], read, shape[2]) if offset else None
+    weights = torch.randn(shape[0], given, shape[2]) if given else None
+    rows, found = torch.ops.farfield.read_and_sum(cells, matrix, start, weights)
+    exact = matrix.double() @ cells.double() + (start.double() if offset else 0)
+    weighing = torch.cat([exact.new_ones(shape[0], 1, shape[2]), weights.double() if given else rows.double()], 1)
+    assert rows.shape == exact.shape
+    if shape[0]:
+        assert distance(rows, exact) <= 4 * EPS
+        assert distance(found, weighing @ cells.double().mT) <= 4 * EPS
+
+
+def test_operations_are_those_that_torch_expects(on: None) -> None:
+    grid, cells = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.farfield.axis_sums.default, (grid,), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
+    arguments = (cells, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
+    torch.library.opcheck(torch.ops.farfield.read_and_sum.default, arguments, test_utils=tests)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+ROWS = ("siamese", "siamese_local", "siamese_ones", "kronecker_qkv", "kronecker_kv")
+
+
+def answers(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The response, and the gradients of the grid and of all parameters."""
+    attention, leaf = attention.to(dtype), grid.to(dtype).requires_grad_()
+    response = attention(leaf, mask=mask)
+    upon = torch.randn(response.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = torch.autograd.grad(response, [leaf, *attention.parameters()], upon, allow_unused=True)
+    # Together: a bias' gradient alone is a few sums of numbers that cancel.
+    learned = [part.flatten() for part in found[1:] if part is not None]
+    return {"response": response.detach(), "grid": found[0], **({"parameters": torch.cat(learned)} if learned else {})}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("project", ["", "v", "qv", "qkvo"])
+@pytest.mark.parametrize("row", ROWS)
+def test_operators_answer_and_learn_as_by_the_equation(
+    on: None, row: str, project: str, heads: int, masked: bool
+) -> None:
+    project = project.replace("k", "") if row == "siamese_local" else project
+    attention = GridAttention(32, row, heads=heads, project=project)
+    for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
+        grid = torch.randn(shape)
+        mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
+        exact = answers(attention, grid, mask, torch.float64)
+        plain = off(answers, attention, grid, mask, torch.float32)
+        found = answers(attention, grid, mask, torch.float32)
+        for name in found:
+            # Numbers that cancel, as the gradient of a key's bias does, say nothing.
+            if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
+                assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
+
+
+def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for name in ("read_and_sum", "gradients_of_rows", "gradients_of_response"):
+        whole = getattr(sums, name)
+
+        def noted(*arguments: Any, whole: Any = whole, name: str = name) -> Any:
+            seen.append(name)
+            return whole(*arguments)
+
+        monkeypatch.setattr(sums, name, noted)
+    grid = torch.randn(2, 32, 5, 6, requires_grad=True)
+    GridAttention(32, "siamese")(grid).sum().backward()
+    assert seen == ["read_and_sum", "gradients_of_rows"]  # the gradient of a sum is expanded, which no kernel takes
+    answers(GridAttention(32, "siamese"), grid.detach(), None, torch.float32)
+    assert seen[2:] == ["read_and_sum", "gradients_of_response", "gradients_of_rows"]
+
+
+def test_gradients_have_gradients(on: None) -> None:
+    for row, name in product(("siamese", "kronecker_qkv"), ("1", "0")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(library.SWITCH, name)
+            grid = torch.randn(2, 32, 4, 5, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            torch.manual_seed(3)
+            attention = GridAttention(32, row)
+            if row == "kronecker_qkv":
+                response = ops.outer_sum(ops.axis_means(grid) ** 2, (4, 5))
+            else:
+                response = attention(grid)
+            (first,) = torch.autograd.grad((response**2).sum(), grid, create_graph=True)
+            (second,) = torch.autograd.grad((first**2).sum(), grid)
+        if name == "1":
+            found = second
+    assert torch.allclose(found, second, rtol=1e-4, atol=1e-5 * float(second.abs().max()))
+
+
+# ---- why not ---------------------------------------------------------------------------------------------------------
+def test_every_reason_is_told(on: None) -> None:
+    grid = torch.randn(2, 4, 5, 6)
+    assert list(library.why_not(grid)) == []
+    assert list(library.why_not(grid.double())) == ["torch.float64, not torch.float32"]
+    assert list(library.why_not(grid.to("meta"))) == ["on meta, not on a CPU"]
+    assert list(library.why_not(grid, None, grid.mT)) == ["strides (120, 30, 1, 6), not contiguous"]
+    assert list(library.why_not(grid.requires_grad_())) == ["recorded by autograd, for a gradient of the gradient"]
+    with torch.no_grad():
+        assert library.runs(grid)
+    reasons = off(lambda: list(library.why_not(grid.detach().half().mT)))
+    assert [reason.split()[0] for reason in reasons] == ["switched", "torch.float16,", "strides"]
+    with cost.memory.LiveBytes():
+        assert list(library.why_not(grid.detach())) == ["watched by a dispatch mode, which counts the equation"]
+
+
+@pytest.mark.parametrize("row", ["siamese", "kronecker_qkv"])
+def test_what_no_kernel_takes_is_answered_by_the_equation(on: None, row: str) -> None:
+    attention, grid = GridAttention(32, row).eval(), torch.randn(2, 32, 5, 6)
+    expected = off(attention, grid)
+    assert torch.allclose(attention(grid.contiguous(memory_format=torch.channels_last)), expected, atol=1e-5)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert torch.allclose(compiled(grid), expected, atol=1e-5)
+    assert torch.allclose(torch.func.vmap(attention)(grid[None])[0], expected, atol=1e-5)
+    exported = torch.export.export(attention, (grid,))
+    assert "farfield" not in str(exported.graph)
+    with torch.autocast("cpu"):
+        assert torch.allclose(attention(grid), off(attention, grid), atol=1e-2)
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+def test_nothing_is_built_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.torch.ops, "farfield", object(), raising=False)
+    library.problem.cache_clear()
+    try:
+        assert library.problem() == "not built (farfield kernels --build)"
+    finally:
+        library.problem.cache_clear()
+    assert list(tmp_path.iterdir()) == []
+    assert library.path().is_relative_to(tmp_path)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="'no-such-compiler' was not found; fix: apt-get install"):
+        library.build()
+
+
+def test_the_source_is_part_of_the_package() -> None:
+    assert library.SOURCE.parent == Path(_kernels.__file__).parent
+    assert "namespace" in library.SOURCE.read_text(encoding="utf-8")
