@@ -20,6 +20,8 @@ from farfield.ops import OPERATORS
 
 # The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
 SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
+# A grid of one cell a side is another program for torch: the deepest that is pooled by 2 as well has two of these.
+POOLED_SIZES = tuple((batch, height + 64, width + 64) for batch, height, width in SIZES)
 PATHS = (*OPERATORS, "squeeze_excite")
 
 
@@ -46,12 +48,17 @@ def short(path: str, stride: int = 1) -> nn.Module:
     return settled(nn.Sequential(ends[0], attention, ends[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)))
 
 
-def compiles_once(net: nn.Module, backend: str) -> None:
+def sizes_of(name: str) -> tuple[tuple[int, ...], ...]:
+    """Batches and images for a network or a path."""
+    return POOLED_SIZES if name.endswith("pooled") else SIZES
+
+
+def compiles_once(net: nn.Module, backend: str, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=counter)
     frames = 0
     with torch.no_grad():
-        for batch, *sides in SIZES:
+        for batch, *sides in sizes:
             image = torch.randn(batch, 3, *sides, dtype=torch.float64)
             torch.testing.assert_close(compiled(image), net(image))
             # torch traces a first call twice where it finds Python numbers among the tensors: batch norm's.
@@ -59,14 +66,15 @@ def compiles_once(net: nn.Module, backend: str) -> None:
     assert 0 < counter.frame_count == frames
 
 
-def exports(net: nn.Module) -> None:
-    # A grid of one cell a side is another program for torch: the smallest here leaves two to the deepest.
+def exports(net: nn.Module, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
+    # The smallest here leaves two cells a side to the deepest grid.
+    smallest = 33 if sizes is SIZES else 65
     batch = torch.export.Dim("batch", min=2, max=4096)
-    height, width = (torch.export.Dim(what, min=33, max=4096) for what in ("height", "width"))
-    image = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    height, width = (torch.export.Dim(what, min=smallest, max=4096) for what in ("height", "width"))
+    image = torch.randn(2, 3, *sizes[0][1:], dtype=torch.float64)
     program = torch.export.export(net, (image,), dynamic_shapes=({0: batch, 2: height, 3: width},)).module()
     with torch.no_grad():
-        for size, *sides in SIZES:
+        for size, *sides in sizes:
             image = torch.randn(size, 3, *sides, dtype=torch.float64)
             torch.testing.assert_close(program(image), net(image))
 
@@ -99,7 +107,7 @@ def test_a_strided_attention_block_compiles_once(path: str) -> None:
 
 @pytest.mark.parametrize("path", fast("kronecker_qkv", "siamese"))
 def test_blocks_export_with_free_batch_and_sides(path: str) -> None:
-    exports(short(path))
+    exports(short(path), sizes_of(path))
 
 
 @pytest.mark.slow
@@ -117,10 +125,10 @@ def test_a_base_block_of_any_rank_compiles_once(rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_networks_compile_once(name: str) -> None:
-    compiles_once(settled(MODELS[name](width=0.25, num_classes=4)), "aot_eager")
+    compiles_once(settled(MODELS[name](width=0.25, num_classes=4)), "aot_eager", sizes_of(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_networks_export_with_free_batch_and_sides(name: str) -> None:
-    exports(settled(MODELS[name](width=0.25, num_classes=4)))
+    exports(settled(MODELS[name](width=0.25, num_classes=4)), sizes_of(name))
