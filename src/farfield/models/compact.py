@@ -182,6 +182,10 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
             info.append({"num_chs": self.row_channels[row], "reduction": stride, "module": f"rows.{row}"})
         return info
 
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The image whose multiply-adds a model card counts: channels and sides."""
+        return (self.in_channels, side, side)
+
     def get_classifier(self) -> nn.Module:
         """Return the last layer, under the name that timm calls it by."""
         return self.classifier
