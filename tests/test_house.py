@@ -91,7 +91,9 @@ HOMES = {
     "torchmetrics": ("tasks/",),
     "jsonargparse": ("cli/",),
     "sklearn": ("data/", "cli/"),
-    "skimage": ("data/", "cli/"),
+    "skimage": ("data/", "cli/", "tasks/"),
+    "tifffile": ("data/", "tasks/", "streaming/"),
+    "zarr": ("tasks/", "streaming/"),
     "matplotlib": ("cli/", "explorer.py", "maps.py"),
     "rich": ("cli/", "tasks/"),
     "gradio": ("explorer.py",),
@@ -125,7 +127,7 @@ def test_ops_import_torch_jaxtyping_and_checks_only(path: Path) -> None:
 
 # ---- light import ----------------------------------------------------------------------------------------------------
 HEAVY = ("lightning", "pytorch_lightning", "torchvision", "transformers", "timm", "matplotlib", "sklearn", "skimage")
-HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft")
+HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft", "tifffile", "zarr")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -158,9 +158,9 @@ def test_the_halo_is_exactly_how_far_a_cell_sees(name: str, options: dict[str, A
     net = models.MODELS[name](rank=2, first_channels=2, **options).double()
     for weight in net.parameters():  # nothing is cut off by a ReLU
         nn.init.constant_(weight, 0.02)
-    side, seen = net.multiple * 20, 0
-    rising = torch.linspace(1, 2, side, dtype=torch.float64).expand(1, 1, net.multiple, side)
-    for cell in range(side // 2, side // 2 + net.multiple):
+    side, seen = net.multiples[0] * 20, 0
+    rising = torch.linspace(1, 2, side, dtype=torch.float64).expand(1, 1, net.multiples[0], side)
+    for cell in range(side // 2, side // 2 + net.multiples[0]):
         for grid in (rising, rising.flip(3)):  # the largest of a window is at its end
             grid = grid.clone().requires_grad_()
             net(grid)[..., cell].sum().backward()

@@ -62,8 +62,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         >>> import torch
         >>> from farfield.models.unet import UNet
         >>> net = UNet("unet_care", operator="siamese")
-        >>> net(torch.randn(1, 1, 8, 16, 16)).shape, net.multiple, net.halo
-        (torch.Size([1, 1, 8, 16, 16]), 4, 23)
+        >>> net(torch.randn(1, 1, 8, 16, 16)).shape, net.multiples, net.halo
+        (torch.Size([1, 1, 8, 16, 16]), (4, 4, 4), 23)
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         return torch.cat([restored, F.softplus(self.scale(features)) + SMALLEST_SCALE], 1)
 
     @property
-    def multiple(self) -> int:
-        """What every side of the grid must be a multiple of: 2^d."""
-        return 2**self.depth
+    def multiples(self) -> tuple[int, ...]:
+        """What each side of the grid must be a multiple of: 2^d."""
+        return (2**self.depth,) * self.rank
 
     @property
     def halo(self) -> int:
@@ -130,18 +130,18 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         care = self.name == "unet_care"
         spans = [
             (place, reach(place, place, self.depth, 2 * radius, None if care else radius))
-            for place in range(self.multiple)
+            for place in range(2**self.depth)
         ]
         stem = 0 if care else radius
         return stem + max(max(place - low, high - place) for place, (low, high) in spans)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """The grid whose multiply-adds a model card counts: channels and sides."""
-        return (self.in_channels, *[self.multiple * max(1, side // self.multiple)] * self.rank)
+        return (self.in_channels, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def check_grid(self, grid: Tensor) -> None:
         """Refuse what is not a floating-point batch of grids whose sides the net can halve d times."""
-        check_stack(self.name, grid, self.in_channels, self.rank, [self.multiple] * self.rank)
+        check_stack(self.name, grid, self.in_channels, self.rank, self.multiples)
 
 
 class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
@@ -198,7 +198,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         )
         self.config: dict[str, Any] = {**self.unet.config, "model": model}
         del self.config["rank"], self.config["in_channels"]
-        self.multiple = max(2**self.LEVELS, self.unet.multiple)
+        self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
         self.select = initialize(build_selection(self.LEVELS, self.CHANNELS))
 
     def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
@@ -207,12 +207,12 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
 
     def project(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b 1 y x"]:
         """Return the image that was selected from the stack."""
-        check_stack("unet_projection", stack, 1, 3, [1, self.multiple, self.multiple])
+        check_stack("unet_projection", stack, 1, 3, self.multiples)
         return (self.select(stack).softmax(2) * stack).sum(2)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """The stack whose multiply-adds a model card counts: channels and sides."""
-        side = self.multiple * max(1, side // self.multiple)
+        side = max(1, side // self.multiples[1]) * self.multiples[1]
         return 1, 16, side, side
 
 

@@ -192,7 +192,7 @@ def check_arguments(
         raise ValueError(f"{model}: kernel must be an odd number, got {kernel!r}; fix: 3 or 5.")
 
 
-def check_stack(model: str, grid: Tensor, channels: int, rank: int, multiples: list[int]) -> None:
+def check_stack(model: str, grid: Tensor, channels: int, rank: int, multiples: tuple[int, ...]) -> None:
     """Refuse what is not a floating-point batch of grids whose sides are multiples of some numbers."""
     names = ", ".join(("z", "y", "x")[3 - rank :])
     if grid.dim() != rank + 2 or grid.shape[1] != channels:
@@ -203,6 +203,6 @@ def check_stack(model: str, grid: Tensor, channels: int, rank: int, multiples: l
     if not grid.is_floating_point():
         raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), normalised.")
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
-        problem = f"the sides ({names}) must be multiples of {tuple(multiples)}."
+        problem = f"the sides ({names}) must be multiples of {multiples}."
         fix = "pad the grid, e.g. farfield.tasks.restoring.restore does, and crops what it restored."
         raise shape_error(model, problem, fix, grid=grid)
