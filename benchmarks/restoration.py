@@ -108,7 +108,9 @@ def table(runs: dict[str, list[Path]]) -> str:
     heads = "".join(f" {name.replace('_', ' ')}, dB |" for name in CONDITIONS)
     lines = [f"| operator |{heads} mean, dB | gain of each seed, dB | spread, dB | SSIM | minutes a run |"]
     lines.append("|---|" + "---|" * (len(CONDITIONS) + 5))
-    results = {name: [json.loads((run / "result.json").read_text()) for run in folders] for name, folders in runs.items()}
+    results = {
+        name: [json.loads((run / "result.json").read_text()) for run in folders] for name, folders in runs.items()
+    }
     before = next(iter(results.values()))[0]
     each = "".join(f" {before[f'{name}/psnr_before']:.2f} |" for name in CONDITIONS)
     lines.append(f"| the noisy stacks |{each} {before['psnr_before']:.2f} | | | {before['ssim_before']:.3f} | |")

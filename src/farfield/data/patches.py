@@ -96,9 +96,7 @@ def drawn_corners(
     bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
     # A projection's target says nothing of the depth.
     bright = np.broadcast_to(bright, sides)
-    inside = tuple(
-        slice(size // 2, size // 2 + side - size + 1) for side, size in zip(sides, patch, strict=True)
-    )
+    inside = tuple(slice(size // 2, size // 2 + side - size + 1) for side, size in zip(sides, patch, strict=True))
     places = np.flatnonzero(bright[inside])
     if not len(places):
         raise FolderError(

@@ -25,7 +25,7 @@ DRAW = 0
 
 
 class StackPairs(LightningDataModule):
-    """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), as CARE lays them out.
+    """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), laid out as CARE's.
 
     A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder a condition and
     one with the clean stacks, `train/low/a.tif` and `train/GT/a.tif`; or, as Tribolium's tests, TIFF files of several
@@ -199,8 +199,8 @@ class StackPairs(LightningDataModule):
             stacks = stack_of(path, rank + 1, None)
             if len(stacks) != count:
                 raise FolderError(
-                    f"StackPairs: {path} holds {len(stacks)} stacks; {count} are needed, for {len(self.sources)} sources "
-                    "and the clean one, which is last."
+                    f"StackPairs: {path} holds {len(stacks)} stacks; {count} are needed, for {len(self.sources)} "
+                    "sources and the clean one, which is last."
                 )
             return checked(path, stacks[index]), checked(path, stacks[-1]), name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition

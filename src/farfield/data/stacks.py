@@ -48,7 +48,8 @@ def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFi
     pairs = []
     for source in sources:
         files = {path.stem: path for path in stacks_in(folder / source)}
-        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack (--data.sources, --data.target)."
+        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
+        layout += "--data.sources and --data.target name the folders."
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
@@ -116,7 +117,9 @@ def stack_of(path: Path, rank: int, axes: str | None = None) -> Any:
         shape, found = series.shape, axes or series.axes
         keep = kept_axes(path, shape, found.upper(), rank)
         if series.dtype.kind not in "uif":
-            raise FolderError(f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
+            raise FolderError(
+                f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
+            )
         in_one_piece = series.dataoffset is not None
     try:
         # tifffile's own types do not know that a view has slices.
@@ -195,12 +198,17 @@ def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.flo
     wanted = "SC" + "ZYX"[-rank:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
         raise FolderError(
-            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; they must be {wanted}.'
+            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
+            f"they must be {wanted}."
         )
     order = [axes.index(axis) for axis in wanted]
     source, target = source.transpose(order), target.transpose(order)
     projected = target.shape[2] == 1 < source.shape[2] and rank == 3
-    if source.shape[:2] != (len(target), 1) or target.shape[1] != 1 or source.shape[2 + projected :] != target.shape[2 + projected :]:
+    if (
+        source.shape[:2] != (len(target), 1)
+        or target.shape[1] != 1
+        or source.shape[2 + projected :] != target.shape[2 + projected :]
+    ):
         raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are no pairs of one channel.")
     source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 # Percentiles between which the truth is brought to 0..1.
@@ -28,7 +28,7 @@ class CareMetrics(NamedTuple):
     nrmse: float
 
 
-def care_metrics(truth: ArrayLike, restored: ArrayLike) -> CareMetrics:
+def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
     """Compare a restored image or volume with the truth, up to a shift and a factor.
 
     `truth' = normalise(truth) - mean`, `restored' = a (restored - mean)`, `a = cov(restored, truth') / var(restored)`
@@ -74,7 +74,7 @@ def care_metrics(truth: ArrayLike, restored: ArrayLike) -> CareMetrics:
     )
 
 
-def scale(truth: np.ndarray, restored: np.ndarray) -> float:
+def scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
     """The factor that brings what was restored nearest to the truth; 0 for a constant."""
     variance = float(restored.var())
     if variance == 0:

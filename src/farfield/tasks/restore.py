@@ -126,7 +126,7 @@ class Restore(LightningModule):
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
         return self.output / name if several or not self.output.suffix else self.output
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """Return Adam, and the schedule that waits for the validation loss."""
         settings = self.hparams
         optimizer = torch.optim.Adam(

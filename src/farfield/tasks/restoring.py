@@ -66,7 +66,9 @@ def restore(network: nn.Module, stack: Any, *, device: torch.device | str = "cpu
             f"restore: the network restores stacks of {len(multiples)} sides, this one has {len(sides)}: {sides}."
         )
     # Split before and after; NumPy reflects as often as it must where a side is shorter than what it lacks.
-    margins = [(-side % multiple // 2, (-side % multiple + 1) // 2) for side, multiple in zip(sides, multiples, strict=True)]
+    margins = [
+        (-side % multiple // 2, (-side % multiple + 1) // 2) for side, multiple in zip(sides, multiples, strict=True)
+    ]
     padded = np.pad(np.asarray(stack[:], np.float32), margins, mode="reflect")
     with torch.inference_mode():
         restored = ScaledNetwork(network, low, high)(torch.from_numpy(padded)[None, None].to(device))
