@@ -86,8 +86,9 @@ class Training(LightningCLI):
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
-            parser.link_arguments("output", "model.output")
-            parser.link_arguments("overwrite", "model.overwrite")
+            parser.add_argument("--tile", type=list[int] | int | None, help="cells a side at a time; null: by memory")
+            for name in ("output", "overwrite", "tile"):
+                parser.link_arguments(name, f"model.{name}")
         parser.set_defaults(
             {
                 "checkpoint.filename": "best",
@@ -155,6 +156,10 @@ class Training(LightningCLI):
         if self.task == "classify":
             table = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {table.place(self.trainer)}")
+        elif self.task == "restore":
+            # One loader gives one list.
+            predictions: Any = self.trainer.predict_loop.predictions
+            rank_zero_info("\n".join(f"farfield predict: {place}" for place in predictions))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

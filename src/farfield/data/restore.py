@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,19 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from farfield.data.epochs import DrawnSamples, EpochSampler
 from farfield.data.folders import FolderError
 from farfield.data.patches import Patches
-from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, stack_of, stacks_in
+from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
 
 # Share of the patches that is held out, the last ones, where there is no folder for it.
 HELD_OUT = 0.1
 # The draw of patches does not change with the run's seed: what is held out stays held out.
 DRAW = 0
+
+
+class Several(NamedTuple):
+    """A file of several stacks, and which of them is meant."""
+
+    path: Path
+    place: int
 
 
 class StackPairs(LightningDataModule):
@@ -181,28 +188,20 @@ class StackPairs(LightningDataModule):
         folder = self._folder("test", "test_data")
         if folder is None:
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
-        pairs: list[tuple[str, str, Any]] = []
         several = stacks_in(folder)
-        for path in several:
-            count = len(self.sources) + 1
-            pairs += [(path.name, name, (path, count - 2 - place, count)) for place, name in enumerate(self.sources)]
-        if not several:
-            found = pairs_in(folder, self.sources, self.target)
-            pairs = [(pair.source.name, pair.condition, pair) for pair in found]
-        return Listed(pairs, self._test)
+        if several:
+            # The clean stack is the last, before it the first source, and so on.
+            names = list(enumerate(self.sources))
+            pairs = [(path.name, name, Several(path, -2 - place)) for path in several for place, name in names]
+            return Listed(pairs, self._test)
+        found = pairs_in(folder, self.sources, self.target)
+        return Listed([(pair.source.name, pair.condition, pair) for pair in found], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
-        rank = len(self.patch)
-        if len(place) == 3 and isinstance(place[1], int):
-            path, index, count = place
-            stacks = stack_of(path, rank + 1, None)
-            if len(stacks) != count:
-                raise FolderError(
-                    f"StackPairs: {path} holds {len(stacks)} stacks; {count} are needed, for {len(self.sources)} "
-                    "sources and the clean one, which is last."
-                )
-            return checked(path, stacks[index]), checked(path, stacks[-1]), name, condition
+        if isinstance(place, Several):
+            stacks = several_of(place.path, len(self.sources) + 1, len(self.patch))
+            return checked(place.path, stacks[place.place]), checked(place.path, stacks[-1]), name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:

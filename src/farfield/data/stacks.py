@@ -98,7 +98,7 @@ def opened(path: Path) -> tifffile.TiffFile:
     return file
 
 
-def stack_of(path: Path, rank: int, axes: str | None = None) -> Any:
+def stack_of(path: Path, rank: int, axes: str | None = None) -> NDArray[Any]:
     """Open a stack `(z, y, x)` or an image `(y, x)` without reading it, where the file allows that.
 
     Args:
@@ -107,26 +107,50 @@ def stack_of(path: Path, rank: int, axes: str | None = None) -> Any:
         axes: What the sides are, e.g. "ZYX"; None asks the file.
 
     Returns:
-        A memory map, or a Zarr view of a compressed file.
+        A memory map; an array of a compressed file.
 
     Raises:
         FolderError: If it cannot be read, or its axes are not those of one stack.
     """
     with opened(path) as file:
+        shape, found = file.series[0].shape, axes or file.series[0].axes
+    keep = kept_axes(path, shape, found.upper(), rank)
+    return array_of(path).reshape([shape[axis] for axis in keep])
+
+
+def several_of(path: Path, number: int, rank: int) -> NDArray[Any]:
+    """Open a file of several stacks, or images, side by side: the first side says which.
+
+    Raises:
+        FolderError: If it cannot be read, or holds another number of them.
+    """
+    whole = array_of(path)
+    whole = whole.reshape([side for side in whole.shape if side > 1])
+    if whole.ndim != rank + 1 or len(whole) != number:
+        raise FolderError(
+            f"StackPairs: {path} has the sides {whole.shape}; {number} stacks are needed, one for each source and the "
+            "clean one, which is last."
+        )
+    return whole
+
+
+def array_of(path: Path) -> NDArray[Any]:
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
+
+    Raises:
+        FolderError: If it cannot be read, or holds no grey levels.
+    """
+    with opened(path) as file:
         series = file.series[0]
-        shape, found = series.shape, axes or series.axes
-        keep = kept_axes(path, shape, found.upper(), rank)
         if series.dtype.kind not in "uif":
             raise FolderError(
                 f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
             )
         in_one_piece = series.dataoffset is not None
     try:
-        # tifffile's own types do not know that a view has slices.
-        whole: Any = tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
+        return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
     except (tifffile.TiffFileError, OSError, ValueError) as error:
         raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
-    return whole.reshape([shape[axis] for axis in keep])
 
 
 def kept_axes(path: Path, shape: Sequence[int], axes: str, rank: int) -> list[int]:

@@ -17,7 +17,6 @@ from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.replay import Replay
 from farfield.tasks.restoring import restore
-from farfield.tasks.stacks import check_output, write_stack
 
 Loss = Literal["mae", "laplace"]
 
@@ -45,6 +44,7 @@ class Restore(LightningModule):
         output: Where `predict` writes, .tif or .zarr; a folder for several stacks, or where there is no suffix. None
             writes `<name>-restored.tif` beside each.
         overwrite: Whether files that are there are replaced.
+        tile: Cells a side that are restored at a time; None for what memory allows. The result is the same.
 
     Raises:
         ShapeError: In the first batch, if the network's grids are not those of the targets.
@@ -68,11 +68,13 @@ class Restore(LightningModule):
         patience: int = 10,
         output: str | None = None,
         overwrite: bool = False,
+        tile: list[int] | int | None = None,
     ) -> None:
         super().__init__()
         # The network itself would be pickled into every checkpoint, and run on loading.
-        self.save_hyperparameters(ignore=["network", "output", "overwrite"])
-        self.network, self.output, self.overwrite = network, None if output is None else Path(output), overwrite
+        self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
+        self.network, self.overwrite, self.tile = network, overwrite, tile
+        self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
         """Return restored grids; of a probabilistic network means and scales."""
@@ -98,7 +100,7 @@ class Restore(LightningModule):
     def test_step(self, batch: tuple[Any, Any, str, str], batch_idx: int) -> None:
         """Restore a whole stack and measure it against the truth, beside the stack it was restored from."""
         stack, truth, _, condition = batch
-        after = care_metrics(truth, restore(self.network, stack, device=self.device))._asdict()
+        after = care_metrics(truth, restore(self.network, stack, tile=self.tile))._asdict()
         # A projection's truth has not the sides of the stack.
         before = care_metrics(truth, stack)._asdict() if stack.shape == truth.shape else {}
         values = {name: value for name, value in after.items() if not math.isnan(value)}
@@ -115,8 +117,8 @@ class Restore(LightningModule):
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
-        check_output(output, self.overwrite)
-        write_stack(output, restore(self.network, stack, device=self.device))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite, quiet=False)
         return str(output)
 
     def place(self, path: Path, name: str) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import nn
+
+from farfield.streaming import predict_whole
+from farfield.streaming.outputs import FileOutput, Wanted, check_path
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
@@ -36,46 +41,79 @@ class ScaledNetwork(nn.Module):
         return restored * self.range + self.low
 
 
-def restore(network: nn.Module, stack: Any, *, device: torch.device | str = "cpu") -> NDArray[np.float32]:
-    """Restore one stack: percentiles 2 and 99.8 become 0 and 1, reflect-pad, network, crop, and back.
+def restore(
+    network: nn.Module,
+    stack: Any,
+    *,
+    tile: int | Sequence[int | None] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+) -> Any:
+    """Restore one stack: percentiles 2 and 99.8 become 0 and 1, reflect-pad, network, crop, and back to grey levels.
+
+    Tile by tile where it does not fit in memory, attention over the whole of it all the same: see
+    `streaming.predict_whole`. A projection is restored in one piece.
 
     Args:
-        network: From `(1, 1, *sides)` to `(1, 1, *sides)`, or to `(1, 1, y, x)` for a projection. Its `multiples`, if
-            it has any, say what the sides are padded to.
-        stack: Anything with `shape` and slicing: `(z, y, x)`, or `(y, x)`.
-        device: Where the network is.
+        network: In eval mode, from grids `(1, 1, *sides)` to such grids; of a probabilistic one the means are kept.
+        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
+        tile: Cells a side that are written at a time; by default what memory allows.
+        out: A path ending in .tif or .zarr, for what does not fit in memory; None returns an array.
+        overwrite: Whether what is there is replaced.
+        quiet: Whether to say nothing of plan and progress.
 
     Returns:
-        The restored stack.
+        The restored stack, in float32: an array, or the file opened for reading.
 
     Raises:
-        ValueError: If the stack is constant, or not all of it is a number.
+        ValueError: If the stack is constant, has cells that are no numbers, or not as many sides as the network.
+        FileExistsError: If something is at the path.
 
-    Reference: Weigert et al. 2018.
+    Reference: SAN §4.5, Weigert et al. 2018.
 
     Example:
+        >>> from farfield import models
         >>> stack = np.random.default_rng(0).poisson(50, (5, 9, 11)).astype(np.uint16)
-        >>> np.abs(restore(nn.Identity(), stack) - stack).max() < 1e-4
-        True
+        >>> restore(models.unet_care("siamese", first_channels=4).eval(), stack).shape
+        (5, 9, 11)
     """
-    low, high = grey_levels(stack)
-    sides = tuple(stack.shape)
-    multiples = getattr(network, "multiples", (1,) * len(sides))
-    if len(multiples) != len(sides):
+    multiples = getattr(network, "multiples", (1,) * len(stack.shape))
+    if len(multiples) != len(stack.shape):
         raise ValueError(
-            f"restore: the network restores stacks of {len(multiples)} sides, this one has {len(sides)}: {sides}."
+            f"restore: the network restores grids of {len(multiples)} sides, this one has {len(stack.shape)}: "
+            f"{tuple(stack.shape)}."
         )
+    low, high = grey_levels(stack)
+    scaled = ScaledNetwork(network, low, high).eval()
+    if not hasattr(network, "project"):
+        each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
+        # The number of sides must be said: the first convolution of a foreign network need not have them.
+        tiles = None if tile is None else list(each)
+        return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
+    image = projected(scaled, stack, multiples)
+    if out is None:
+        return image
+    path = Path(out)
+    check_path("restore", path, overwrite)
+    output = FileOutput("restore", path, Wanted(image.shape, image.dtype, "YX", image.shape))
+    output.make()
+    output.write((slice(None), slice(None)), torch.from_numpy(image))
+    return output.finish()
+
+
+def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+    """Restore an image from a whole stack, padded to what the network's strides divide and cropped again."""
     # Split before and after; NumPy reflects as often as it must where a side is shorter than what it lacks.
-    margins = [
-        (-side % multiple // 2, (-side % multiple + 1) // 2) for side, multiple in zip(sides, multiples, strict=True)
-    ]
-    padded = np.pad(np.asarray(stack[:], np.float32), margins, mode="reflect")
+    lacking = [-side % multiple for side, multiple in zip(stack.shape, multiples, strict=True)]
+    padded = np.pad(
+        np.asarray(stack[:], np.float32), [(short // 2, short - short // 2) for short in lacking], "reflect"
+    )
+    parameter = next(network.parameters())
     with torch.inference_mode():
-        restored = ScaledNetwork(network, low, high)(torch.from_numpy(padded)[None, None].to(device))
-    restored = restored[0, 0].float().cpu().numpy()
-    # A projection has lost the first side.
-    kept = [slice(before, before + side) for side, (before, _) in zip(sides, margins, strict=True)]
-    return restored[tuple(kept[len(kept) - restored.ndim :])]
+        image = network(torch.from_numpy(padded).to(parameter)[None, None])[0, 0].float().cpu().numpy()
+    kept = (slice(short // 2, short // 2 + side) for short, side in zip(lacking[1:], stack.shape[1:], strict=True))
+    return image[tuple(kept)]
 
 
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
