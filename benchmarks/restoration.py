@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -72,11 +72,10 @@ def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]
         return
     common = ["--config", str(RECIPE), "--data.root", str(root), "--trainer.default_root_dir", str(folder)]
     common += ["--model.network.operator", "null" if operator == "none" else operator, *options]
-    started = time.monotonic()
+    started = processor_minutes()
     resumed = ["--ckpt_path", "last"] if list(folder.glob("version_*/checkpoints/last.ckpt")) else []
     run("fit", *common, "--seed_everything", str(seed), *resumed)
-    # Minutes of earlier sittings of a run that was killed.
-    minutes = (time.monotonic() - started) / 60
+    minutes = processor_minutes() - started
     measured = subprocess.run(
         [sys.executable, __file__, "measure", "--root", str(root), "--runs", str(folder)],
         check=True,
@@ -84,7 +83,15 @@ def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]
         text=True,
     )
     values = json.loads(measured.stdout.splitlines()[-1])
-    result.write_text(json.dumps({"minutes": round(minutes, 1), "resumed": bool(resumed), **values}, indent=2) + "\n")
+    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    spent = {} if resumed else {"processor_minutes": round(minutes, 1)}
+    result.write_text(json.dumps({**spent, **values}, indent=2) + "\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
 
 
 def measure(folder: Path, root: Path) -> dict[str, float]:
@@ -106,7 +113,7 @@ def measure(folder: Path, root: Path) -> dict[str, float]:
 def table(runs: dict[str, list[Path]]) -> str:
     """Lay out PSNR before and after, for each condition the mean over the seeds, as Markdown."""
     heads = "".join(f" {name.replace('_', ' ')}, dB |" for name in CONDITIONS)
-    lines = [f"| operator |{heads} mean, dB | gain of each seed, dB | spread, dB | SSIM | minutes a run |"]
+    lines = [f"| operator |{heads} mean, dB | gain of each seed, dB | spread, dB | SSIM | minutes of a core |"]
     lines.append("|---|" + "---|" * (len(CONDITIONS) + 5))
     results = {
         name: [json.loads((run / "result.json").read_text()) for run in folders] for name, folders in runs.items()
@@ -120,7 +127,7 @@ def table(runs: dict[str, list[Path]]) -> str:
         spread = f"{max(gains) - min(gains):.2f}" if len(gains) > 1 else "one seed"
         note = "" if min(gains) >= FLOOR else " (under-trained)"
         mean, ssim = (statistics.mean(run[what] for run in found) for what in ("psnr", "ssim"))
-        minutes = ", ".join(f"{run['minutes']:.0f}" for run in found)
+        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
         gained = ", ".join(f"{gain:.2f}" for gain in gains)
         lines.append(f"| `{name}`{note} |{each} {mean:.2f} | {gained} | {spread} | {ssim:.3f} | {minutes} |")
     return "\n".join(lines)
