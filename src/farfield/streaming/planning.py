@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from farfield._checks import unknown
+from farfield.nn import GridAttention
 from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
 from farfield.streaming.drafting import Draft, Pass
 from farfield.streaming.geometry import Placed, cores, overlap
@@ -27,6 +28,7 @@ class Plan:
         padding: Cells added before and after each side.
         tile: Cells a side that a tile writes.
         calls: Grids that attentions read, in the order of calls.
+        attentions: What reads them.
         passes: Summary passes, and the last, which writes.
         output: The network's output.
         channels: Of it.
@@ -41,6 +43,7 @@ class Plan:
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
     calls: tuple[Placed, ...]
+    attentions: tuple[GridAttention, ...]
     passes: tuple[Pass, ...]
     output: Placed
     channels: int
@@ -79,17 +82,15 @@ class Plan:
         sides, tile = (" × ".join(map(str, each)) for each in (self.sides, self.tile))
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
         text = [f"volume {sides} cells" + (" (padded)" if any(map(any, self.padding)) else "")]
-        text.append(
-            f"{len(self.cores)} tiles of {tile} cells that read {halo} more, about {self.tile_bytes / 2**20:,.0f} MiB each"
-        )
+        size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        text.append(f"{len(self.cores)} tiles of {tile} cells that read {halo} more, {size}")
         for index, each in enumerate(self.passes):
             names = ", ".join(f"{self.calls[call].name} ({self.summaries[call]:,} bytes)" for call in each.calls)
             what = f"summarize {names}" if names else "write"
             work = each.share * overlap(self.sides, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
-        text.append(
-            f"in all {self.recomputed:.2f} times the work of the network on the whole, {self.madds / 1e9:,.1f}G multiply-adds"
-        )
+        madds = f"{self.madds / 1e9:,.1f}G multiply-adds"
+        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {madds}")
         return text
 
 
@@ -120,7 +121,8 @@ def plan_whole(
         >>> from torch import nn
         >>> from farfield.nn import GridAttention
         >>> from farfield.streaming import plan_whole
-        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), GridAttention(8, "siamese"), nn.Conv2d(8, 1, 3, padding=1))
+        >>> attention = GridAttention(8, "siamese")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
         >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
         (16, 2, (2, 2))
@@ -148,6 +150,7 @@ def plan_whole(
         padding=padding,
         tile=cells,
         calls=tuple(each for each in placed if each.attends),
+        attentions=tuple(whole.attentions),
         passes=passes,
         output=placed[-1],
         channels=whole.steps[-1].shape[1],
@@ -159,7 +162,7 @@ def plan_whole(
 
 
 def rank_of(model: nn.Module, tile: object) -> int:
-    """The number of sides of what a model reads: as many as tile has numbers, else the rank of its first convolution."""
+    """How many sides a model reads: as many as tile has numbers, else the rank of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     ranks = {
@@ -174,7 +177,8 @@ def rank_of(model: nn.Module, tile: object) -> int:
     if rank is None:
         name = type(model).__name__
         raise ValueError(
-            f"predict_whole: {name} has no convolution that says how many sides a volume has; fix: one number of tile a side."
+            f"predict_whole: {name} has no convolution that says how many sides a volume has; "
+            f"fix: one number of tile a side."
         )
     return rank
 
