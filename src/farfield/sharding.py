@@ -15,7 +15,6 @@ import torch.distributed as distributed
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor import DTensor, Shard
 
 from farfield._checks import ShapeError
@@ -68,11 +67,12 @@ def sharded_attention(
         process; without `origin` a few integers before.
 
     Example:
-        >>> import tempfile, torch
+        >>> import pathlib, tempfile, torch
         >>> from farfield.nn import GridAttention
         >>> from farfield.sharding import sharded_attention
-        >>> with tempfile.NamedTemporaryFile() as store:
-        ...     torch.distributed.init_process_group("gloo", f"file://{store.name}", world_size=1, rank=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = pathlib.Path(folder, "store").as_uri()
+        ...     torch.distributed.init_process_group("gloo", store, world_size=1, rank=0)
         ...     layer, part = GridAttention(8, "siamese"), torch.randn(1, 8, 6, 5)
         ...     same = torch.allclose(sharded_attention(layer, part), layer(part), atol=1e-6)
         ...     torch.distributed.destroy_process_group()
@@ -149,8 +149,10 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
 
 def gather(message: Tensor, group: ProcessGroup | None) -> Tensor:
     """Every process's message, `(processes, numbers)`; gradients are summed over the processes."""
-    group = group or distributed.group.WORLD
-    return cast(Tensor, all_gather_tensor_autograd(message[None], 0, group))
+    # Not imported above: it warns where torch has no processes.
+    from torch.distributed.nn.functional import all_gather
+
+    return torch.stack(list(all_gather(message, group=group or distributed.group.WORLD)))
 
 
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:

@@ -1,4 +1,4 @@
-"""Volumes read from files of many kinds, predictions written to files: whole or not at all, whatever happens between."""
+"""Volumes read from files of many kinds; predictions in files, whole or not at all, whatever happens between."""
 
 from __future__ import annotations
 
@@ -215,6 +215,7 @@ def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch:
         return read(*arguments)
 
     with monkeypatch.context() as patch:
+        patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
         patch.setattr(streaming.driving.Stream, "read", counted)
         with pytest.raises(StopError):
             predict_whole(net, volume, tile=(6, 10, 12), out=out, quiet=True)
@@ -230,7 +231,7 @@ def test_finished_tiles_are_not_computed_again(begun: Path, volume: np.ndarray, 
     hook = net.last.register_forward_hook(lambda *call: probes.append(1))
     streaming.plan_whole(net, volume.shape, tile=(6, 10, 12))
     hook.remove()
-    assert 4 <= len(seen) - len(probes) <= 6
+    assert len(seen) - len(probes) == 4
 
 
 def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
@@ -284,19 +285,19 @@ FULL = """
     from farfield.streaming import predict_whole
     from streamed_nets import Hourglass, settled
 
-    net, volume = settled(Hourglass("siamese", 3)), np.ones((12, 20, 22), "float32")
+    net, volume = settled(Hourglass("siamese", 3)), np.random.default_rng(0).random((12, 20, 22), "float32")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
     for limit in (int(sys.argv[2]), resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            print(predict_whole(net, volume, tile=(6, 10, 12), out=sys.argv[1], quiet=True).shape)
+            print(predict_whole(net, volume, tile=(6, 20, 22), out=sys.argv[1], quiet=True).shape)
         except OSError as error:
             print(type(error).__name__, error)
 """
 
 
-@pytest.mark.parametrize(("suffix", "limit"), [(".npy", 20_000), (".tif", 20_000), (".zarr", 1_000)])
+@pytest.mark.parametrize(("suffix", "limit"), [(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)])
 def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_path: Path) -> None:
     script = textwrap.dedent(FULL).format(tests=str(Path(__file__).parents[1]))
     command = [sys.executable, "-c", script, str(tmp_path / f"out{suffix}"), str(limit)]

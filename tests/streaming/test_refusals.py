@@ -152,7 +152,7 @@ def test_saturated_and_constant_volumes() -> None:
     [
         ((8,), {}, ShapeError, r"a volume of 2 sides is \(\*sides\), .* got shape \(8,\)"),
         ((1, 1, 1, 8, 8), {}, ShapeError, r"a volume of 2 sides is .* got shape \(1, 1, 1, 8, 8\)"),
-        ((0, 8), {}, ShapeError, "has an empty side"),
+        ((0, 8), {}, ShapeError, "the volume has an empty side"),
         ((8, 8), {"tile": 0}, ShapeError, "a tile has one cell a side at least, got tile=0"),
         ((8, 8), {"tile": 4, "halo": (1, 2, 3)}, ShapeError, r"halo must be one number from 0.*got \(1, 2, 3\)"),
         ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be one number from 0.*got -1"),

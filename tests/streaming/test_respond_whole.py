@@ -115,6 +115,6 @@ def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatc
         respond_whole(settled(attention("averaged")), grid, tile=3, quiet=True)
     monkeypatch.setattr("farfield.streaming.layer.free_bytes", lambda device: 1000)
     with pytest.raises(
-        ValueError, match="summary of softmax is its grid, about .* bytes, and 1,000 are free; fix: an op"
+        ValueError, match=r"summary of softmax is its grid, about .* bytes, and 1,000 are free; fix: an op"
     ):
         respond_whole(settled(attention("softmax")), torch.zeros(6, 9, 9), tile=3, quiet=True)

@@ -143,7 +143,7 @@ def inside(index: np.ndarray, side: int, mode: str) -> np.ndarray:
 
 def checksum(grid: Tensor) -> int:
     """A checksum of numbers, by which a change of them is noticed."""
-    return zlib.crc32(memoryview(np.ascontiguousarray(grid.detach().to("cpu", torch.float32).numpy())))
+    return zlib.crc32(grid.detach().to("cpu", torch.float32).numpy().tobytes())
 
 
 def release(array: Any) -> None:

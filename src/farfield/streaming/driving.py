@@ -105,5 +105,6 @@ def progress_of(
 ) -> Progress:
     """Progress that is saved beside a file; elsewhere none is."""
     if isinstance(output, FileOutput):
-        return begin(caller, output, identity(), tuple(tile), overwrite)
+        with full_disk_says(caller, output.path):
+            return begin(caller, output, identity(), tuple(tile), overwrite)
     return Progress(None, {}, tuple(tile))

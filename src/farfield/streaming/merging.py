@@ -107,10 +107,9 @@ class Merged:
 def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
     """A summary on another device, its tensors in these dtypes."""
     remaining = iter(dtypes)
-    fields = {
-        name: part.to(device, next(remaining)) for name, part in summary._asdict().items() if isinstance(part, Tensor)
-    }
-    return summary._replace(**fields)
+    tensors = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
+    moved: dict[str, Any] = {name: part.to(device, next(remaining)) for name, part in tensors.items()}
+    return summary._replace(**moved)
 
 
 def summary_bytes(summary: Summary, asked: Gathered | None) -> int:

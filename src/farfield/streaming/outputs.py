@@ -240,7 +240,7 @@ def full_disk_says(caller: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL or caller in str(error):
             raise
         kept = f'finished tiles are in "{unfinished(path)}"'
         raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room and call it again.") from error
