@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,34 @@ from farfield.streaming.probing import Scale, find_scale, take
 from farfield.streaming.refusals import refuse_global, refuse_training
 
 
+class Call(NamedTuple):
+    """One call of an attention.
+
+    Attributes:
+        grid: What it reads.
+        attention: The module.
+        summary: Bytes of its summary.
+    """
+
+    grid: Placed
+    attention: GridAttention
+    summary: int
+
+
+class Output(NamedTuple):
+    """What the network returns.
+
+    Attributes:
+        grid: Where its cells lie.
+        channels: Of it.
+        dtype: Of it.
+    """
+
+    grid: Placed
+    channels: int
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `predict_whole` will do.
@@ -27,14 +56,10 @@ class Plan:
         sides: Of the volume, padded.
         padding: Cells added before and after each side.
         tile: Cells a side that a tile writes.
-        calls: Grids that attentions read, in the order of calls.
-        attentions: What reads them.
+        calls: Of attentions, in their order.
         passes: Summary passes, and the last, which writes.
-        output: The network's output.
-        channels: Of it.
-        dtype: Of it.
+        output: What the network returns.
         madds: Multiply-adds of the network on the whole.
-        summaries: Bytes of each attention's summary.
         tile_bytes: What a tile takes in memory, about: grids that are held at once.
     """
 
@@ -42,14 +67,10 @@ class Plan:
     sides: tuple[int, ...]
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
-    calls: tuple[Placed, ...]
-    attentions: tuple[GridAttention, ...]
+    calls: tuple[Call, ...]
     passes: tuple[Pass, ...]
-    output: Placed
-    channels: int
-    dtype: torch.dtype
+    output: Output
     madds: int
-    summaries: tuple[int, ...]
     tile_bytes: int
 
     @property
@@ -68,13 +89,13 @@ class Plan:
         # Beyond the end, so that a span that ends the volume does not take what is padded along.
         beyond = tuple(side + 1 for side in self.sides)
         own = tuple((before, side - after) for side, (before, after) in zip(self.sides, self.padding, strict=True))
-        pairs = zip(self.output.part(own, beyond), self.output.sides, strict=True)
+        pairs = zip(self.output.grid.part(own, beyond), self.output.grid.sides, strict=True)
         return tuple(span if any(map(any, self.padding)) else (0, side) for span, side in pairs)
 
     @property
     def written(self) -> tuple[int, ...]:
         """Cells a side of the output that a tile writes."""
-        return tuple(stop - start for start, stop in self.output.part(self.cores[0], self.sides))
+        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.sides))
 
     def lines(self) -> list[str]:
         """The plan in words."""
@@ -85,7 +106,8 @@ class Plan:
         size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         text.append(f"{len(self.cores)} tiles of {tile} cells that read {halo} more, {size}")
         for index, each in enumerate(self.passes):
-            names = ", ".join(f"{self.calls[call].name} ({self.summaries[call]:,} bytes)" for call in each.calls)
+            heard = [self.calls[call] for call in each.calls]
+            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)
             what = f"summarize {names}" if names else "write"
             work = each.share * overlap(self.sides, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
@@ -149,14 +171,10 @@ def plan_whole(
         sides=sides,
         padding=padding,
         tile=cells,
-        calls=tuple(each for each in placed if each.attends),
-        attentions=tuple(whole.attentions),
+        calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
         passes=passes,
-        output=placed[-1],
-        channels=whole.steps[-1].shape[1],
-        dtype=whole.steps[-1].dtype,
+        output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         madds=whole.madds[-1],
-        summaries=tuple(whole.summaries),
         tile_bytes=draft.tile_bytes(cells, passes[-1].halo),
     )
 

@@ -91,9 +91,9 @@ def predict_whole(
     if not quiet:
         print("\n".join(plan.lines()), file=sys.stderr)
     source = Source(volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect")
-    shape = plan.layout.shape(source.batch, plan.channels, [stop - start for start, stop in plan.kept])
-    axes = plan.layout.axes(plan.channels, len(plan.kept))
-    output = output_for("predict_whole", out, Wanted(shape, numpy_dtype(plan.dtype), axes, plan.written), volume)
+    shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
+    axes = plan.layout.axes(plan.output.channels, len(plan.kept))
+    output = output_for("predict_whole", out, Wanted(shape, numpy_dtype(plan.output.dtype), axes, plan.written), volume)
     identity = partial(identity_of, model, [volume], (plan.tile, plan.passes, plan.padding, pad, str(path)))
     progress = progress_of("predict_whole", output, identity, plan.tile, overwrite)
     return Prediction(
@@ -117,8 +117,7 @@ class Prediction:
     def __init__(self, model: nn.Module, plan: Plan, stream: Stream) -> None:
         self.model, self.plan, self.stream = model, plan, stream
         if len(plan.passes) > 1:
-            pairs = zip(plan.attentions, plan.calls, strict=True)
-            stream.merged = [Merged(attention, call.name) for attention, call in pairs]
+            stream.merged = [Merged(call.attention, call.grid.name) for call in plan.calls]
         self.answers: dict[int, tuple[Summary, Gathered | None]] = {}
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
@@ -154,7 +153,7 @@ class Prediction:
 
     def hear(self, call: int, grid: Tensor, mask: Tensor | None) -> None:
         """Summarize a tile's own cells."""
-        placed, merged = self.plan.calls[call], self.stream.merged[call]
+        placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         part = placed.part(self.core, self.plan.sides)
         cells = inner(part, placed.part(self.region, self.plan.sides))
         own, real = grid[cells], None if mask is None else mask[cells]
@@ -164,7 +163,7 @@ class Prediction:
 
     def respond(self, call: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Let what a tile reads respond to the whole."""
-        placed, merged = self.plan.calls[call], self.stream.merged[call]
+        placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         if call not in self.answers:
             self.answers[call] = merged.whole(grid.device)
         summary, asked = self.answers[call]
@@ -173,12 +172,12 @@ class Prediction:
 
     def write(self, found: Tensor) -> None:
         """Write a tile's own cells, without what was padded."""
-        plan, own = self.plan, self.plan.output.part(self.core, self.plan.sides)
+        plan, own = self.plan, self.plan.output.grid.part(self.core, self.plan.sides)
         kept = zip(own, plan.kept, strict=True)
         part = tuple((max(start, low), min(stop, high)) for (start, stop), (low, high) in kept)
         if any(start >= stop for start, stop in part):
             return
-        box = found[inner(part, plan.output.part(self.region, plan.sides))]
+        box = found[inner(part, plan.output.grid.part(self.region, plan.sides))]
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
-        shape = plan.layout.shape(found.shape[0], plan.channels, box.shape[2:])
+        shape = plan.layout.shape(found.shape[0], plan.output.channels, box.shape[2:])
         self.stream.output.write(box_index(shape, target), box.reshape(shape))
