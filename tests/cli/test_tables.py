@@ -240,8 +240,10 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
     assert lines["kronecker_qkv"][1:9] == words("0.21m 0.21m 99.87% 99.87% 3.4MB 3.4MB 99.73% 99.73%")
     assert set(OPERATORS) <= set(lines)
     # What executes here, counted.
-    assert lines["averaged"][-2] == "0.40m"
-    assert lines["kronecker_qkv"][-2] == "0.21m"
+    assert lines["averaged"][-3] == "0.40m"
+    assert lines["kronecker_qkv"][-3] == "0.21m"
+    # What a process sends: of 8 samples 8 · 8 values, 8 weights and a count, in float32.
+    assert lines["averaged"][-1] == "2.3kB"
     assert "KAN Table 2" in text
 
 

@@ -77,9 +77,9 @@ class Source:
         self,
         array: Any,
         layout: Layout,
-        *,
         device: torch.device,
         dtype: torch.dtype,
+        *,
         padding: Sequence[Span] | None = None,
         mode: str = "reflect",
     ) -> None:
@@ -103,7 +103,7 @@ class Source:
         ]
         mapped = [inside(index, side, self.mode) for index, side in zip(indices, own, strict=True)]
         slices = [slice(int(index.min()), int(index.max()) + 1) for index in mapped]
-        grid = self.to_grid(self.array[(..., *slices)] if isinstance(self.array, Tensor) else self.slice(slices))
+        grid = self.to_grid(self.box(slices))
         for axis, (index, wanted, side) in enumerate(zip(mapped, indices, own, strict=True)):
             if (index != wanted).any():
                 grid = grid.index_select(axis + 2, torch.from_numpy(index - index.min()).to(grid.device))
@@ -112,10 +112,13 @@ class Source:
                     grid = grid.index_fill(axis + 2, torch.from_numpy(outside).to(grid.device), 0)
         return grid
 
-    def slice(self, slices: Sequence[slice]) -> np.ndarray:
-        """Copy a box out of an array that is no tensor; what it maps into memory is let go again."""
+    def box(self, slices: Sequence[slice]) -> Any:
+        """Copy a box out of the array; what it maps into memory is let go again."""
         leading = (slice(None),) * (len(self.shape) - self.layout.rank)
-        box = np.asarray(self.array[(*leading, *slices)])
+        box: Any = self.array[(*leading, *slices)]
+        if isinstance(box, Tensor):
+            return box
+        box = np.asarray(box)
         if box.dtype.kind not in "bfiu":
             raise TypeError(f'a volume must hold numbers, got {box.dtype}; fix: volume.astype("float32").')
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
@@ -140,7 +143,7 @@ def inside(index: np.ndarray, side: int, mode: str) -> np.ndarray:
 
 def checksum(grid: Tensor) -> int:
     """A checksum of numbers, by which a change of them is noticed."""
-    return zlib.crc32(np.ascontiguousarray(grid.detach().to("cpu", torch.float32).numpy()))
+    return zlib.crc32(grid.detach().to("cpu", torch.float32).numpy().tobytes())
 
 
 def release(array: Any) -> None:

@@ -108,7 +108,8 @@ class Draft:
         wanted = (halo,) * len(self.sides) if isinstance(halo, int) else tuple(halo)
         if len(wanted) != len(self.sides) or min(wanted) < 0:
             raise ShapeError(
-                f"predict_whole: halo must be one number from 0, or one for each of {len(self.sides)} sides, got {halo!r}."
+                f"predict_whole: halo must be one number from 0, or one for each of {len(self.sides)} sides, "
+                f"got {halo!r}."
             )
         return tuple(rounded_up(cells, multiple) for cells, multiple in zip(wanted, self.scale.multiple, strict=True))
 
@@ -122,8 +123,8 @@ class Draft:
             if (grid.attends or grid.name == OUTPUT) and grid.along[axis] is None:
                 what = "what attends" if grid.attends else "what is returned"
                 raise NotLocalError(
-                    f"predict_whole: side {axis} of the volume is no side of {what}, {grid.name}, so tiles must not cut "
-                    f"it; fix: tile=None on that side."
+                    f"predict_whole: side {axis} of the volume is no side of {what}, {grid.name}, so tiles must not "
+                    f"cut it; fix: tile=None on that side."
                 )
         if given is not None:
             return [(given[axis], given[axis])] * len(self.placed)
@@ -189,8 +190,8 @@ class Draft:
         for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
             if is_grid(attention) and size > SUMMARY_SHARE * free:
                 raise ValueError(
-                    f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, and "
-                    f"{free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+                    f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
+                    f"and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
                 )
 
 

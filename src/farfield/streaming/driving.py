@@ -84,7 +84,7 @@ class Stream:
         """Read a region of a volume around a tile's own cells, and see that these hold what they held before."""
         volume = self.volumes[name]
         grid = volume.source.read(region)
-        found = checksum(grid[(..., *inner(volume.tiles[index], region))])
+        found = checksum(grid[inner(volume.tiles[index], region)])
         sums = self.progress.checksums.setdefault(name, [])
         if index == len(sums):
             sums.append(found)
@@ -105,5 +105,6 @@ def progress_of(
 ) -> Progress:
     """Progress that is saved beside a file; elsewhere none is."""
     if isinstance(output, FileOutput):
-        return begin(caller, output, identity(), tuple(tile), overwrite)
+        with full_disk_says(caller, output.path):
+            return begin(caller, output, identity(), tuple(tile), overwrite)
     return Progress(None, {}, tuple(tile))

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farfield.streaming.arrays import Region, Span
 
@@ -90,9 +90,9 @@ def overlap(sides: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
     return sum(cells_of(halo.around(core, sides)) for core in cores(sides, tile)) / math.prod(sides)
 
 
-def inner(part: Region, read: Region) -> tuple[slice, ...]:
+def inner(part: Region, read: Region) -> tuple[Any, ...]:
     """The index of a part in the grid of what was read."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, read, strict=True))
+    return (..., *(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, read, strict=True)))
 
 
 def rounded_up(number: int | Fraction, multiple: int) -> int:

@@ -137,8 +137,8 @@ def checked_output(model: nn.Module, output: Any) -> Tensor:
         kind = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
         name = type(model).__name__
         raise TypeError(
-            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *sides); fix: a module around it that "
-            f"returns the grid."
+            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *sides); fix: a module around it "
+            f"that returns the grid."
         )
     return output
 

@@ -52,8 +52,7 @@ class Merged:
         Raises:
             ValueError: If they are not finite: one such cell would reach every other.
         """
-        place = {"mask": mask, "origin": origin, "sides": sides}
-        self.hear(self.attention.summarize(grid, **place), origin)
+        self.hear(self.attention.summarize(grid, mask=mask, origin=origin, sides=sides), origin)
         self.masked = self.masked or mask is not None
 
     def ask(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], sides: tuple[int, ...]) -> None:
@@ -108,7 +107,9 @@ class Merged:
 def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
     """A summary on another device, its tensors in these dtypes."""
     remaining = iter(dtypes)
-    return Summary(*(part.to(device, next(remaining)) if isinstance(part, Tensor) else part for part in summary))
+    tensors = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
+    moved: dict[str, Any] = {name: part.to(device, next(remaining)) for name, part in tensors.items()}
+    return summary._replace(**moved)
 
 
 def summary_bytes(summary: Summary, asked: Gathered | None) -> int:

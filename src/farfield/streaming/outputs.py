@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def make_npy(path: Path, wanted: Wanted) -> Any:
     return np.lib.format.open_memmap(path, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
 
 
-def open_npy(path: Path, mode: str) -> Any:
+def open_npy(path: Path, mode: Literal["r", "r+"]) -> Any:
     """The same, that was made before."""
     return np.lib.format.open_memmap(path, mode=mode)
 
@@ -54,11 +54,11 @@ def make_tiff(path: Path, wanted: Wanted) -> Any:
     import tifffile
 
     large = np.prod(wanted.shape, dtype=np.int64) * wanted.dtype.itemsize > 2**31
-    options = {"photometric": "minisblack", "bigtiff": bool(large), "metadata": {"axes": wanted.axes}}
+    options: dict[str, Any] = {"photometric": "minisblack", "bigtiff": bool(large), "metadata": {"axes": wanted.axes}}
     return tifffile.memmap(path, shape=wanted.shape, dtype=wanted.dtype, **options)
 
 
-def open_tiff(path: Path, mode: str) -> Any:
+def open_tiff(path: Path, mode: Literal["r", "r+"]) -> Any:
     """The same, that was made before."""
     import tifffile
 
@@ -80,7 +80,7 @@ def make_zarr(path: Path, wanted: Wanted) -> Any:
     return zarr.create_array(str(path), shape=wanted.shape, chunks=tuple(chunks), dtype=wanted.dtype)
 
 
-def open_zarr(path: Path, mode: str) -> Any:
+def open_zarr(path: Path, mode: Literal["r", "r+"]) -> Any:
     """The same, that was made before."""
     import zarr
 
@@ -98,7 +98,7 @@ class Format(NamedTuple):
     """
 
     make: Callable[[Path, Wanted], Any]
-    open: Callable[[Path, str], Any]
+    open: Callable[[Path, Literal["r", "r+"]], Any]
     mapped: bool
 
 
@@ -240,7 +240,7 @@ def full_disk_says(caller: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL or caller in str(error):
             raise
         kept = f'finished tiles are in "{unfinished(path)}"'
         raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room and call it again.") from error

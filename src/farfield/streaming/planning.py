@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from farfield._checks import unknown
+from farfield.nn import GridAttention
 from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
 from farfield.streaming.drafting import Draft, Pass
 from farfield.streaming.geometry import Placed, cores, overlap
 from farfield.streaming.listening import Trace, trace
 from farfield.streaming.probing import Scale, find_scale, take
 from farfield.streaming.refusals import refuse_global, refuse_training
+
+
+class Call(NamedTuple):
+    """One call of an attention.
+
+    Attributes:
+        grid: What it reads.
+        attention: The module.
+        summary: Bytes of its summary.
+    """
+
+    grid: Placed
+    attention: GridAttention
+    summary: int
+
+
+class Output(NamedTuple):
+    """What the network returns.
+
+    Attributes:
+        grid: Where its cells lie.
+        channels: Of it.
+        dtype: Of it.
+    """
+
+    grid: Placed
+    channels: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -26,13 +56,10 @@ class Plan:
         sides: Of the volume, padded.
         padding: Cells added before and after each side.
         tile: Cells a side that a tile writes.
-        calls: Grids that attentions read, in the order of calls.
+        calls: Of attentions, in their order.
         passes: Summary passes, and the last, which writes.
-        output: The network's output.
-        channels: Of it.
-        dtype: Of it.
+        output: What the network returns.
         madds: Multiply-adds of the network on the whole.
-        summaries: Bytes of each attention's summary.
         tile_bytes: What a tile takes in memory, about: grids that are held at once.
     """
 
@@ -40,13 +67,10 @@ class Plan:
     sides: tuple[int, ...]
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
-    calls: tuple[Placed, ...]
+    calls: tuple[Call, ...]
     passes: tuple[Pass, ...]
-    output: Placed
-    channels: int
-    dtype: torch.dtype
+    output: Output
     madds: int
-    summaries: tuple[int, ...]
     tile_bytes: int
 
     @property
@@ -65,13 +89,13 @@ class Plan:
         # Beyond the end, so that a span that ends the volume does not take what is padded along.
         beyond = tuple(side + 1 for side in self.sides)
         own = tuple((before, side - after) for side, (before, after) in zip(self.sides, self.padding, strict=True))
-        pairs = zip(self.output.part(own, beyond), self.output.sides, strict=True)
+        pairs = zip(self.output.grid.part(own, beyond), self.output.grid.sides, strict=True)
         return tuple(span if any(map(any, self.padding)) else (0, side) for span, side in pairs)
 
     @property
     def written(self) -> tuple[int, ...]:
         """Cells a side of the output that a tile writes."""
-        return tuple(stop - start for start, stop in self.output.part(self.cores[0], self.sides))
+        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.sides))
 
     def lines(self) -> list[str]:
         """The plan in words."""
@@ -79,17 +103,16 @@ class Plan:
         sides, tile = (" × ".join(map(str, each)) for each in (self.sides, self.tile))
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
         text = [f"volume {sides} cells" + (" (padded)" if any(map(any, self.padding)) else "")]
-        text.append(
-            f"{len(self.cores)} tiles of {tile} cells that read {halo} more, about {self.tile_bytes / 2**20:,.0f} MiB each"
-        )
+        size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        text.append(f"{len(self.cores)} tiles of {tile} cells that read {halo} more, {size}")
         for index, each in enumerate(self.passes):
-            names = ", ".join(f"{self.calls[call].name} ({self.summaries[call]:,} bytes)" for call in each.calls)
+            heard = [self.calls[call] for call in each.calls]
+            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)
             what = f"summarize {names}" if names else "write"
             work = each.share * overlap(self.sides, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
-        text.append(
-            f"in all {self.recomputed:.2f} times the work of the network on the whole, {self.madds / 1e9:,.1f}G multiply-adds"
-        )
+        madds = f"{self.madds / 1e9:,.1f}G multiply-adds"
+        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {madds}")
         return text
 
 
@@ -120,7 +143,8 @@ def plan_whole(
         >>> from torch import nn
         >>> from farfield.nn import GridAttention
         >>> from farfield.streaming import plan_whole
-        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), GridAttention(8, "siamese"), nn.Conv2d(8, 1, 3, padding=1))
+        >>> attention = GridAttention(8, "siamese")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
         >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
         (16, 2, (2, 2))
@@ -147,19 +171,16 @@ def plan_whole(
         sides=sides,
         padding=padding,
         tile=cells,
-        calls=tuple(each for each in placed if each.attends),
+        calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
         passes=passes,
-        output=placed[-1],
-        channels=whole.steps[-1].shape[1],
-        dtype=whole.steps[-1].dtype,
+        output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         madds=whole.madds[-1],
-        summaries=tuple(whole.summaries),
         tile_bytes=draft.tile_bytes(cells, passes[-1].halo),
     )
 
 
 def rank_of(model: nn.Module, tile: object) -> int:
-    """The number of sides of what a model reads: as many as tile has numbers, else the rank of its first convolution."""
+    """How many sides a model reads: as many as tile has numbers, else the rank of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     ranks = {
@@ -174,7 +195,8 @@ def rank_of(model: nn.Module, tile: object) -> int:
     if rank is None:
         name = type(model).__name__
         raise ValueError(
-            f"predict_whole: {name} has no convolution that says how many sides a volume has; fix: one number of tile a side."
+            f"predict_whole: {name} has no convolution that says how many sides a volume has; "
+            f"fix: one number of tile a side."
         )
     return rank
 

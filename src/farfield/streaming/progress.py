@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import time
@@ -54,7 +55,9 @@ class Progress:
         start = time.monotonic()
         fields = ("identity", "cells", "stage", "tile", "checksums", "found")
         temporary = self.folder / f"{STATE}.tmp"
-        torch.save({field: getattr(self, field) for field in fields}, temporary)
+        packed = io.BytesIO()  # torch writing to a full disk does not say that it is full
+        torch.save({field: getattr(self, field) for field in fields}, packed)
+        temporary.write_bytes(packed.getbuffer())
         os.replace(temporary, self.folder / STATE)
         self.saved = time.monotonic()
         self.took = self.saved - start
@@ -104,6 +107,6 @@ def identity_of(model: nn.Module, volumes: Sequence[Any], tiles: object) -> dict
     digest = hashlib.sha256(repr(model).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     kinds = [f"{tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for volume in volumes]
     return {"model": digest.hexdigest(), "volume": "; ".join(kinds), "tile or halo": repr(tiles)}

@@ -48,7 +48,8 @@ def predict_whole(
             and that is how many numbers `tile` has, else the rank of the model's first convolution.
         tile: Cells a side that a tile writes, rounded up to what the strides divide; halos are read beside it. None for
             a side that is not cut; by default the largest that memory allows.
-        halo: Cells a side that a tile reads beyond what it writes; by default found by running the model on small grids.
+        halo: Cells a side that a tile reads beyond what it writes; by default found by running the model on small
+            grids.
         pad: "reflect", "replicate" or "constant": the sides are padded to what the strides divide, half on each end,
             and cropped again. Without it the model must take the sides as they are.
         out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory.
@@ -75,7 +76,8 @@ def predict_whole(
         >>> from torch import nn
         >>> from farfield.nn import GridAttention
         >>> from farfield.streaming import predict_whole
-        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), GridAttention(8, "siamese"), nn.Conv2d(8, 1, 3, padding=1))
+        >>> attention = GridAttention(8, "siamese")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> image = torch.randn(1, 100, 90)
         >>> whole = predict_whole(net.eval(), image, tile=32, quiet=True)
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
@@ -88,11 +90,10 @@ def predict_whole(
     plan = plan_whole(model, volume.shape, tile=tile, halo=halo, pad=pad)
     if not quiet:
         print("\n".join(plan.lines()), file=sys.stderr)
-    places = {"device": device_of(model), "dtype": dtype_of(model)}
-    source = Source(volume, plan.layout, **places, padding=plan.padding, mode=pad or "reflect")
-    shape = plan.layout.shape(source.batch, plan.channels, [stop - start for start, stop in plan.kept])
-    axes = plan.layout.axes(plan.channels, len(plan.kept))
-    output = output_for("predict_whole", out, Wanted(shape, numpy_dtype(plan.dtype), axes, plan.written), volume)
+    source = Source(volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect")
+    shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
+    axes = plan.layout.axes(plan.output.channels, len(plan.kept))
+    output = output_for("predict_whole", out, Wanted(shape, numpy_dtype(plan.output.dtype), axes, plan.written), volume)
     identity = partial(identity_of, model, [volume], (plan.tile, plan.passes, plan.padding, pad, str(path)))
     progress = progress_of("predict_whole", output, identity, plan.tile, overwrite)
     return Prediction(
@@ -115,10 +116,8 @@ class Prediction:
 
     def __init__(self, model: nn.Module, plan: Plan, stream: Stream) -> None:
         self.model, self.plan, self.stream = model, plan, stream
-        own = isinstance(model, GridAttention)
-        found = [model if own else model.get_submodule(call.name) for call in plan.calls]
-        summarized = len(plan.passes) > 1
-        stream.merged = [Merged(each, call.name) for each, call in zip(found, plan.calls, strict=True) if summarized]
+        if len(plan.passes) > 1:
+            stream.merged = [Merged(call.attention, call.grid.name) for call in plan.calls]
         self.answers: dict[int, tuple[Summary, Gathered | None]] = {}
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
@@ -154,17 +153,17 @@ class Prediction:
 
     def hear(self, call: int, grid: Tensor, mask: Tensor | None) -> None:
         """Summarize a tile's own cells."""
-        placed, merged = self.plan.calls[call], self.stream.merged[call]
+        placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         part = placed.part(self.core, self.plan.sides)
         cells = inner(part, placed.part(self.region, self.plan.sides))
-        own, real = grid[(..., *cells)], None if mask is None else mask[(..., *cells)]
+        own, real = grid[cells], None if mask is None else mask[cells]
         origin = tuple(start for start, _ in part)
         merged.add(own, real, origin, placed.sides)
         merged.ask(own, real, origin, placed.sides)
 
     def respond(self, call: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Let what a tile reads respond to the whole."""
-        placed, merged = self.plan.calls[call], self.stream.merged[call]
+        placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         if call not in self.answers:
             self.answers[call] = merged.whole(grid.device)
         summary, asked = self.answers[call]
@@ -173,12 +172,12 @@ class Prediction:
 
     def write(self, found: Tensor) -> None:
         """Write a tile's own cells, without what was padded."""
-        plan, own = self.plan, self.plan.output.part(self.core, self.plan.sides)
+        plan, own = self.plan, self.plan.output.grid.part(self.core, self.plan.sides)
         kept = zip(own, plan.kept, strict=True)
         part = tuple((max(start, low), min(stop, high)) for (start, stop), (low, high) in kept)
         if any(start >= stop for start, stop in part):
             return
-        box = found[(..., *inner(part, plan.output.part(self.region, plan.sides)))]
+        box = found[inner(part, plan.output.grid.part(self.region, plan.sides))]
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
-        shape = plan.layout.shape(*found.shape[:2], box.shape[2:])
+        shape = plan.layout.shape(found.shape[0], plan.output.channels, box.shape[2:])
         self.stream.output.write(box_index(shape, target), box.reshape(shape))
