@@ -150,9 +150,9 @@ def models_table(arguments: argparse.Namespace) -> Table:
 
     as_printed = (arguments.size, arguments.classes, arguments.width) == (224, 1000, 1.0)
     rows: list[Row] = []
-    for name in known(arguments, "model", arguments.model, list(models.MODELS)):
+    for name in known(arguments, "model", arguments.model, list(models.CLASSIFIERS)):
         with torch.device("meta"):
-            net = models.MODELS[name](num_classes=arguments.classes, width=arguments.width).eval()
+            net = models.CLASSIFIERS[name](num_classes=arguments.classes, width=arguments.width).eval()
         executed, calls = run(net, (1, 3, arguments.size, arguments.size))
         printed = by_the_papers(net, executed, calls)
         network = NETWORKS.get(name)

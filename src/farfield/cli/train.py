@@ -1,4 +1,4 @@
-"""`farfield fit | validate | test | predict`: Lightning's command line on `Classify` and the data modules.
+"""`farfield fit | validate | test | predict`: Lightning's command line on the tasks and the data modules.
 
     farfield fit --config recipes/digits.yaml
     farfield fit --config recipes/digits.yaml --ckpt_path last
@@ -18,21 +18,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-# Once it is imported, `--data Digits` needs no module.
-import farfield.data.classify  # noqa: F401
+# Once they are imported, `--data Digits` needs no module.
+import farfield.data.classify
+import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
-from farfield.tasks.predictions import PredictionTable
+from farfield.tasks.predictions import MaskFolder, PredictionTable
+from farfield.tasks.segment import Segment
 
 NETWORK = "--model.network"
+# What writes the predictions of a task.
+WRITERS: dict[type[LightningModule], type[PredictionTable | MaskFolder]] = {
+    Classify: PredictionTable,
+    Segment: MaskFolder,
+}
 
 
 class Training(LightningCLI):
@@ -44,8 +51,9 @@ class Training(LightningCLI):
 
     def __init__(self, args: ArgsType = None) -> None:
         super().__init__(
-            Classify,
+            LightningModule,
             LightningDataModule,
+            subclass_mode_model=True,
             subclass_mode_data=True,
             args=args,
             seed_everything_default=0,
@@ -58,11 +66,14 @@ class Training(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--checkpoint` and `--predictions`, and the defaults of the trainer."""
+        """Add `--checkpoint` and `--predictions.path`, the task where none is named, and the trainer's defaults."""
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(PredictionTable, "predictions")
+        parser.add_argument(
+            "--predictions.path", type=str | None, help="Where predict writes; None is beside the runs."
+        )
         parser.set_defaults(
             {
+                "model": {"class_path": "farfield.tasks.classify.Classify"},
                 "checkpoint.filename": "best",
                 "checkpoint.monitor": "val/accuracy",
                 "checkpoint.mode": "max",
@@ -100,7 +111,10 @@ class Training(LightningCLI):
             rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network is as it was built.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with the run's loggers and atomic checkpoints; evaluation leaves the run as it is."""
+        """Build the trainer with the run's loggers, atomic checkpoints and the task's writer of predictions.
+
+        Evaluation leaves the run as it is.
+        """
         config = self._get(self.config_init, "trainer")
         fits = self.subcommand == "fit"
         if not fits:
@@ -109,8 +123,10 @@ class Training(LightningCLI):
         elif config.logger in (None, True) and not config.fast_dev_run:
             events = TensorBoardLogger(str(self.folder.parent), "", number(self.folder), purge_step=self.resumed_at)
             kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
-        plugins = config.plugins or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpoints()]
+        build = next((writer for task, writer in WRITERS.items() if isinstance(self.model, task)), None)
+        self.writer = None if build is None else build(self._get(self.config_init, "predictions.path"))
+        kwargs["callbacks"] = [*several(config.callbacks), *several(self.writer)]
+        kwargs["plugins"] = [*several(config.plugins), AtomicCheckpoints()]
         return super().instantiate_trainer(**kwargs)
 
     def after_fit(self) -> None:
@@ -124,9 +140,9 @@ class Training(LightningCLI):
             )
 
     def after_predict(self) -> None:
-        """Say where the table is."""
-        table = self._get(self.config_init, "predictions")
-        rank_zero_info(f"farfield predict: {table.place(self.trainer)}")
+        """Say where the predictions are."""
+        if self.writer is not None:
+            rank_zero_info(f"farfield predict: {self.writer.place(self.trainer)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -148,6 +164,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         Training(_with_full_names(sys.argv[1:] if argv is None else argv))
+
+
+def several(given: Any) -> list[Any]:
+    """Return what an option gave as a list: nothing, one or several."""
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def last_checkpoint() -> ModelCheckpoint:

@@ -1,10 +1,13 @@
-"""The papers' compact networks, by function, by name, and from saved files."""
+"""The papers' networks, by function, by name, and from saved files."""
 
 from farfield.models.catalog import (
+    CLASSIFIERS,
     MODELS,
     attnnet,
     attnnet_averaged,
     attnnet_pooled,
+    deeplab_compact,
+    deeplab_v2,
     from_pretrained,
     kanet,
     kanet_kv,
@@ -21,19 +24,24 @@ from farfield.models.catalog import (
     senet,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
+from farfield.models.deeplab import DeepLab
 from farfield.models.transfer import Loaded, load_torchvision
 
 __all__ = [
+    "CLASSIFIERS",
     "MODELS",
     "STAGES",
     "VARIANTS",
     "CompactNet",
+    "DeepLab",
     "Loaded",
     "Stage",
     "Variant",
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
+    "deeplab_compact",
+    "deeplab_v2",
     "from_pretrained",
     "kanet",
     "kanet_kv",
