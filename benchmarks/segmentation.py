@@ -1,6 +1,6 @@
 """Train DeepLab on CamVid with different output layers, equal budgets and several seeds: a table and a picture.
 
-    python benchmarks/segmentation.py --root data/camvid/VOCdevkit/CamVid
+    python benchmarks/segmentation.py --root data/camvid/VOCdevkit/CamVid --weights model.safetensors
     python benchmarks/segmentation.py --outputs aspp softmax --seeds 1
     python benchmarks/segmentation.py --collect          # the table and the picture again, from the logs
 
@@ -34,6 +34,7 @@ def train(arguments: argparse.Namespace, output: str, seed: int, folder: Path) -
     command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE)]
     options = {
         "model.network.output": output,
+        "model.network.weights": arguments.weights,
         "data.root": arguments.root,
         "data.workers": arguments.workers,
         "trainer.max_epochs": arguments.epochs,
@@ -112,6 +113,7 @@ def main() -> None:
     """Train what is not trained yet, then print the table and draw the curves of what is finished."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", help="folder of CamVid with JPEGImages, SegmentationClass and ImageSets")
+    parser.add_argument("--weights", help="of a classifier that recipes/imagenette.yaml trained; random without")
     parser.add_argument("--outputs", nargs="+", default=OUTPUTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--epochs", type=int)

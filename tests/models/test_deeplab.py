@@ -207,7 +207,9 @@ def test_a_trained_classifier_fills_a_compact_backbone(tmp_path: Path) -> None:
     classifier = models.sanet(num_classes=3, width=0.25)
     classifier.save_pretrained(tmp_path)
     net = models.deeplab_compact("sanet", width=0.25, weights=tmp_path / "model.safetensors")
-    assert torch.equal(net.backbone.rows[8][0].project.convolution.weight, classifier.rows[8][0].project.convolution.weight)
+    assert torch.equal(
+        net.backbone.rows[8][0].project.convolution.weight, classifier.rows[8][0].project.convolution.weight
+    )
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""`farfield fit | validate | test | predict`: Lightning's command line on the tasks and the data modules.
+"""`farfield fit | validate | test | predict`: Lightning's command line on the tasks and their data modules.
 
     farfield fit --config recipes/digits.yaml
+    farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -16,8 +17,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -35,10 +37,19 @@ from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.segment import Segment
 
 NETWORK = "--model.network"
-# What writes the predictions of a task.
-WRITERS: dict[type[LightningModule], type[PredictionTable | MaskFolder]] = {
-    Classify: PredictionTable,
-    Segment: MaskFolder,
+
+
+class Task(NamedTuple):
+    """What is trained, and by which of its numbers the best epoch is found."""
+
+    module: type[LightningModule]
+    monitor: str
+    mode: str
+
+
+TASKS = {
+    "classify": Task(Classify, "val/accuracy", "max"),
+    "segment": Task(Segment, "val/miou", "max"),
 }
 
 
@@ -47,13 +58,14 @@ class Training(LightningCLI):
 
     Args:
         args: The command line without the program's name; None takes it from the system.
+        task: A name of `TASKS`.
     """
 
-    def __init__(self, args: ArgsType = None) -> None:
+    def __init__(self, args: ArgsType = None, task: str = "classify") -> None:
+        self.task = task
         super().__init__(
-            LightningModule,
+            TASKS[task].module,
             LightningDataModule,
-            subclass_mode_model=True,
             subclass_mode_data=True,
             args=args,
             seed_everything_default=0,
@@ -66,17 +78,18 @@ class Training(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--checkpoint` and `--predictions.path`, the task where none is named, and the trainer's defaults."""
+        """Add `--task`, `--checkpoint` and where predictions go, and the defaults of the trainer."""
+        parser.add_argument("--task", default=self.task, choices=list(TASKS), help="what is trained")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.add_argument(
-            "--predictions.path", type=str | None, help="Where predict writes; None is beside the runs."
-        )
+        if self.task == "classify":
+            parser.add_lightning_class_args(PredictionTable, "predictions")
+        elif self.task == "segment":
+            parser.add_lightning_class_args(MaskFolder, "predictions")
         parser.set_defaults(
             {
-                "model": {"class_path": "farfield.tasks.classify.Classify"},
                 "checkpoint.filename": "best",
-                "checkpoint.monitor": "val/accuracy",
-                "checkpoint.mode": "max",
+                "checkpoint.monitor": TASKS[self.task].monitor,
+                "checkpoint.mode": TASKS[self.task].mode,
                 "checkpoint.enable_version_counter": False,
                 "trainer.default_root_dir": "runs",
                 "trainer.log_every_n_steps": 10,
@@ -111,10 +124,7 @@ class Training(LightningCLI):
             rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network is as it was built.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with the run's loggers, atomic checkpoints and the task's writer of predictions.
-
-        Evaluation leaves the run as it is.
-        """
+        """Build the trainer with the run's loggers and atomic checkpoints; evaluation leaves the run as it is."""
         config = self._get(self.config_init, "trainer")
         fits = self.subcommand == "fit"
         if not fits:
@@ -123,10 +133,8 @@ class Training(LightningCLI):
         elif config.logger in (None, True) and not config.fast_dev_run:
             events = TensorBoardLogger(str(self.folder.parent), "", number(self.folder), purge_step=self.resumed_at)
             kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
-        build = next((writer for task, writer in WRITERS.items() if isinstance(self.model, task)), None)
-        self.writer = None if build is None else build(self._get(self.config_init, "predictions.path"))
-        kwargs["callbacks"] = [*several(config.callbacks), *several(self.writer)]
-        kwargs["plugins"] = [*several(config.plugins), AtomicCheckpoints()]
+        plugins = config.plugins or []
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpoints()]
         return super().instantiate_trainer(**kwargs)
 
     def after_fit(self) -> None:
@@ -141,8 +149,9 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.writer is not None:
-            rank_zero_info(f"farfield predict: {self.writer.place(self.trainer)}")
+        if self.task in ("classify", "segment"):
+            predictions = self._get(self.config_init, "predictions")
+            rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,17 +172,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        Training(_with_full_names(sys.argv[1:] if argv is None else argv))
-
-
-def several(given: Any) -> list[Any]:
-    """Return what an option gave as a list: nothing, one or several."""
-    return given if isinstance(given, list) else [] if given is None else [given]
+        words = _with_full_names(sys.argv[1:] if argv is None else argv)
+        Training(words, _task_of(words))
 
 
 def last_checkpoint() -> ModelCheckpoint:
     """Return what writes `last.ckpt` at the end of every epoch, after its validation, if it has one."""
     return ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
+
+
+def _task_of(argv: Sequence[str]) -> str:
+    """Find the task before there is a parser, which is that of the task: `--task`, or `task:` in the last recipe."""
+    task = "classify"
+    for place, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        value = value if equals else argv[place + 1] if place + 1 < len(argv) else ""
+        if option == "--task":
+            task = value
+            break
+        if option in ("--config", "-c") and Path(value).is_file():
+            recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            task = recipe.get("task", task) if isinstance(recipe, dict) else task
+    if task not in TASKS:
+        raise unknown("farfield fit", "task", task, TASKS)
+    return task
 
 
 def _with_full_names(argv: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
 from farfield.data.classify import IMAGENET
@@ -34,11 +35,13 @@ class VOCFolders(Loading):
     their own size, or with its path, its name and its sides to predict.
 
     Args:
-        root: The folder. May be left out to predict with a checkpoint.
-        train: Name of the training list, or a path to one.
-        sbd: Folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`): its masks and VOC's are train_aug, 10,582 images.
+        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
+        train: Name of the training list, or a path to one, or the folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`),
+            whose masks and VOC's are train_aug, 10,582 images.
         crop: Height and width of the training images, in pixels.
         scales: Range of the random factor by which a training image is resized before it is cropped.
+        jitter: By how much brightness, contrast and saturation of a training image are changed at most; 0 is the
+            papers'.
         shorter_side: What the shorter side of every image is resized to first, in pixels; None leaves it.
         batch_size: Training images a batch, on each device.
         workers: Loader processes; 0 loads in the main process.
@@ -55,9 +58,9 @@ class VOCFolders(Loading):
         root: str | None = None,
         *,
         train: str = "train",
-        sbd: str | None = None,
         crop: int = 321,
         scales: tuple[float, float] = (0.5, 1.5),
+        jitter: float = 0.0,
         shorter_side: int | None = None,
         batch_size: int = 8,
         workers: int = 2,
@@ -70,36 +73,41 @@ class VOCFolders(Loading):
         if not 0 < scales[0] <= scales[1]:
             raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
         self.root = None if root is None else Path(root)
-        self.sbd = None if sbd is None else Path(sbd)
         self.train, self.check = train, check
         self.predict = None if predict is None else Path(predict)
         self.shorter_side = shorter_side
-        self.random_view = RandomView(crop, scales, shorter_side)
+        self.random_view = RandomView(crop, scales, jitter, shorter_side)
+
+    @property
+    def folder(self) -> Path:
+        """The root, which must be there."""
+        if self.root is None or not self.root.is_dir():
+            raise FolderError(f"VOCFolders: there is no folder {self.root}.")
+        return self.root
 
     def prepare_data(self) -> None:
         """Check that all lists and files are there and decode them; runs in one process of each machine."""
-        if self.root is not None:
-            pairs = [pair for part in self._pairs().values() for pair in part]
-            check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.root), self.root, self.check)
         if self.predict is not None:
             check_images([self.predict], self.check, "VOCFolders")
+        else:
+            pairs = [pair for part in self._pairs().values() for pair in part]
+            check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.folder), self.folder, self.check)
 
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
-        pairs: dict[str, list[Pair]] = {}
-        if self.root is not None:
-            pairs, self.classes = self._pairs(), classes_of_masks(self.root)
+        if stage == "predict" and self.predict is not None:
+            self.parts["predict"] = Unlabelled(self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side)
+            return
+        pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
         for name, part in pairs.items():
             self.parts[name] = Labelled(part, self.random_view if name == "train" else self._whole_view)
-        if "test" not in pairs and "val" in pairs:
+        if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test; testing on val.")
             self.parts["test"] = self.parts["val"]
         if stage == "predict":
-            paths = [pair.image for pair in pairs.get("test", pairs.get("val", []))]
-            folder = paths[0].parent if self.predict is None else self.predict
-            paths = paths if self.predict is None else images_of(folder, "VOCFolders")
-            self.parts["predict"] = Unlabelled(folder, paths, self.shorter_side)
+            paths = [pair.image for pair in pairs.get("test", pairs["val"])]
+            self.parts["predict"] = Unlabelled(paths[0].parent, paths, self.shorter_side)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation images, one a batch."""
@@ -119,12 +127,12 @@ class VOCFolders(Loading):
 
     def _pairs(self) -> dict[str, list[Pair]]:
         """List the pairs of train, val and, if there is such a list, test."""
-        root = self.root
-        if root is None or not root.is_dir():
-            raise FolderError(f"VOCFolders: there is no folder {root}.")
-        own = root / LISTS / f"{self.train}.txt"
-        path = Path(self.train) if Path(self.train).is_file() else own
-        found = {"train": pairs_in(root, path) if self.sbd is None else train_aug(root, self.sbd)}
+        root = self.folder
+        named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
+        if given.is_dir() and not named.is_file():
+            found = {"train": train_aug(root, given)}
+        else:
+            found = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
         found["val"] = pairs_in(root, root / LISTS / "val.txt")
         if (root / LISTS / "test.txt").is_file():
             found["test"] = pairs_in(root, root / LISTS / "test.txt")
@@ -140,6 +148,7 @@ class RandomView:
     Args:
         crop: Height and width of the result, in pixels.
         scales: Range of the factor, from which it is drawn uniformly.
+        jitter: By how much brightness, contrast and saturation are changed at most.
         shorter_side: What the shorter side is resized to first, in pixels; None leaves it.
 
     Reference:
@@ -151,8 +160,11 @@ class RandomView:
         [(3, 64, 64), (64, 64)]
     """
 
-    def __init__(self, crop: int, scales: tuple[float, float], shorter_side: int | None = None) -> None:
+    def __init__(
+        self, crop: int, scales: tuple[float, float], jitter: float = 0.0, shorter_side: int | None = None
+    ) -> None:
         self.crop, self.scales, self.shorter_side = crop, scales, shorter_side
+        self.jitter = ColorJitter(jitter, jitter, jitter)
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return one random view of a `uint8` image as floating point, and of its labels."""
@@ -163,7 +175,7 @@ class RandomView:
         image = images.resize(image, sides, antialias=True)
         labels = images.resize(labels[None], sides, interpolation=NEAREST)[0]
         top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in sides)
-        image = normalized(image[:, top : top + self.crop, left : left + self.crop])
+        image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
         missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
         image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)

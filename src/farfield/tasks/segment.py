@@ -99,6 +99,8 @@ class Segment(LightningModule):
             for norm in norms_of(network):
                 norm.requires_grad_(False)
         self.measures: MetricCollection | None = None
+        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of each cell."""
