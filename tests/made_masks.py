@@ -1,4 +1,4 @@
-"""What tests of segmentation share: PASCAL VOC's and SBD's folders, of small images with squares of one colour a class."""
+"""What tests of segmentation share: PASCAL VOC's and SBD's folders, of images with squares of one colour a class."""
 
 from __future__ import annotations
 

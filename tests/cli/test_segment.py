@@ -1,4 +1,4 @@
-"""`farfield fit | test | predict` on segmentation: recipes run, masks and overlays are written, nothing is overwritten."""
+"""`farfield fit | test | predict` on segmentation: recipes run, masks and overlays appear whole, nothing is replaced."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_predictions_that_exist_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=text):
         farfield("predict", config=config, ckpt_path="best")
     assert [path.name for path in Path("runs/predictions").iterdir()] == ["mine.txt"]
-    with pytest.raises(FileExistsError, match="mine.txt exists"):
+    with pytest.raises(FileExistsError, match=r"mine\.txt exists"):
         farfield("predict", config=config, ckpt_path="best", **{"predictions.path": "runs/predictions/mine.txt"})
 
 

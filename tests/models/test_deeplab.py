@@ -108,8 +108,8 @@ def test_compact_backbones_are_dilated_where_strides_are_taken_out(stride: int, 
     net = models.deeplab_compact("sanet", width=0.25, output_stride=stride)
     assert net(torch.randn(1, 3, 64, 96)).shape == (1, 21, 64 // stride, 96 // stride)
     rows = net.backbone.rows
-    expected = {index: 1 for index in range(4)} | {index: late[0] for index in (4, 5, 6)}
-    expected |= {index: late[1] for index in (7, 8, 9)}
+    expected = dict.fromkeys(range(4), 1) | dict.fromkeys((4, 5, 6), late[0])
+    expected |= dict.fromkeys((7, 8, 9), late[1])
     for index, row in enumerate(rows):
         for block in row:
             convolution = block.depthwise.convolution
@@ -215,7 +215,9 @@ def test_a_trained_classifier_fills_a_compact_backbone(tmp_path: Path) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 def test_weights_of_another_backbone(tmp_path: Path) -> None:
     save_file(models.sanet(width=0.5).state_dict(), tmp_path / "other.safetensors")
-    text = r"deeplab_compact: .*other\.safetensors holds the weights of another backbone: \d+ of \d+ .*stem\.convolution\.weight"
+    text = (
+        r"deeplab_compact: .*other\.safetensors holds the weights of another backbone: \d+ of \d+ .*stem\.convolution"
+    )
     with pytest.raises(ValueError, match=text):
         models.deeplab_compact("sanet", width=0.25, weights=tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError, match=r"deeplab_v2: there are no weights .*none\.pth; fix: the path"):
@@ -242,5 +244,5 @@ def test_a_wrong_image() -> None:
     net = models.deeplab_compact(width=0.25)
     with pytest.raises(ShapeError, match=r"deeplab_compact: the image must be \(batch, 3, height, width\)"):
         net(torch.randn(3, 32, 32))
-    with pytest.raises(TypeError, match="must be floating point, got torch.uint8"):
+    with pytest.raises(TypeError, match=r"must be floating point, got torch\.uint8"):
         net(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))

@@ -152,7 +152,7 @@ class RandomView:
         shorter_side: What the shorter side is resized to first, in pixels; None leaves it.
 
     Reference:
-        KAN §4.6; Chen et al. 2017
+        KAN §4.1; Chen et al. 2017
 
     Example:
         >>> image, labels = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.zeros(60, 90, dtype=torch.uint8)

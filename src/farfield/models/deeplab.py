@@ -203,7 +203,7 @@ def build_backbone(model: str, backbone: str, width: float, output_stride: int) 
         net = getattr(resnet, backbone)()
         parts = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
         body = nn.Sequential(OrderedDict((part, getattr(net, part)) for part in parts))
-        late, channels = [body.layer3, body.layer4], net.fc.in_features
+        late, channels = [net.layer3, net.layer4], net.fc.in_features
     elif backbone in VARIANTS:
         compact = CompactNet(backbone, width=width, strides=(*STRIDES[:3], *strides), num_classes=0)
         body = nn.Sequential(OrderedDict(stem=compact.stem, rows=compact.rows))

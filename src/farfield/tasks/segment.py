@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
@@ -63,7 +63,7 @@ class Segment(LightningModule):
         ShapeError: In the first batch, if the network's logits are not one for each class of the data.
 
     Reference:
-        KAN §4.6; Chen et al. 2017
+        KAN §4.1; Chen et al. 2017
 
     Example:
         >>> network = nn.Sequential()
@@ -160,7 +160,7 @@ class Segment(LightningModule):
         ]
         return Segmented(list(paths), list(names), labels)
 
-    def configure_optimizers(self) -> tuple[list[Optimizer], list[dict[str, Any]]]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on the groups of parameters, and the schedule, a step a step."""
         settings = self.hparams
         optimizer = torch.optim.SGD(
@@ -171,7 +171,7 @@ class Segment(LightningModule):
         )
         steps, power = self.trainer.estimated_stepping_batches, settings["power"]
         schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps) ** power)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Group the trained parameters by learning rate and weight decay; groups without parameters are left out."""
