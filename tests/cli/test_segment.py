@@ -1,4 +1,4 @@
-"""`farfield fit | test | predict` on segmentation: recipes run, masks and overlays appear whole, nothing is replaced."""
+"""`farfield fit | test | predict` on segmentation: recipes run, masks and overlays appear whole or not at all."""
 
 from __future__ import annotations
 

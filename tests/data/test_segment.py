@@ -269,9 +269,10 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         VOCFolders()
     with pytest.raises(FolderError, match=r"there is no folder .*nowhere"):
         prepared(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    empty = VOCFolders(predict=str(tmp_path / "empty"))
     with pytest.raises(FolderError, match=r"VOCFolders: .*empty has no images"):
-        (tmp_path / "empty").mkdir()
-        VOCFolders(predict=str(tmp_path / "empty")).setup("predict")
+        empty.setup("predict")
     with pytest.raises(FolderError, match=r"scales must be two numbers above 0, the smaller first, got \(2, 1\)"):
         VOCFolders(str(tmp_path), scales=(2, 1))
 

@@ -66,11 +66,8 @@ class Segment(LightningModule):
         KAN §4.1; Chen et al. 2017
 
     Example:
-        >>> network = nn.Sequential()
-        >>> network.add_module("head", nn.Conv2d(3, 4, 1, stride=8))
-        Sequential(
-          (head): Conv2d(3, 4, kernel_size=(1, 1), stride=(8, 8))
-        )
+        >>> from collections import OrderedDict
+        >>> network = nn.Sequential(OrderedDict(body=nn.AvgPool2d(8), head=nn.Conv2d(3, 4, 1)))
         >>> Segment(network)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 4, 4, 4])
     """
