@@ -21,7 +21,7 @@ from farfield.tasks.checkpoints import CheckpointError
 from made_images import COLOURS, full_disk, make_folder, make_root
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-CLASSIFYING = [recipe for recipe in RECIPES if "\ntask:" not in recipe.read_text()]
+CLASSIFYING = [recipe for recipe in RECIPES if "task" not in yaml.safe_load(recipe.read_text())]
 QUIET = {
     "trainer.accelerator": "cpu",
     "trainer.enable_progress_bar": "false",

@@ -1,6 +1,7 @@
 """`farfield fit | validate | test | predict`: Lightning's command line on the tasks and their data modules.
 
     farfield fit --config recipes/digits.yaml
+    farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
@@ -28,13 +29,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
-import farfield.data.restore  # noqa: F401
+import farfield.data.restore
+import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
-from farfield.tasks.predictions import PredictionTable
+from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
+from farfield.tasks.segment import Segment
 
 NETWORK = "--model.network"
 
@@ -49,6 +52,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "classify": Task(Classify, "val/accuracy", "max"),
+    "segment": Task(Segment, "val/miou", "max"),
     "restore": Task(Restore, "val/loss", "min"),
 }
 
@@ -83,6 +87,8 @@ class Training(LightningCLI):
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         if self.task == "classify":
             parser.add_lightning_class_args(PredictionTable, "predictions")
+        elif self.task == "segment":
+            parser.add_lightning_class_args(MaskFolder, "predictions")
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
@@ -153,13 +159,13 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.task == "classify":
-            table = self._get(self.config_init, "predictions")
-            rank_zero_info(f"farfield predict: {table.place(self.trainer)}")
+        if self.task in ("classify", "segment"):
+            predictions = self._get(self.config_init, "predictions")
+            rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":
             # One loader gives one list.
-            predictions: Any = self.trainer.predict_loop.predictions
-            rank_zero_info("\n".join(f"farfield predict: {place}" for place in predictions))
+            places: Any = self.trainer.predict_loop.predictions
+            rank_zero_info("\n".join(f"farfield predict: {place}" for place in places))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

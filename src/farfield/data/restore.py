@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from farfield.data.epochs import DrawnSamples, EpochSampler
 from farfield.data.folders import FolderError
+from farfield.data.loading import Loading
 from farfield.data.patches import Patches
 from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
 
@@ -24,6 +22,15 @@ HELD_OUT = 0.1
 DRAW = 0
 
 
+def as_it_is(sample: Any) -> Any:
+    """Return a sample unchanged; the loader would make tensors of arrays."""
+    return sample
+
+
+# Whole stacks come one after the other, and are read in this process: sent from another they would be copied.
+ONE_BY_ONE: dict[str, Any] = {"batch_size": None, "num_workers": 0, "persistent_workers": False, "collate_fn": as_it_is}
+
+
 class Several(NamedTuple):
     """A file of several stacks, and which of them is meant."""
 
@@ -31,7 +38,7 @@ class Several(NamedTuple):
     place: int
 
 
-class StackPairs(LightningDataModule):
+class StackPairs(Loading):
     """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), laid out as CARE's.
 
     A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder a condition and
@@ -69,14 +76,13 @@ class StackPairs(LightningDataModule):
         axes: str | None = None,
         workers: int = 2,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, workers, DRAW)
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
             raise FolderError(f"StackPairs: patch must be two or three sides, [y, x] or [z, y, x], got {list(patch)}.")
-        self.root, self.patch, self.batch_size, self.steps_per_epoch = Path(root), patch, batch_size, steps_per_epoch
+        self.root, self.patch = Path(root), patch
+        self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
-        self.axes, self.workers = axes, workers
-        self._run_seed: int | None = None
-        self.parts: dict[str, Dataset[Any]] = {}
+        self.axes = axes
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
@@ -89,50 +95,13 @@ class StackPairs(LightningDataModule):
         else:
             self.parts["predict"] = self._predictions()
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return the shuffled training patches, as many batches as an epoch has steps."""
-        samples = DrawnSamples(self.parts["train"])
-        ranks, rank, epoch = 1, 0, 0
-        if self.trainer is not None:
-            ranks, rank = self.trainer.world_size, self.trainer.global_rank
-            # A resumed run asks for its loader before it sets the sampler's epoch.
-            epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        draws = None if self.steps_per_epoch is None else self.steps_per_epoch * self.batch_size
-        order = EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=draws)
-        order.set_epoch(epoch)
-        return self._loader(samples, self.batch_size, sampler=order)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the patches that were held out."""
-        return self._loader(self.parts["val"], self.batch_size)
-
     def test_dataloader(self) -> DataLoader[Any]:
         """Return pairs of whole stacks, one by one."""
-        return self._loader(self.parts["test"], None)
+        return self._loader(self.parts["test"], **ONE_BY_ONE)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return whole stacks, one by one, with their paths and names."""
-        return self._loader(self.parts["predict"], None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data: the seed of the epochs."""
-        return {"run_seed": self.run_seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of a run that is resumed."""
-        self._run_seed = int(state_dict["run_seed"])
-
-    @property
-    def run_seed(self) -> int:
-        """The seed of the order: that of `seed_everything`, or of the checkpoint a run resumes from."""
-        return int(os.environ.get("PL_GLOBAL_SEED", DRAW)) if self._run_seed is None else self._run_seed
-
-    def _loader(self, samples: Dataset[Any], batch_size: int | None, **options: Any) -> DataLoader[Any]:
-        if batch_size is None:  # one whole stack after the other, as it is
-            return DataLoader(samples, batch_size=None, collate_fn=as_it_is)
-        # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.
-        options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0}
-        return DataLoader(samples, batch_size=batch_size, pin_memory=torch.cuda.is_available(), **options)
+        return self._loader(self.parts["predict"], **ONE_BY_ONE)
 
     def _folder(self, *names: str) -> Path | None:
         """The first of some folders of the root that is there."""
@@ -234,11 +203,6 @@ class Listed(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         """Open one entry."""
         return self.read(self.entries[index])
-
-
-def as_it_is(sample: Any) -> Any:
-    """Return a sample unchanged; the loader would make tensors of arrays."""
-    return sample
 
 
 def target_of(path: Path, rank: int, axes: str | None) -> NDArray[Any]:

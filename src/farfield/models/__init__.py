@@ -6,6 +6,8 @@ from farfield.models.catalog import (
     attnnet,
     attnnet_averaged,
     attnnet_pooled,
+    deeplab_compact,
+    deeplab_v2,
     from_pretrained,
     kanet,
     kanet_kv,
@@ -25,6 +27,7 @@ from farfield.models.catalog import (
     unet_residual,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
+from farfield.models.deeplab import DeepLab
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
 
@@ -34,6 +37,7 @@ __all__ = [
     "STAGES",
     "VARIANTS",
     "CompactNet",
+    "DeepLab",
     "Loaded",
     "ProjectionUNet",
     "Stage",
@@ -42,6 +46,8 @@ __all__ = [
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
+    "deeplab_compact",
+    "deeplab_v2",
     "from_pretrained",
     "kanet",
     "kanet_kv",

@@ -10,6 +10,7 @@ from torch import nn
 
 from farfield._checks import unknown
 from farfield.models.compact import VARIANTS, CompactNet
+from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.ops.table import OPERATORS, Operator
@@ -189,12 +190,15 @@ CLASSIFIERS: dict[str, Builder] = Catalog(
 )
 MODELS: dict[str, Callable[..., Any]] = Catalog(
     **CLASSIFIERS,
+    deeplab_v2=deeplab_v2,
+    deeplab_compact=deeplab_compact,
     unet_care=unet_care,
     unet_residual=unet_residual,
     unet_projection=unet_projection,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
+FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
