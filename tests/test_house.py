@@ -96,7 +96,9 @@ HOMES = {
     "torchmetrics": ("tasks/",),
     "jsonargparse": ("cli/",),
     "sklearn": ("data/", "cli/"),
-    "skimage": ("data/", "cli/"),
+    "skimage": ("data/", "cli/", "tasks/"),
+    "tifffile": ("data/", "tasks/", "streaming/"),
+    "zarr": ("tasks/", "streaming/"),
     "matplotlib": ("cli/", "explorer.py", "maps.py"),
     "rich": ("cli/", "tasks/"),
     "gradio": ("explorer.py",),
@@ -130,7 +132,7 @@ def test_ops_import_torch_jaxtyping_and_checks_only(path: Path) -> None:
 
 # ---- light import ----------------------------------------------------------------------------------------------------
 HEAVY = ("lightning", "pytorch_lightning", "torchvision", "transformers", "timm", "matplotlib", "sklearn", "skimage")
-HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft")
+HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft", "tifffile", "zarr")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -8,6 +8,8 @@ The names below load when they are first asked for, so that ``import farfield`` 
 - ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)
 - ``maps``: which cells one cell attends to
 - ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
+- ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
+- ``sharding``: ``sharded_attention``, for grids spread over processes
 - ``insert``, ``remove``: attention at any place of a model, without a change to its weights; and out again
 - ``insertion``: the papers' names for such places, as paths
 - ``replace_attention``: any row in the place of a transformer's softmax attention
@@ -21,7 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farfield import cost, insertion, maps, models, nn, ops, theory
+    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, theory
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
@@ -41,6 +43,8 @@ __all__ = [
     "pad_grids",
     "remove",
     "replace_attention",
+    "sharding",
+    "streaming",
     "theory",
 ]
 
@@ -57,6 +61,8 @@ _HOME = {
     "pad_grids": "ops",
     "remove": "insertion",
     "replace_attention": "insertion",
+    "sharding": "sharding",
+    "streaming": "streaming",
     "theory": "theory",
 }
 

@@ -202,7 +202,7 @@ def test_models(run: Any) -> None:
     assert [row["model"] for row in rows] == names
     for row in rows:
         with torch.device("meta"):
-            net = models.MODELS[row["model"]](num_classes=10, width=0.5).eval()
+            net = models.CLASSIFIERS[row["model"]](num_classes=10, width=0.5).eval()
         counted = cost.count(net, (1, 3, 64, 64))
         assert (row["madds_executed"], row["weights"]) == (counted.madds, counted.weights)
         assert row["madds_paper"] == cost.predict(net, channels=3, sides=(64, 64), convention="paper").madds
@@ -214,7 +214,7 @@ def test_models(run: Any) -> None:
 
 def test_models_beside_what_the_papers_print(run: Any) -> None:
     lines = {line.split()[0]: line for line in run("models").splitlines() if line.strip()}
-    assert set(models.MODELS) <= set(lines)
+    assert set(models.CLASSIFIERS) <= set(lines)
     for name, network in printed.NETWORKS.items():
         assert all(text in lines[name] for text in network if text)
     assert "3,448,448" in lines["kanet_qkv"]
@@ -223,7 +223,7 @@ def test_models_beside_what_the_papers_print(run: Any) -> None:
 
 def test_printed_networks_are_the_papers() -> None:
     weights, madds = (literals("test_network_tables", f"PRINTED_{what}") for what in ("PARAMETERS", "MADDS"))
-    assert set(printed.NETWORKS) <= set(models.MODELS)
+    assert set(printed.NETWORKS) <= set(models.CLASSIFIERS)
     for name, text in weights.items():
         assert printed.NETWORKS[name].parameters == text
     for name, text in madds.items():
@@ -240,8 +240,10 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
     assert lines["kronecker_qkv"][1:9] == words("0.21m 0.21m 99.87% 99.87% 3.4MB 3.4MB 99.73% 99.73%")
     assert set(OPERATORS) <= set(lines)
     # What executes here, counted.
-    assert lines["averaged"][-2] == "0.40m"
-    assert lines["kronecker_qkv"][-2] == "0.21m"
+    assert lines["averaged"][-3] == "0.40m"
+    assert lines["kronecker_qkv"][-3] == "0.21m"
+    # What a process sends: of 8 samples 8 · 8 values, 8 weights and a count, in float32.
+    assert lines["averaged"][-1] == "2.3kB"
     assert "KAN Table 2" in text
 
 

@@ -116,7 +116,7 @@ def test_a_folder_found_good_is_read_once_and_again_when_a_file_changes(
 ) -> None:
     root = make_folder(tmp_path / "images", 6)
     read: list[Path] = []
-    monkeypatch.setattr(folders, "_fault", lambda path: read.append(path))
+    monkeypatch.setattr(folders, "fault_of", lambda path: read.append(path))
     for check, expected in (("once", 18), ("once", 18), ("always", 36), ("never", 36)):
         check_images([root], check)  # type: ignore[arg-type]
         assert len(read) == expected

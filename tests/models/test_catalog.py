@@ -17,20 +17,26 @@ import torch
 from torch import nn
 
 from farfield import models
-from farfield.models import MODELS, CompactNet
+from farfield.models import CLASSIFIERS, MODELS, CompactNet
 
 
 def test_names_are_those_of_the_house() -> None:
-    assert list(MODELS) == [
+    assert list(CLASSIFIERS) == [
         *("mobilenet_v2", "mobilenet_v2_kronecker_kv", "mobilenet_v2_siamese", "kanet_kv", "kanet_qkv"),
         *("kanet_without_attention", "attnnet", "attnnet_pooled", "attnnet_averaged", "sanet", "sanet_ones"),
         *("sanet_local", "sanet_without_attention", "senet"),
     ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_what_classifies_comes_first_and_the_others_follow() -> None:
+    assert list(MODELS)[: len(CLASSIFIERS)] == list(CLASSIFIERS)
+    assert {"unet_care", "unet_residual", "unet_projection"} <= set(MODELS)
+    assert all(getattr(models, name) is build for name, build in MODELS.items())
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_builder_is_a_function_with_the_same_arguments(name: str) -> None:
-    build = MODELS[name]
+    build = CLASSIFIERS[name]
     assert getattr(models, name) is build
     assert pickle.loads(pickle.dumps(build)) is build
     assert build.__name__ == name
@@ -82,21 +88,21 @@ def registered() -> Iterator[list[str]]:
 def test_registration_happens_only_when_called() -> None:
     script = """
 import sys, timm, farfield.models as models
-assert not any(timm.is_model(name) for name in models.MODELS)
+assert not any(timm.is_model(name) for name in CLASSIFIERS)
 names = models.register_timm()
-assert names == list(models.MODELS) and all(map(timm.is_model, names))
+assert names == list(models.CLASSIFIERS) and all(map(timm.is_model, names))
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_registering_again_changes_nothing(registered: list[str]) -> None:
     entries = [timm.models.model_entrypoint(name) for name in registered]
-    assert models.register_timm() == registered == list(MODELS)
+    assert models.register_timm() == registered == list(CLASSIFIERS)
     assert [timm.models.model_entrypoint(name) for name in registered] == entries
     assert set(registered) <= set(timm.list_models())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_timm_builds_classifiers(registered: list[str], name: str) -> None:
     net = timm.create_model(name, pretrained=False, num_classes=5, in_chans=2, drop_rate=0.3, width=0.25)
     assert isinstance(net, CompactNet)
@@ -107,7 +113,7 @@ def test_timm_builds_classifiers(registered: list[str], name: str) -> None:
     assert timm.data.resolve_model_data_config(net)["mean"] == (0.485, 0.456, 0.406)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 @pytest.mark.parametrize(
     "options", [{}, {"out_indices": (1, 3)}, {"strides": (1, 1, 2, 2, 2)}, {"feature_cls": "hook"}]
 )
@@ -115,7 +121,7 @@ def test_timm_finds_the_pyramid(registered: list[str], name: str, options: dict[
     torch.manual_seed(0)
     encoder = timm.create_model(name, features_only=True, in_chans=4, **options).eval()
     torch.manual_seed(0)
-    net = MODELS[name](in_channels=4, strides=options.get("strides")).eval()
+    net = CLASSIFIERS[name](in_channels=4, strides=options.get("strides")).eval()
     image = torch.randn(1, 4, 64, 96)
     indices = options.get("out_indices", range(5))
     with torch.no_grad():

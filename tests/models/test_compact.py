@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError, models
-from farfield.models import MODELS, CompactNet
+from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
@@ -83,13 +83,13 @@ def images(count: int, *sides: int) -> Tensor:
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
 def test_the_names_are_the_fixed_ones() -> None:
-    assert list(MODELS) == list(WEIGHTS)
+    assert list(CLASSIFIERS) == list(WEIGHTS)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_the_papers(name: str) -> None:
     with torch.device("meta"):
-        net = MODELS[name]()
+        net = CLASSIFIERS[name]()
     assert weights(net) == WEIGHTS[name]
     assert norms(net) == NORMS.get(name, norms(net))
     linear_maps = [part for part in net.modules() if isinstance(part, nn.Linear) and part.bias is not None]
@@ -116,7 +116,7 @@ def test_attention_stands_where_the_papers_put_it() -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_variants_have_their_blocks(name: str) -> None:
-    found = blocks(MODELS[name](width=0.25))
+    found = blocks(CLASSIFIERS[name](width=0.25))
     base = [block for block in found if isinstance(block, BaseBlock)]
     attention = [block for block in found if isinstance(block, AttentionBlock)]
     assert len(base) + len(attention) == 17
@@ -160,7 +160,7 @@ def test_widths_are_torchvisions(width: float) -> None:
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("sides", [(32, 32), (33, 33), (40, 96), (96, 96)])
 def test_any_image_size(name: str, sides: tuple[int, int]) -> None:
-    net = MODELS[name](width=0.25, num_classes=5).eval()
+    net = CLASSIFIERS[name](width=0.25, num_classes=5).eval()
     with torch.no_grad():
         image = torch.randn(2, 3, *sides)
         assert net(image).shape == (2, 5)
@@ -170,7 +170,7 @@ def test_any_image_size(name: str, sides: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_kv", "kanet_qkv", "sanet"])
 def test_the_papers_size(name: str) -> None:
     with torch.no_grad():
-        assert MODELS[name]().eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+        assert CLASSIFIERS[name]().eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_initial_values_are_glorots() -> None:
 # ---- behaviour -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients_reach_every_parameter(name: str) -> None:
-    net = MODELS[name](width=0.25, num_classes=4, strides=SMALL)
+    net = CLASSIFIERS[name](width=0.25, num_classes=4, strides=SMALL)
     loss = nn.functional.cross_entropy(net(torch.randn(4, 3, 32, 32)), torch.arange(4))
     loss.backward()
     for parameter_name, parameter in net.named_parameters():
@@ -251,7 +251,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_image_does_not_see_its_neighbours(name: str) -> None:
-    net, batch = settled(MODELS[name](width=0.25, num_classes=4)), images(3, 64, 64)
+    net, batch = settled(CLASSIFIERS[name](width=0.25, num_classes=4)), images(3, 64, 64)
     with torch.no_grad():
         whole = net(batch)
         assert whole.std() > 0.1
@@ -261,7 +261,7 @@ def test_an_image_does_not_see_its_neighbours(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_channels_last_stays(name: str) -> None:
-    net, batch = settled(MODELS[name](width=0.25, num_classes=4)), images(2, 64, 96)
+    net, batch = settled(CLASSIFIERS[name](width=0.25, num_classes=4)), images(2, 64, 96)
     with torch.no_grad():
         expected = net(batch)
         last, batch = net.to(memory_format=torch.channels_last), batch.to(memory_format=torch.channels_last)
@@ -292,7 +292,7 @@ def test_pyramid_is_what_the_classifier_sees() -> None:
 
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet", "senet"])
 def test_copies_and_pickles(name: str) -> None:
-    net, image = settled(MODELS[name](width=0.25, num_classes=3)), images(2, 64, 64)
+    net, image = settled(CLASSIFIERS[name](width=0.25, num_classes=3)), images(2, 64, 64)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         torch.testing.assert_close(twin(image), net(image), rtol=0, atol=0)
         assert twin.config == net.config
@@ -301,7 +301,7 @@ def test_copies_and_pickles(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet", "attnnet_averaged"])
 def test_other_precisions(name: str, dtype: torch.dtype) -> None:
-    net = MODELS[name](width=0.25, num_classes=3).to(dtype)
+    net = CLASSIFIERS[name](width=0.25, num_classes=3).to(dtype)
     logits = net(torch.randn(4, 3, 64, 64, dtype=dtype))
     assert logits.dtype == dtype
     logits.square().sum().backward()
@@ -310,7 +310,7 @@ def test_other_precisions(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet", "attnnet_averaged"])
 def test_autocast(name: str) -> None:
-    net = MODELS[name](width=0.25, num_classes=3)
+    net = CLASSIFIERS[name](width=0.25, num_classes=3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = net(torch.randn(4, 3, 64, 64))
     assert logits.dtype == torch.bfloat16

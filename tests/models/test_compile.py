@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from farfield.models import MODELS
+from farfield.models import CLASSIFIERS
 from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.blocks import convolved
 from farfield.ops import OPERATORS
@@ -123,12 +123,12 @@ def test_a_base_block_of_any_rank_compiles_once(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_networks_compile_once(name: str) -> None:
-    compiles_once(settled(MODELS[name](width=0.25, num_classes=4)), "aot_eager", sizes_of(name))
+    compiles_once(settled(CLASSIFIERS[name](width=0.25, num_classes=4)), "aot_eager", sizes_of(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_networks_export_with_free_batch_and_sides(name: str) -> None:
-    exports(settled(MODELS[name](width=0.25, num_classes=4)), sizes_of(name))
+    exports(settled(CLASSIFIERS[name](width=0.25, num_classes=4)), sizes_of(name))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from farfield import cost, models
-from farfield.models import MODELS, CompactNet
+from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.nn.convolved import clamps_at_once, convolved
 from farfield.ops import OPERATORS
@@ -33,10 +33,10 @@ def settled(net: nn.Module) -> nn.Module:
 
 
 def small(name: str) -> CompactNet:
-    return MODELS[name](width=0.25, num_classes=5)
+    return CLASSIFIERS[name](width=0.25, num_classes=5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_fused_is_unfused(name: str) -> None:
     net = settled(small(name))
     before = copy.deepcopy(net.state_dict())
@@ -50,7 +50,7 @@ def test_fused_is_unfused(name: str) -> None:
     assert all(torch.equal(entry, before[key]) for key, entry in net.state_dict().items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_no_batch_norm_is_left(name: str) -> None:
     fused = small(name).eval().fuse()
     assert not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in fused.modules())

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from farfield import models
-from farfield.models import MODELS, CompactNet, storage
+from farfield.models import CLASSIFIERS, CompactNet, storage
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
 
@@ -52,9 +52,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_model_comes_back(tmp_path: Path, name: str) -> None:
-    net = randomized(MODELS[name](width=0.125, num_classes=3, strides=(1, 1, 2, 2, 2), dropout=0.1, in_channels=2))
+    net = randomized(CLASSIFIERS[name](width=0.125, num_classes=3, strides=(1, 1, 2, 2, 2), dropout=0.1, in_channels=2))
     assert net.train().save_pretrained(tmp_path / "run" / "best") is None
     found = models.from_pretrained(tmp_path / "run" / "best")
     same(found, net)

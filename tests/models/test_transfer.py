@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.models import mobilenet_v2
 
 from farfield import models
-from farfield.models import MODELS, load_torchvision
+from farfield.models import CLASSIFIERS, load_torchvision
 from farfield.nn import AttentionBlock
 
 
@@ -56,7 +56,7 @@ def entries(net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet", "sanet_without_attention", "senet", "mobilenet_v2_siamese"])
 def test_blocks_start_from_the_expanded_channels(name: str) -> None:
-    source, net = theirs().state_dict(), MODELS[name]()
+    source, net = theirs().state_dict(), CLASSIFIERS[name]()
     before = entries(net)
     report, after = load_torchvision(net, source), net.state_dict()
     assert sorted([*report.whole, *report.part, *report.kept]) == sorted(after)

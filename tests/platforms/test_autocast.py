@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import models
-from farfield.models import MODELS
+from farfield.models import CLASSIFIERS
 from farfield.nn import AttentionBlock, BaseBlock
 from farfield.ops import OPERATORS
 
@@ -51,10 +51,10 @@ def errors_of_blocks(net: nn.Module, image: Tensor, dtype: torch.dtype) -> dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_block_answers_as_in_float32(calibrate: Calibrate, name: str, dtype: torch.dtype) -> None:
     image = torch.randn(8, 3, 64, 64)
-    net = calibrate(MODELS[name](width=0.25, num_classes=10), image)
+    net = calibrate(CLASSIFIERS[name](width=0.25, num_classes=10), image)
     errors = errors_of_blocks(net, image, dtype)
     assert max(errors.values()) <= EXACT, errors
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
@@ -93,7 +93,7 @@ def test_gradients_of_an_attention_are_those_of_float32(row: str) -> None:
 
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet"])
 def test_training_in_bfloat16_needs_no_scaler(name: str) -> None:
-    net = MODELS[name](width=0.25, num_classes=4, strides=(1, 1, 2, 2, 2), dropout=0.0).train()
+    net = CLASSIFIERS[name](width=0.25, num_classes=4, strides=(1, 1, 2, 2, 2), dropout=0.0).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
     label = torch.arange(16) % 4
     image = torch.randn(16, 3, 16, 16) + label[:, None, None, None]

@@ -150,9 +150,9 @@ def models_table(arguments: argparse.Namespace) -> Table:
 
     as_printed = (arguments.size, arguments.classes, arguments.width) == (224, 1000, 1.0)
     rows: list[Row] = []
-    for name in known(arguments, "model", arguments.model, list(models.MODELS)):
+    for name in known(arguments, "model", arguments.model, list(models.CLASSIFIERS)):
         with torch.device("meta"):
-            net = models.MODELS[name](num_classes=arguments.classes, width=arguments.width).eval()
+            net = models.CLASSIFIERS[name](num_classes=arguments.classes, width=arguments.width).eval()
         executed, calls = run(net, (1, 3, arguments.size, arguments.size))
         printed = by_the_papers(net, executed, calls)
         network = NETWORKS.get(name)
@@ -200,11 +200,13 @@ def cost_table(arguments: argparse.Namespace) -> Table:
         if any(row[f"{key}_printed"] for row in rows):
             columns.append(Column(f"{key}_printed", "printed"))
     columns += [Column("madds_executed", "MAdd executed", millions), Column("activation_bytes", "formed", megabytes)]
+    columns.append(Column("gathered_bytes", "sent", megabytes))
     title = f"{joined(list(arguments.sides))} cells, {sentence(arguments)}: MAdd of one sample, memory of a batch of "
     printed = f" Printed: {table.name}; what differs is on the documentation's page of results." if table else ""
     notes = [
         f"MAdd and memory: by the papers' formulas; saving: against softmax.{printed}",
         "MAdd executed: counted on this library's code, which sums values before it maps them. Formed: what it holds.",
+        "Sent: by each process where the grid is spread over several; nothing for rows whose summary is the grid.",
     ]
     return Table(f"{title}{arguments.batch}", columns, rows, notes)
 
@@ -249,6 +251,7 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
         "memory_saving_printed": printed and printed.memory_saving,
         "madds_executed": cost.count(attention, (1, arguments.channels, *arguments.sides)).madds,
         "activation_bytes": formed.activation_bytes,
+        "gathered_bytes": formed.gathered_bytes,
         "coefficients": one.coefficients,
         "weights": one.weights,
         "parameters": one.parameters,

@@ -1,6 +1,8 @@
-"""`farfield fit | validate | test | predict`: Lightning's command line on `Classify` and the data modules.
+"""`farfield fit | validate | test | predict`: Lightning's command line on the tasks and their data modules.
 
     farfield fit --config recipes/digits.yaml
+    farfield fit --config recipes/camvid.yaml        # `task: segment` in it
+    farfield fit --config recipes/care3d.yaml        # `task: restore` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -16,23 +18,43 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningDataModule, Trainer
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-# Once it is imported, `--data Digits` needs no module.
-import farfield.data.classify  # noqa: F401
+# Once they are imported, `--data Digits` needs no module.
+import farfield.data.classify
+import farfield.data.restore
+import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
-from farfield.tasks.predictions import PredictionTable
+from farfield.tasks.predictions import MaskFolder, PredictionTable
+from farfield.tasks.restore import Restore
+from farfield.tasks.segment import Segment
 
 NETWORK = "--model.network"
+
+
+class Task(NamedTuple):
+    """What is trained, and by which of its numbers the best epoch is found."""
+
+    module: type[LightningModule]
+    monitor: str
+    mode: str
+
+
+TASKS = {
+    "classify": Task(Classify, "val/accuracy", "max"),
+    "segment": Task(Segment, "val/miou", "max"),
+    "restore": Task(Restore, "val/loss", "min"),
+}
 
 
 class Training(LightningCLI):
@@ -40,11 +62,13 @@ class Training(LightningCLI):
 
     Args:
         args: The command line without the program's name; None takes it from the system.
+        task: A name of `TASKS`.
     """
 
-    def __init__(self, args: ArgsType = None) -> None:
+    def __init__(self, args: ArgsType = None, task: str = "classify") -> None:
+        self.task = task
         super().__init__(
-            Classify,
+            TASKS[task].module,
             LightningDataModule,
             subclass_mode_data=True,
             args=args,
@@ -58,14 +82,24 @@ class Training(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--checkpoint` and `--predictions`, and the defaults of the trainer."""
+        """Add `--task`, `--checkpoint` and where predictions go, and the defaults of the trainer."""
+        parser.add_argument("--task", default=self.task, choices=list(TASKS), help="what is trained")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(PredictionTable, "predictions")
+        if self.task == "classify":
+            parser.add_lightning_class_args(PredictionTable, "predictions")
+        elif self.task == "segment":
+            parser.add_lightning_class_args(MaskFolder, "predictions")
+        elif self.task == "restore":
+            parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
+            parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
+            parser.add_argument("--tile", type=list[int] | int | None, help="cells a side at a time; null: by memory")
+            for name in ("output", "overwrite", "tile"):
+                parser.link_arguments(name, f"model.{name}")
         parser.set_defaults(
             {
                 "checkpoint.filename": "best",
-                "checkpoint.monitor": "val/accuracy",
-                "checkpoint.mode": "max",
+                "checkpoint.monitor": TASKS[self.task].monitor,
+                "checkpoint.mode": TASKS[self.task].mode,
                 "checkpoint.enable_version_counter": False,
                 "trainer.default_root_dir": "runs",
                 "trainer.log_every_n_steps": 10,
@@ -124,9 +158,14 @@ class Training(LightningCLI):
             )
 
     def after_predict(self) -> None:
-        """Say where the table is."""
-        table = self._get(self.config_init, "predictions")
-        rank_zero_info(f"farfield predict: {table.place(self.trainer)}")
+        """Say where the predictions are."""
+        if self.task in ("classify", "segment"):
+            predictions = self._get(self.config_init, "predictions")
+            rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
+        elif self.task == "restore":
+            # One loader gives one list.
+            places: Any = self.trainer.predict_loop.predictions
+            rank_zero_info("\n".join(f"farfield predict: {place}" for place in places))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,12 +186,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        Training(_with_full_names(sys.argv[1:] if argv is None else argv))
+        words = _with_full_names(sys.argv[1:] if argv is None else argv)
+        Training(words, _task_of(words))
 
 
 def last_checkpoint() -> ModelCheckpoint:
     """Return what writes `last.ckpt` at the end of every epoch, after its validation, if it has one."""
     return ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
+
+
+def _task_of(argv: Sequence[str]) -> str:
+    """Find the task before there is a parser, which is that of the task: `--task`, or `task:` in the last recipe."""
+    task = "classify"
+    for place, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        value = value if equals else argv[place + 1] if place + 1 < len(argv) else ""
+        if option == "--task":
+            task = value
+            break
+        if option in ("--config", "-c") and Path(value).is_file():
+            recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            task = recipe.get("task", task) if isinstance(recipe, dict) else task
+    if task not in TASKS:
+        raise unknown("farfield fit", "task", task, TASKS)
+    return task
 
 
 def _with_full_names(argv: Sequence[str]) -> list[str]:

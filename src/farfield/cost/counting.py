@@ -36,6 +36,9 @@ class Cost:
         activation_bytes: Bytes of what the pass forms, whole batch; `predict` and `count` say what that covers.
         coefficients: Numbers of an operator's coefficients (heads × slots × asking cells), whole batch; None for a
             network. For the softmax and Kronecker rows they are never formed.
+        gathered_bytes: What each process sends where the grid is spread over processes (`farfield.sharding`): a
+            summary, whole batch, in float32, and what asks where sums ask. None where the summary is the grid, and for
+            networks.
         by_module: Path -> multiply-adds of every module that has any, its children's included; empty for a formula.
     """
 
@@ -44,6 +47,7 @@ class Cost:
     weights: int
     activation_bytes: int
     coefficients: int | None = None
+    gathered_bytes: int | None = None
     by_module: dict[str, int] = field(default_factory=dict, repr=False)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farfield.ops.order import Work, cheaper_order
-from farfield.ops.table import OPERATORS
+from farfield.ops.table import OPERATORS, exponentials
 
 
 class Sizes(NamedTuple):
@@ -216,6 +216,19 @@ def held(s: Sizes, steps: Steps) -> int:
             else steps.asks * s.width
         )
     return projected + steps.formed + slots + response
+
+
+def gathered(row: str, s: Sizes, steps: Steps) -> int | None:
+    """Numbers of a summary, with the sums that ask: what a process sends where a grid is spread; None for a grid."""
+    operator, values = OPERATORS[row], steps.slots * s.width
+    if operator.basis is None and operator.answers.side_by_side:
+        return None
+    if operator.basis is None:  # a key and a count an index; where sums ask, the grid's again
+        return (
+            values + steps.slots * (s.inner + 1) + 1 + (not operator.asks.side_by_side) * steps.slots * (s.channels + 1)
+        )
+    weights = s.heads * steps.slots
+    return values + weights + 1 + weights * (operator.basis is exponentials)
 
 
 # ---- what the papers say of memory, in bytes -------------------------------------------------------------------------

@@ -9,7 +9,19 @@ from torch import nn
 
 from farfield._checks import check_heads, unknown
 from farfield.cost.counting import Call, Cost, run
-from farfield.cost.formulas import FORMULAS, NUMBER, PAPERS, Sizes, Steps, coefficients, executed, held, in_order, once
+from farfield.cost.formulas import (
+    FORMULAS,
+    NUMBER,
+    PAPERS,
+    Sizes,
+    Steps,
+    coefficients,
+    executed,
+    gathered,
+    held,
+    in_order,
+    once,
+)
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops.table import OPERATORS, Operator
 
@@ -138,7 +150,9 @@ def of_row(row: str, s: Sizes, batch: int, convention: str, weights: int, parame
         madds, size = batch * executed(s, ordered) + once(s, ordered), NUMBER * batch * held(s, ordered)
     else:
         madds, size = batch * steps.printed, printed_bytes(row, s, steps, batch, convention)
-    return Cost(madds, parameters, weights, size, batch * coefficients(s, steps))
+    numbers = gathered(row, s, steps)
+    sent = None if numbers is None else NUMBER * batch * numbers
+    return Cost(madds, parameters, weights, size, batch * coefficients(s, steps), sent)
 
 
 def printed_bytes(row: str, s: Sizes, steps: Steps, batch: int, convention: str) -> int:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.epochs import DrawnSamples, EpochSampler
 from farfield.data.folders import Check, FolderError, check_classes, check_images, classes_of, images_of
+from farfield.data.loading import Loading
 from farfield.data.samples import ClassFolders, Images, NamedImages, drawn, split
 
 Colours = tuple[float, float, float]
@@ -28,70 +26,20 @@ IMAGENET: tuple[Colours, Colours] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225
 HELD_OUT = 0.2
 
 
-class _Classification(LightningDataModule):
-    """What both data modules share: loaders, and normalising on the device. Its loaders give `uint8` images.
+class _Classification(Loading):
+    """What both data modules share: normalising on the device. Their loaders give `uint8` images.
 
     A batch is `(images, labels)`; a batch to predict is `(images, names)`.
     """
 
     def __init__(self, batch_size: int, workers: int, seed: int, colours: tuple[Colours, Colours]) -> None:
-        super().__init__()
-        self.batch_size, self.workers, self.seed = batch_size, workers, seed
+        super().__init__(batch_size, workers, seed)
         self.normalize = v2.Normalize(*colours)
-        self.classes: list[str] = []
-        self._run_seed: int | None = None
-        self.parts: dict[str, Dataset[Any]] = {}
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return the shuffled, augmented training images."""
-        samples = DrawnSamples(self.parts["train"])
-        ranks, rank, epoch = 1, 0, 0
-        if self.trainer is not None:
-            ranks, rank = self.trainer.world_size, self.trainer.global_rank
-            # A resumed run asks for its loader before it sets the sampler's epoch.
-            epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        order = EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank)
-        order.set_epoch(epoch)
-        # A last batch of one image has no batch statistics; there is no last batch to drop where there is only one.
-        return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images."""
-        return self._loader(self.parts["val"])
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images."""
-        return self._loader(self.parts["test"])
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, with their names in place of labels."""
-        return self._loader(self.parts["predict"])
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Turn `uint8` images into normalised floating point, on the device."""
         images, labels = batch
         return self.normalize(functional.to_dtype(images, torch.float32, scale=True)), labels
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data: the seed of the epochs and the names of the classes."""
-        return {"run_seed": self.run_seed, "classes": list(self.classes)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of a run that is resumed, and refuse the checkpoint of a run with other classes."""
-        self._run_seed = int(state_dict["run_seed"])
-        if self.classes:
-            check_classes("the data", self.classes, state_dict["classes"], "the checkpoint")
-        self.classes = list(state_dict["classes"])
-
-    @property
-    def run_seed(self) -> int:
-        """The seed of order and augmentation: that of `seed_everything`, or of the checkpoint a run resumes from."""
-        return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
-
-    def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.
-        options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0}
-        return DataLoader(samples, batch_size=self.batch_size, pin_memory=torch.cuda.is_available(), **options)
 
 
 class ImageFolders(_Classification):

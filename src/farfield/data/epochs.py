@@ -32,17 +32,31 @@ class EpochSampler(DistributedSampler[Draw]):
         seed: Seed of the run.
         ranks: Number of processes that share the samples.
         rank: Which of them this is.
+        draws: Samples an epoch on each replica, all samples in one order after the other; None for every sample once.
     """
 
-    def __init__(self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0, draws: int | None = None
+    ) -> None:
         # The base class adds seed and epoch: mixed, the second epoch of seed 1 is not the first of seed 2.
         super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mixed(seed))
+        self.draws = draws
+        if draws is not None:
+            self.num_samples = draws
 
     def __iter__(self) -> Iterator[Draw]:
         """Yield the draws of this replica for the epoch that was set last."""
-        order: Iterator[Any] = super().__iter__()
-        for place in order:
-            yield Draw(place, _mixed(self.seed, self.epoch, place))
+        if self.draws is None:
+            order: Iterator[Any] = super().__iter__()
+            for place in order:
+                yield Draw(place, _mixed(self.seed, self.epoch, place))
+            return
+        length = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
+        passes = -(-self.draws * self.num_replicas // length)
+        places = torch.cat([torch.randperm(length, generator=generator) for _ in range(passes)])
+        for turn in range(self.rank, self.draws * self.num_replicas, self.num_replicas):
+            yield Draw(int(places[turn]), _mixed(self.seed, self.epoch, turn))
 
 
 class DrawnSamples(Dataset[Any]):

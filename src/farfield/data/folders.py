@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
 Check = Literal["once", "always", "never"]
+T = TypeVar("T")
 
 # What file managers leave behind; hidden files are passed over too.
 CLUTTER = frozenset({"thumbs.db", "desktop.ini"})
@@ -59,7 +60,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
 
 
-def images_of(folder: Path) -> list[Path]:
+def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order.
 
     Raises:
@@ -67,11 +68,11 @@ def images_of(folder: Path) -> list[Path]:
     """
     images = [path for path in files_of(folder) if is_image(path)]
     if not images:
-        raise FolderError(f"ImageFolders: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
+        raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
 
 
-def read_image(path: str | Path) -> Image.Image:
+def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
     """Read an image file as RGB.
 
     Raises:
@@ -80,10 +81,12 @@ def read_image(path: str | Path) -> Image.Image:
     try:
         return pil_loader(path)
     except Exception as error:
-        raise FolderError(f"ImageFolders: cannot read {path}: {error}") from error
+        raise FolderError(f"{caller}: cannot read {path}: {error}") from error
 
 
-def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str) -> None:
+def check_classes(
+    folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str, caller: str = "ImageFolders"
+) -> None:
     """Refuse class folders that differ from those of another folder or of a checkpoint.
 
     Args:
@@ -91,6 +94,7 @@ def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence
         classes: Its classes.
         expected: The classes there should be.
         owner: Whose classes those are, for the message.
+        caller: Who asks, for the message.
 
     Raises:
         FolderError: If the two lists differ.
@@ -100,13 +104,13 @@ def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence
     absent = [name for name in expected if name not in classes]
     added = [name for name in classes if name not in expected]
     raise FolderError(
-        f"ImageFolders: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
+        f"{caller}: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
         f"  only in {owner}: {_listed(absent) or 'none'}\n  only in {folder}: {_listed(added) or 'none'}\n"
-        "  fix: give both the same class folders, or leave the folder out."
+        "  fix: give both the same classes, or leave the folder out."
     )
 
 
-def check_images(folders: Sequence[Path], check: Check = "once") -> None:
+def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "ImageFolders") -> None:
     """Decode every file below the folders and refuse those that are not whole images.
 
     JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder whose
@@ -116,6 +120,7 @@ def check_images(folders: Sequence[Path], check: Check = "once") -> None:
     Args:
         folders: Folders to read, with all folders below them.
         check: `"once"`, `"always"` or `"never"`.
+        caller: Who asks, for the message.
 
     Raises:
         FolderError: If a file is truncated, empty or not an image; it names the files.
@@ -124,21 +129,44 @@ def check_images(folders: Sequence[Path], check: Check = "once") -> None:
         return
     for folder in folders:
         files = files_of(folder)
-        note = _cache_folder() / _fingerprint(folder, files)
-        if check == "once" and note.exists():
-            continue
-        with ThreadPoolExecutor() as pool:
-            faults = [fault for fault in pool.map(_fault, files, chunksize=64) if fault]
-        if faults:
-            raise FolderError(
-                f"ImageFolders: {len(faults)} of the {len(files)} files in {folder} cannot be read as images.\n  "
-                + "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
-                + "\n  fix: remove or replace them."
-            )
-        _leave(note)
+        problem = f"files in {folder} cannot be read as images"
+        check_each(caller, files, fault_of, check, note_of(folder, files), problem, "remove or replace them.")
 
 
-def _fault(path: Path) -> str | None:
+def check_each(
+    caller: str,
+    items: Sequence[T],
+    fault: Callable[[T], str | None],
+    check: Check,
+    note: Path,
+    problem: str,
+    fix: str,
+) -> None:
+    """Refuse items in which something is wrong, all at once, and leave a note where there is nothing.
+
+    Args:
+        caller: Who asks, for the error.
+        items: What to look at.
+        fault: Says what is wrong with an item, None if nothing.
+        check: `"once"` passes where the note is there.
+        note: Where to leave it.
+        problem: What the faulty ones are, for the error.
+        fix: Last line of the error.
+
+    Raises:
+        FolderError: With the first few faults.
+    """
+    if check == "once" and note.exists():
+        return
+    with ThreadPoolExecutor() as pool:
+        faults = [found for found in pool.map(fault, items, chunksize=64) if found]
+    if faults:
+        shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
+        raise FolderError(f"{caller}: {len(faults)} of the {len(items)} {problem}.\n  {shown}\n  fix: {fix}")
+    _leave(note)
+
+
+def fault_of(path: Path) -> str | None:
     """Read one file to its end; return what is wrong with it, or None."""
     try:
         if not is_image(path):
@@ -152,13 +180,13 @@ def _fault(path: Path) -> str | None:
     return None
 
 
-def _fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """Digest the names, sizes and times of files; the folder's own place counts too."""
-    digest = hashlib.sha256(str(folder.resolve()).encode())
+def note_of(folder: Path, files: Iterable[Path], also: str = "") -> Path:
+    """Name the note that says these files are good: their names, sizes and times, the folder's place, and what else."""
+    digest = hashlib.sha256(f"{folder.resolve()}{also}".encode())
     for path in files:
         status = path.stat()
-        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+        digest.update(f"{os.path.relpath(path, folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return _cache_folder() / digest.hexdigest()
 
 
 def _cache_folder() -> Path:

@@ -1,10 +1,13 @@
-"""The papers' compact networks, by function, by name, and from saved files."""
+"""The papers' networks, by function, by name, and from saved files."""
 
 from farfield.models.catalog import (
+    CLASSIFIERS,
     MODELS,
     attnnet,
     attnnet_averaged,
     attnnet_pooled,
+    deeplab_compact,
+    deeplab_v2,
     from_pretrained,
     kanet,
     kanet_kv,
@@ -19,21 +22,32 @@ from farfield.models.catalog import (
     sanet_ones,
     sanet_without_attention,
     senet,
+    unet_care,
+    unet_projection,
+    unet_residual,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
+from farfield.models.deeplab import DeepLab
 from farfield.models.transfer import Loaded, load_torchvision
+from farfield.models.unet import ProjectionUNet, UNet
 
 __all__ = [
+    "CLASSIFIERS",
     "MODELS",
     "STAGES",
     "VARIANTS",
     "CompactNet",
+    "DeepLab",
     "Loaded",
+    "ProjectionUNet",
     "Stage",
+    "UNet",
     "Variant",
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
+    "deeplab_compact",
+    "deeplab_v2",
     "from_pretrained",
     "kanet",
     "kanet_kv",
@@ -49,4 +63,7 @@ __all__ = [
     "sanet_ones",
     "sanet_without_attention",
     "senet",
+    "unet_care",
+    "unet_projection",
+    "unet_residual",
 ]

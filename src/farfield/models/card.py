@@ -30,14 +30,14 @@ def write_card(
         net: A network of the configuration, whose numbers are not read.
         config: The model's name and arguments.
         header: The card's metadata, as YAML.
-        image_size: Side of the square image whose multiply-adds are counted.
+        image_size: Side of the image or volume whose multiply-adds are counted.
         training_data: What it was trained on, None if that is not known.
         metrics: Name -> what was measured, None if nothing is known.
 
     Returns:
         The text, sealed: `is_edited` tells whether somebody has changed it.
     """
-    shape = (config.get("in_channels", 3), image_size, image_size)
+    shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     cost, operators = count(net, (1, *shape)), operators_of(net)
     rows = {
         "operator": ", ".join(f"`{name}`" for name in operators) or "none",

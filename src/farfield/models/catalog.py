@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from farfield._checks import unknown
 from farfield.models.compact import VARIANTS, CompactNet
+from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.storage import load
+from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.ops.table import OPERATORS, Operator
 
 
 class Builder(Protocol):
-    """What every name of `MODELS` is: a function of these arguments, all optional; see `CompactNet`."""
+    """What every name of `CLASSIFIERS` is: a function of these arguments, all optional; see `CompactNet`."""
 
     __name__: str
 
@@ -32,10 +34,13 @@ class Builder(Protocol):
         ...
 
 
-class Catalog(dict[str, Builder]):
+T = TypeVar("T")
+
+
+class Catalog(dict[str, T]):
     """A dictionary that answers a wrong name with the nearest ones."""
 
-    def __missing__(self, name: str) -> Builder:
+    def __missing__(self, name: str) -> T:
         raise unknown("models.MODELS", "model", name, self)
 
 
@@ -166,7 +171,8 @@ def senet(
     )
 
 
-MODELS: dict[str, Builder] = Catalog(
+# The compact networks: what classifies images, and what timm knows by these names.
+CLASSIFIERS: dict[str, Builder] = Catalog(
     mobilenet_v2=mobilenet_v2,
     mobilenet_v2_kronecker_kv=mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese=mobilenet_v2_siamese,
@@ -182,8 +188,20 @@ MODELS: dict[str, Builder] = Catalog(
     sanet_without_attention=sanet_without_attention,
     senet=senet,
 )
+MODELS: dict[str, Callable[..., Any]] = Catalog(
+    **CLASSIFIERS,
+    deeplab_v2=deeplab_v2,
+    deeplab_compact=deeplab_compact,
+    unet_care=unet_care,
+    unet_residual=unet_residual,
+    unet_projection=unet_projection,
+)
+# Name in a saved configuration -> the class that takes the configuration.
+FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
+FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
+FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
-__all__ = ["MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
+__all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
 
 def from_pretrained(
@@ -194,7 +212,7 @@ def from_pretrained(
     token: str | bool | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-) -> CompactNet:
+) -> nn.Module:
     """Rebuild the model that `save_pretrained` wrote, from its name, arguments and weights; in eval mode, on the CPU.
 
     Nothing is executed: the name is looked up in `MODELS`, the weights are safetensors.
@@ -225,17 +243,18 @@ def from_pretrained(
     return load("models.from_pretrained", path_or_repo, rebuild, hub)
 
 
-def rebuild(config: dict[str, Any]) -> CompactNet:
+def rebuild(config: dict[str, Any]) -> nn.Module:
     """Build the untrained model of a saved configuration."""
-    if config["model"] not in VARIANTS:
-        raise unknown("models.from_pretrained", "model", config["model"], VARIANTS)
+    build = FAMILIES.get(config["model"])
+    if build is None:
+        raise unknown("models.from_pretrained", "model", config["model"], FAMILIES)
     if config.get("operator", "softmax") not in OPERATORS:
         raise unknown("models.from_pretrained", "operator", config["operator"], OPERATORS)
-    return CompactNet(**config)
+    return build(**config)
 
 
 def register_timm() -> list[str]:
-    """Make every name of `MODELS` known to timm, and so to what finds its encoders there.
+    """Make every name of `CLASSIFIERS` known to timm, and so to what finds its encoders there.
 
     `timm.create_model(name, num_classes=…, in_chans=…, drop_rate=…, features_only=True)` then works. No pretrained
     weights are published, so `pretrained=True` is an error of timm's. Calling it again changes nothing.
@@ -252,17 +271,17 @@ def register_timm() -> list[str]:
     """
     import timm.models
 
-    for name in MODELS:
+    for name in CLASSIFIERS:
         if not (timm.models.is_model(name) and timm.models.model_entrypoint(name).__module__ == __name__):
             timm.models.register_model(timm_entry(name))
-    return list(MODELS)
+    return list(CLASSIFIERS)
 
 
 def timm_entry(name: str) -> Callable[..., nn.Module]:
     """Make the function that timm calls for a name, with timm's names for the arguments."""
 
     def build(*, num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.2, **arguments: Any) -> CompactNet:
-        return MODELS[name](num_classes=num_classes, in_channels=in_chans, dropout=drop_rate, **arguments)
+        return CLASSIFIERS[name](num_classes=num_classes, in_channels=in_chans, dropout=drop_rate, **arguments)
 
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> nn.Module:
         from timm.models import build_model_with_cfg

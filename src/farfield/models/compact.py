@@ -153,7 +153,7 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
 
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the last grid, after the head's 1x1 convolution and before pooling."""
-        self.check_image(image)
+        check_image(self.name, image, self.in_channels)
         return self.head(self.rows(self.stem(image)))
 
     def forward_head(
@@ -165,7 +165,7 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
 
     def pyramid(self, image: Float[Tensor, "b c h w"]) -> list[Tensor]:
         """Return the grids before each halving and the last: strides 2 to 32, channels 16, 24, 32, 96 and 320."""
-        self.check_image(image)
+        check_image(self.name, image, self.in_channels)
         grid, grids = self.stem(image), []
         for index, row in enumerate(self.rows):
             grid = row(grid)
@@ -182,6 +182,10 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
             info.append({"num_chs": self.row_channels[row], "reduction": stride, "module": f"rows.{row}"})
         return info
 
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The image whose multiply-adds a model card counts: channels and sides."""
+        return (self.in_channels, side, side)
+
     def get_classifier(self) -> nn.Module:
         """Return the last layer, under the name that timm calls it by."""
         return self.classifier
@@ -193,23 +197,6 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
         classifier = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self.classifier = initialize(classifier.to(old.device, old.dtype))
         self.num_classes = self.config["num_classes"] = num_classes
-
-    def check_image(self, image: Tensor) -> None:
-        """Refuse what is not a floating-point batch of images with the net's channels."""
-        channels = self.in_channels
-        if image.dim() != 4 or image.shape[1] != channels:
-            fix = f"give it (batch, {channels}, height, width), or build the net with in_channels."
-            if image.dim() == 3:
-                fix = "add the batch: image.unsqueeze(0)."
-            elif image.dim() == 4 and image.shape[3] == channels:
-                fix = "put the channels first: image.permute(0, 3, 1, 2)."
-            problem = f"the image must be (batch, {channels}, height, width)."
-            raise shape_error(self.name, problem, fix, image=image)
-        if 0 in image.shape:
-            raise shape_error(self.name, "the image is empty.", "give it one pixel a side at least.", image=image)
-        if not image.is_floating_point():
-            fix = "fix: image.float() / 255, then the normalization it was trained with."
-            raise TypeError(f"{self.name}: the image must be floating point, got {image.dtype}; {fix}")
 
 
 def find_variant(model: str, operator: str | Operator | None) -> Variant:
@@ -294,3 +281,20 @@ def check_strides(model: str, strides: Sequence[int] | None) -> tuple[int, ...]:
             f"32, 64 and 160 channels, got {strides!r}; fix: the papers' {STRIDES}, or (1, 1, 2, 2, 2) for 32 pixels."
         )
     return tuple(strides)
+
+
+def check_image(model: str, image: Tensor, channels: int) -> None:
+    """Refuse what is not a floating-point batch of images with the net's channels."""
+    if image.dim() != 4 or image.shape[1] != channels:
+        fix = f"give it (batch, {channels}, height, width), or build the net with in_channels."
+        if image.dim() == 3:
+            fix = "add the batch: image.unsqueeze(0)."
+        elif image.dim() == 4 and image.shape[3] == channels:
+            fix = "put the channels first: image.permute(0, 3, 1, 2)."
+        problem = f"the image must be (batch, {channels}, height, width)."
+        raise shape_error(model, problem, fix, image=image)
+    if 0 in image.shape:
+        raise shape_error(model, "the image is empty.", "give it one pixel a side at least.", image=image)
+    if not image.is_floating_point():
+        fix = "fix: image.float() / 255, then the normalization it was trained with."
+        raise TypeError(f"{model}: the image must be floating point, got {image.dtype}; {fix}")

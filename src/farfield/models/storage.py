@@ -22,7 +22,7 @@ from farfield.models.card import is_edited, operators_of, write_card
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What of a config its weights have to agree with; the rest shows in their shapes or does not touch them.
-IDENTITY = ("model", "operator")
+IDENTITY = ("model", "operator", "output")
 
 
 class Stored(PyTorchModelHubMixin):

@@ -139,7 +139,7 @@ def convolved(
     rank: int = 2,
 ) -> Convolved:
     """Build convolution, batch norm and ReLU6, which a block's last leaves out."""
-    convolution, batch_norm = layers("convolved", rank)
+    convolution, batch_norm, *_ = layers("convolved", rank)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["convolution"] = convolution(
         channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False

@@ -1,4 +1,4 @@
-"""The layers that come once per rank in torch: convolution and batch norm, found by rank."""
+"""The layers that come once per rank in torch: convolutions, batch norm and pooling, found by rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ class Layers(NamedTuple):
 
     convolution: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
     batch_norm: type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]
+    max_pool: type[nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d]
+    transposed: type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d]
 
 
 RANKS = {
-    1: Layers(nn.Conv1d, nn.BatchNorm1d),
-    2: Layers(nn.Conv2d, nn.BatchNorm2d),
-    3: Layers(nn.Conv3d, nn.BatchNorm3d),
+    1: Layers(nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.ConvTranspose1d),
+    2: Layers(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.ConvTranspose2d),
+    3: Layers(nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d),
 }
 
 

@@ -1,9 +1,11 @@
-"""The CSV file of `farfield predict`: path, class, probability."""
+"""What `farfield predict` writes: a CSV file of classes, or a folder of masks and overlays."""
 
 from __future__ import annotations
 
 import csv
 import io
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from PIL import Image
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
+from farfield.tasks.segment import Segmented
 
 
 class PredictionTable(BasePredictionWriter):
@@ -54,3 +58,89 @@ def _rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, 
     names = [classes[index] if classes else str(index) for index in predicted.classes.tolist()]
     chances = [f"{probability:.6f}" for probability in predicted.probabilities.tolist()]
     return list(zip(predicted.names, names, chances, strict=True))
+
+
+class MaskFolder(BasePredictionWriter):
+    """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
+
+    Masks are index images with PASCAL VOC's palette, of the images' own sizes; overlays are the images, half covered
+    by those colours. The folder appears when all images are predicted; until then it has a hidden name beside its
+    place, so that an interrupted prediction leaves nothing that looks finished. Run it again to finish it.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+
+    Raises:
+        FileExistsError: Before anything is predicted, if the folder is there and not empty.
+        CheckpointError: If a file cannot be written.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        self.path = path
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a folder that holds something, and clear what an interrupted prediction left."""
+        place = self.place(trainer)
+        if place.is_file() or (place.is_dir() and any(place.iterdir())):
+            raise FileExistsError(
+                f"farfield predict: {place} exists and nothing in it is overwritten; "
+                "fix: remove it, or name another by --predictions.path."
+            )
+        if trainer.is_global_zero:
+            shutil.rmtree(beside(place), ignore_errors=True)
+        trainer.strategy.barrier()
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Segmented,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the mask and the overlay of each image."""
+        folder = beside(self.place(trainer))
+        for path, name, labels in zip(*prediction, strict=True):
+            mask = Image.fromarray(labels.numpy())
+            mask.putpalette(PALETTE)
+            with Image.open(path) as image:
+                overlay = Image.blend(image.convert("RGB"), mask.convert("RGB"), 0.5)
+            with written(folder / "masks" / f"{name}.png") as file:
+                mask.save(file, "PNG")
+            with written(folder / "overlays" / f"{name}.jpg") as file:
+                overlay.save(file, "JPEG", quality=90)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the folder its name."""
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            os.replace(beside(self.place(trainer)), self.place(trainer))
+
+    def place(self, trainer: Trainer) -> Path:
+        """Return the path of the folder."""
+        return Path(self.path or Path(trainer.default_root_dir) / "predictions")
+
+
+def beside(place: Path) -> Path:
+    """Where a folder is written until it is whole."""
+    return place.with_name(f".{place.name}.partial")
+
+
+def voc_palette() -> list[int]:
+    """Return PASCAL VOC's colours, red, green and blue of each of 256 labels: the label's bits, spread from the top.
+
+    Example:
+        >>> voc_palette()[3:12]
+        [128, 0, 0, 0, 128, 0, 128, 128, 0]
+    """
+    return [
+        sum(((label >> (3 * bit + channel)) & 1) << (7 - bit) for bit in range(3))
+        for label in range(256)
+        for channel in range(3)
+    ]
+
+
+PALETTE = voc_palette()

@@ -1,0 +1,194 @@
+"""Train U-Nets without and with attention on simulated low light, equal budgets, several seeds: a table and pictures.
+
+    python benchmarks/restoration.py make --volumes care3d/volumes --root data/care3d     # pairs from clean stacks
+    python benchmarks/restoration.py train --root data/care3d
+    python benchmarks/restoration.py table                           # the table again, from what is finished
+    python benchmarks/restoration.py picture --root data/care3d      # before and after, beside the truth
+
+Each run is one `farfield fit` of recipes/care3d.yaml in a folder of its own, and one `farfield test` of its best epoch
+on stacks that were kept out of training. Finished runs are not run again; one that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "care3d.yaml"
+OPERATORS = ["none", "averaged", "siamese", "kronecker_kv", "kronecker_qkv", "factorized_gaussian"]
+# Photons that the brightest cells send.
+CONDITIONS = {"condition_1": 40, "condition_2": 15, "condition_3": 5}
+HELD_BACK = "nuclei_small"
+FLOOR = 3.0
+
+
+def make(volumes: Path, root: Path) -> None:
+    """Write pairs: the clean stack between grey levels 100 and 260, and what a camera sees of few photons.
+
+    `light = clip((volume - p1) / (p99.9 - p1), 0)`, `clean = 100 + 160 light`,
+    `noisy = 100 + 160 / peak (Poisson(light peak + 0.3) - 0.3) + N(0, 3)`. The blastocysts are smoothed before, as they
+    are noisy themselves. One stack is kept out of training, whole.
+    """
+    import tifffile
+    from scipy.ndimage import gaussian_filter
+
+    for place, path in enumerate(sorted(volumes.glob("*.tif"))):
+        volume = tifffile.imread(path).astype(np.float64)
+        if path.stem.startswith("blastocyst"):
+            volume = gaussian_filter(volume, 0.7)
+        low, high = np.percentile(volume, (1, 99.9))
+        light = np.clip((volume - low) / (high - low), 0, None)
+        random = np.random.default_rng(place)
+        stacks = {"GT": 100 + 160 * light}
+        for name, peak in CONDITIONS.items():
+            photons = random.poisson(light * peak + 0.3) - 0.3
+            stacks[name] = 100 + 160 / peak * photons + random.normal(0, 3, light.shape)
+        part = root / ("test" if path.stem == HELD_BACK else "train")
+        for name, stack in stacks.items():
+            (part / name).mkdir(parents=True, exist_ok=True)
+            whole = np.clip(np.rint(stack), 0, 65535).astype(np.uint16)
+            tifffile.imwrite(part / name / path.name, whole, imagej=True, metadata={"axes": "ZYX"})
+        print(f"{path.name}: {part.name}, {' x '.join(map(str, volume.shape))}")
+
+
+def run(command: str, *options: str) -> str:
+    """Run a command of farfield; return what it printed."""
+    words = [sys.executable, "-m", "farfield.cli", command, *options]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]) -> None:
+    """Fit and test one network, and note what was measured and the minutes it took."""
+    result = folder / "result.json"
+    if result.exists():
+        return
+    common = ["--config", str(RECIPE), "--data.root", str(root), "--trainer.default_root_dir", str(folder)]
+    common += ["--model.network.operator", "null" if operator == "none" else operator, *options]
+    started = processor_minutes()
+    resumed = ["--ckpt_path", "last"] if list(folder.glob("version_*/checkpoints/last.ckpt")) else []
+    run("fit", *common, "--seed_everything", str(seed), *resumed)
+    minutes = processor_minutes() - started
+    measured = subprocess.run(
+        [sys.executable, __file__, "measure", "--root", str(root), "--runs", str(folder)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    values = json.loads(measured.stdout.splitlines()[-1])
+    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    spent = {} if resumed else {"processor_minutes": round(minutes, 1)}
+    result.write_text(json.dumps({**spent, **values}, indent=2) + "\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
+
+
+def measure(folder: Path, root: Path) -> dict[str, float]:
+    """Test the best epoch of a run on the stacks that were held back."""
+    from lightning.pytorch import Trainer
+
+    from farfield import models
+    from farfield.data.restore import StackPairs
+    from farfield.tasks.restore import Restore
+
+    [version] = folder.glob("version_*")
+    module = Restore(models.from_pretrained(version))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet)
+    [values] = trainer.test(module, StackPairs(str(root), sources=list(CONDITIONS)), verbose=False)
+    return {name.removeprefix("test/"): round(value, 4) for name, value in values.items()}
+
+
+def table(runs: dict[str, list[Path]]) -> str:
+    """Lay out PSNR before and after, for each condition the mean over the seeds, as Markdown."""
+    heads = "".join(f" {name.replace('_', ' ')}, dB |" for name in CONDITIONS)
+    lines = [f"| operator |{heads} mean, dB | gain of each seed, dB | spread, dB | SSIM | minutes of a core |"]
+    lines.append("|---|" + "---|" * (len(CONDITIONS) + 5))
+    results = {
+        name: [json.loads((run / "result.json").read_text()) for run in folders] for name, folders in runs.items()
+    }
+    before = next(iter(results.values()))[0]
+    each = "".join(f" {before[f'{name}/psnr_before']:.2f} |" for name in CONDITIONS)
+    lines.append(f"| the noisy stacks |{each} {before['psnr_before']:.2f} | | | {before['ssim_before']:.3f} | |")
+    for name, found in results.items():
+        each = "".join(f" {statistics.mean(run[f'{name_}/psnr'] for run in found):.2f} |" for name_ in CONDITIONS)
+        gains = [run["psnr"] - run["psnr_before"] for run in found]
+        spread = f"{max(gains) - min(gains):.2f}" if len(gains) > 1 else "one seed"
+        note = "" if min(gains) >= FLOOR else " (under-trained)"
+        mean, ssim = (statistics.mean(run[what] for run in found) for what in ("psnr", "ssim"))
+        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
+        gained = ", ".join(f"{gain:.2f}" for gain in gains)
+        lines.append(f"| `{name}`{note} |{each} {mean:.2f} | {gained} | {spread} | {ssim:.3f} | {minutes} |")
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
+    """Draw the middle plane of the stack held back: noisy, restored by each network, and the truth."""
+    import matplotlib.pyplot as plt
+    import tifffile
+
+    from farfield import models
+    from farfield.tasks.metrics import care_metrics
+    from farfield.tasks.restoring import restore
+
+    truth = tifffile.imread(root / "test" / "GT" / f"{HELD_BACK}.tif")
+    noisy = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif")
+    panels = {"noisy, 5 photons": noisy}
+    for name, folders in runs.items():
+        [version] = folders[0].glob("version_*")
+        panels[name] = restore(models.from_pretrained(version), noisy)
+    columns = -(-(len(panels) + 1) // 2)
+    figure, axes = plt.subplots(2, columns, figsize=(2.6 * columns, 5.4), layout="constrained")
+    low, high = np.percentile(truth, (0.1, 99.9))
+    for place, (name, stack) in zip(axes.flat, (panels | {"truth": truth}).items(), strict=False):
+        title = name if stack is truth else f"{name}\n{care_metrics(truth, stack).psnr:.1f} dB"
+        place.imshow(stack[len(stack) // 2], cmap="gray", vmin=low, vmax=high, interpolation="nearest")
+        place.set_title(title, fontsize=9)
+    for place in axes.flat:
+        place.axis("off")
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    """Make, train, tabulate or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["make", "train", "measure", "table", "picture"])
+    parser.add_argument("--volumes", type=Path, help="folder of clean stacks (make)")
+    parser.add_argument("--root", type=Path, default=Path("data/care3d"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/restoration"))
+    parser.add_argument("--operators", nargs="+", default=OPERATORS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--picture", type=Path, default=Path("restored.png"))
+    arguments, options = parser.parse_known_args()
+    if arguments.action == "make":
+        make(arguments.volumes, arguments.root)
+        return
+    if arguments.action == "measure":
+        print(json.dumps(measure(arguments.runs, arguments.root)))
+        return
+    folders = {name: [arguments.runs / f"{name}-{seed}" for seed in arguments.seeds] for name in arguments.operators}
+    if arguments.action == "train":
+        for index, seed in enumerate(arguments.seeds):  # a whole table of one seed before the next
+            for name, runs in folders.items():
+                train(runs[index], arguments.root, name, seed, options)
+    finished = {name: [run for run in runs if (run / "result.json").exists()] for name, runs in folders.items()}
+    finished = {name: runs for name, runs in finished.items() if runs}
+    if arguments.action == "picture":
+        picture(finished, arguments.root, arguments.picture)
+    else:
+        print(table(finished))
+
+
+if __name__ == "__main__":
+    main()

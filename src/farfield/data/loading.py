@@ -1,0 +1,78 @@
+"""What every data module here shares: its loaders, and epochs that a resumed run plays again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from farfield.data.epochs import DrawnSamples, EpochSampler
+from farfield.data.folders import check_classes
+
+
+class Loading(LightningDataModule):
+    """Load the samples of `parts`, which `setup` fills: "train", "val", "test" and "predict".
+
+    Args:
+        batch_size: Images a batch, on each device.
+        workers: Loader processes; 0 loads in the main process.
+        seed: Seed of the epochs where `seed_everything` gave none.
+    """
+
+    def __init__(self, batch_size: int, workers: int, seed: int) -> None:
+        super().__init__()
+        self.batch_size, self.workers, self.seed = batch_size, workers, seed
+        self.classes: list[str] = []
+        self._run_seed: int | None = None
+        self.parts: dict[str, Dataset[Any]] = {}
+        # Samples an epoch on each device; None for every sample once.
+        self.draws: int | None = None
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the shuffled, augmented training images."""
+        samples = DrawnSamples(self.parts["train"])
+        ranks, rank, epoch = 1, 0, 0
+        if self.trainer is not None:
+            ranks, rank = self.trainer.world_size, self.trainer.global_rank
+            # A resumed run asks for its loader before it sets the sampler's epoch.
+            epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        order = EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
+        order.set_epoch(epoch)
+        # A last batch of one image has no batch statistics; there is no last batch to drop where there is only one.
+        return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation images."""
+        return self._loader(self.parts["val"])
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test images."""
+        return self._loader(self.parts["test"])
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the images to predict, with their names in place of labels."""
+        return self._loader(self.parts["predict"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data: the seed of the epochs and the names of the classes."""
+        return {"run_seed": self.run_seed, "classes": list(self.classes)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of a run that is resumed, and refuse the checkpoint of a run with other classes."""
+        self._run_seed = int(state_dict["run_seed"])
+        if self.classes:
+            check_classes("the data", self.classes, state_dict["classes"], "the checkpoint", type(self).__name__)
+        self.classes = list(state_dict["classes"])
+
+    @property
+    def run_seed(self) -> int:
+        """The seed of order and augmentation: that of `seed_everything`, or of the checkpoint a run resumes from."""
+        return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
+
+    def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.
+        usual = {"batch_size": self.batch_size, "num_workers": self.workers, "persistent_workers": self.workers > 0}
+        return DataLoader(samples, pin_memory=torch.cuda.is_available(), **usual | options)

@@ -1,0 +1,107 @@
+"""Patches of pairs of stacks, drawn where there is something to see and normalised by percentiles that vary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.ndimage import maximum_filter
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from farfield.data.folders import FolderError
+
+# What the largest value near a patch's centre must exceed: this share of this percentile of the clean stack.
+SHARE, PERCENTILE = 0.4, 99.9
+LOW, HIGH = (1.0, 3.0), (99.5, 99.9)
+# Added to the distance of two percentiles (CARE's value).
+EPSILON = 1e-20
+
+
+class Patches(Dataset[tuple[Tensor, Tensor]]):
+    """Patches of one pair of stacks, drawn once; cut and normalised when they are asked for.
+
+    A patch's centre has, within half a patch, a cell of the clean stack above 0.4 of its 99.9th percentile. Each patch
+    has its own pair of percentiles, low from 1 to 3 and high from 99.5 to 99.9, the same for source and target; their
+    grey levels are those of the whole source and of the whole target: `(x - low) / (high - low)`, nothing clipped.
+
+    Args:
+        name: What errors call the pair.
+        source: `(z, y, x)`, or `(y, x)`.
+        target: The same, or `(y, x)` for a projection.
+        patch: Sides of a patch of the source.
+        number: How many patches; fewer if there are no more.
+        seed: Of the draw.
+
+    Raises:
+        FolderError: If the stack is smaller than a patch or nowhere bright enough, or its percentiles are equal.
+
+    Reference:
+        Weigert et al. 2018
+
+    Example:
+        >>> stack = np.random.default_rng(0).random((8, 20, 20))
+        >>> patches = Patches("made", stack, stack, (4, 8, 8), 5, seed=0)
+        >>> len(patches), patches[0][0].shape
+        (5, torch.Size([1, 4, 8, 8]))
+    """
+
+    def __init__(
+        self, name: str, source: NDArray[Any], target: NDArray[Any], patch: Sequence[int], number: int, seed: int
+    ) -> None:
+        self.source, self.target, self.patch = source, target, tuple(patch)
+        if any(side < size for side, size in zip(source.shape, patch, strict=True)):
+            raise FolderError(
+                f"StackPairs: {name} has the sides {source.shape}, smaller than a patch, {self.patch}.\n"
+                "  fix: a smaller patch (--data.patch)."
+            )
+        random = np.random.default_rng(seed)
+        self.corners = drawn_corners(name, target, source.shape, self.patch, number, random)
+        ranks = np.stack([random.uniform(*LOW, len(self.corners)), random.uniform(*HIGH, len(self.corners))])
+        self.levels = [np.percentile(stack, ranks).T for stack in (source, target)]
+        for what, levels in zip(("source", "target"), self.levels, strict=True):
+            if (levels[:, 1] <= levels[:, 0]).any():
+                raise FolderError(
+                    f"StackPairs: {name}: the {what}'s percentiles 3 and 99.5 are equal, both {levels[0, 0]:g}; "
+                    "there is nothing to normalise by.\n  fix: crop the stack to what it shows."
+                )
+
+    def __len__(self) -> int:
+        """Return the number of patches."""
+        return len(self.corners)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Cut a patch from source and target."""
+        cut = [slice(start, start + side) for start, side in zip(self.corners[index], self.patch, strict=True)]
+        parts = (self.source[tuple(cut)], self.target[tuple(cut[len(cut) - self.target.ndim :])])
+        return tuple(  # type: ignore[return-value]
+            torch.from_numpy(((part - low) / (high - low + EPSILON)).astype(np.float32))[None]
+            for part, (low, high) in zip(parts, (levels[index] for levels in self.levels), strict=True)
+        )
+
+
+def drawn_corners(
+    name: str,
+    target: NDArray[Any],
+    sides: Sequence[int],
+    patch: Sequence[int],
+    number: int,
+    random: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Draw first cells of patches, none twice, whose centres are near something bright."""
+    near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
+    bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
+    # A projection's target says nothing of the depth.
+    bright = np.broadcast_to(bright, sides)
+    inside = tuple(slice(size // 2, size // 2 + side - size + 1) for side, size in zip(sides, patch, strict=True))
+    places = np.flatnonzero(bright[inside])
+    if not len(places):
+        raise FolderError(
+            f"StackPairs: {name}: no patch {tuple(patch)} has anything brighter than {SHARE} of the target's "
+            f"percentile {PERCENTILE}.\n  fix: a smaller patch (--data.patch), or leave this pair out."
+        )
+    chosen = random.choice(places, min(number, len(places)), replace=False)
+    return np.stack(np.unravel_index(chosen, [part.stop - part.start for part in inside]), 1)

@@ -1,0 +1,235 @@
+"""Pairs of noisy and clean stacks (or images): CARE's npz files, and folders of TIFF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+from farfield.data.folders import FolderError
+from farfield.data.loading import Loading
+from farfield.data.patches import Patches
+from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
+
+# Share of the patches that is held out, the last ones, where there is no folder for it.
+HELD_OUT = 0.1
+# The draw of patches does not change with the run's seed: what is held out stays held out.
+DRAW = 0
+
+
+def as_it_is(sample: Any) -> Any:
+    """Return a sample unchanged; the loader would make tensors of arrays."""
+    return sample
+
+
+# Whole stacks come one after the other, and are read in this process: sent from another they would be copied.
+ONE_BY_ONE: dict[str, Any] = {"batch_size": None, "num_workers": 0, "persistent_workers": False, "collate_fn": as_it_is}
+
+
+class Several(NamedTuple):
+    """A file of several stacks, and which of them is meant."""
+
+    path: Path
+    place: int
+
+
+class StackPairs(Loading):
+    """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), laid out as CARE's.
+
+    A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder a condition and
+    one with the clean stacks, `train/low/a.tif` and `train/GT/a.tif`; or, as Tribolium's tests, TIFF files of several
+    stacks: the clean one last, before it the conditions from the last to the first. Without `root/val` the last tenth
+    of the patches is held out. A stack of which the target has one plane is a projection.
+
+    Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks as they were written.
+
+    Args:
+        root: The folder, or an npz file; to predict also a TIFF file, or a folder of them.
+        patch: Sides of a training patch, `[z, y, x]`, or `[y, x]` for images.
+        batch_size: Patches a batch, on each device.
+        steps_per_epoch: Batches an epoch, on each device; None for every patch once.
+        patches_per_stack: Patches drawn from each pair of TIFF files.
+        sources: Folders of the stacks to be restored.
+        target: Folder of the clean stacks.
+        axes: Of the TIFF files, e.g. "ZYX", where they do not say it, or say it wrongly.
+        workers: Loader processes; 0 loads in the main process.
+
+    Raises:
+        FolderError: In `setup`, for a folder or file that cannot be trained on or predicted; it names it.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        patch: Sequence[int] = (16, 64, 64),
+        batch_size: int = 16,
+        steps_per_epoch: int | None = 400,
+        patches_per_stack: int = 1024,
+        sources: Sequence[str] = ("low",),
+        target: str = "GT",
+        axes: str | None = None,
+        workers: int = 2,
+    ) -> None:
+        super().__init__(batch_size, workers, DRAW)
+        if len(patch) not in (2, 3) or any(side < 1 for side in patch):
+            raise FolderError(f"StackPairs: patch must be two or three sides, [y, x] or [z, y, x], got {list(patch)}.")
+        self.root, self.patch = Path(root), patch
+        self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
+        self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
+        self.axes = axes
+
+    def setup(self, stage: str) -> None:
+        """Read the pairs of train and val, or list those of test or those to predict."""
+        if not self.root.exists():
+            raise FolderError(f"StackPairs: there is no {self.root}.")
+        if stage in ("fit", "validate"):
+            self._read_training()
+        elif stage == "test":
+            self.parts["test"] = self._tests()
+        else:
+            self.parts["predict"] = self._predictions()
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return pairs of whole stacks, one by one."""
+        return self._loader(self.parts["test"], **ONE_BY_ONE)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return whole stacks, one by one, with their paths and names."""
+        return self._loader(self.parts["predict"], **ONE_BY_ONE)
+
+    def _folder(self, *names: str) -> Path | None:
+        """The first of some folders of the root that is there."""
+        return next((self.root / name for name in names if (self.root / name).is_dir()), None)
+
+    def _read_training(self) -> None:
+        """Read the patches of train and val; without val the last tenth is held out."""
+        train, val = self._folder("train", "train_data"), self._folder("val")
+        if self.root.is_file() or (train is None and list(self.root.glob("*.npz"))):
+            train = self.root
+        if train is None:
+            raise FolderError(
+                f"StackPairs: {self.root} has no folder train or train_data.\n"
+                f"  fix: {self.root / 'train' / self.sources[0] / 'a.tif'} and "
+                f"{self.root / 'train' / self.target / 'a.tif'} for each stack, or train/data.npz."
+            )
+        self.parts["train"] = self._patches(train)
+        if val is not None:
+            self.parts["val"] = self._patches(val)
+            return
+        total = len(self.parts["train"])  # type: ignore[arg-type]
+        held = round(total * HELD_OUT)
+        if not 0 < held < total:
+            raise FolderError(f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.")
+        whole = self.parts["train"]
+        self.parts["train"] = Subset(whole, range(total - held))
+        self.parts["val"] = Subset(whole, range(total - held, total))
+
+    def _patches(self, folder: Path) -> Dataset[Any]:
+        """Read the npz file of a folder, or draw patches from its TIFF files, shuffled over all of them."""
+        files = [folder] if folder.is_file() else sorted(folder.glob("*.npz"))
+        if len(files) > 1:
+            raise FolderError(f"StackPairs: {folder} has {len(files)} npz files; fix: one, or one as --data.root.")
+        if files:
+            return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
+        parts = []
+        for place, pair in enumerate(pairs_in(folder, self.sources, self.target)):
+            source, target = self._pair(str(pair.source), pair.source, pair.target)
+            name = f"{pair.condition}/{pair.source.name}"
+            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=DRAW + place))
+        whole: Dataset[Any] = ConcatDataset(parts)
+        order = np.random.default_rng(DRAW).permutation(sum(map(len, parts)))
+        return Subset(whole, order.tolist())
+
+    def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
+        """Read a stack and its clean counterpart, which has the same sides, or one plane of them."""
+        rank = len(self.patch)
+        stack, truth = checked(source, stack_of(source, rank, self.axes)), target_of(target, rank, self.axes)
+        return stack, checked(target, fitting(name, stack, truth))
+
+    def _tests(self) -> Dataset[Any]:
+        """List the pairs of the test folder."""
+        folder = self._folder("test", "test_data")
+        if folder is None:
+            raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
+        several = stacks_in(folder)
+        if several:
+            # The clean stack is the last, before it the first source, and so on.
+            names = list(enumerate(self.sources))
+            pairs = [(path.name, name, Several(path, -2 - place)) for path in several for place, name in names]
+            return Listed(pairs, self._test)
+        found = pairs_in(folder, self.sources, self.target)
+        return Listed([(pair.source.name, pair.condition, pair) for pair in found], self._test)
+
+    def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
+        name, condition, place = entry
+        if isinstance(place, Several):
+            stacks = several_of(place.path, len(self.sources) + 1, len(self.patch))
+            return checked(place.path, stacks[place.place]), checked(place.path, stacks[-1]), name, condition
+        return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
+
+    def _predictions(self) -> Dataset[Any]:
+        """List the stacks to restore, each with its path and its name."""
+        files = [self.root] if self.root.is_file() else stacks_in(self.root)
+        test = None if files else self._folder("test", "test_data")
+        if test is not None:
+            files = [path for source in self.sources for path in stacks_in(test / source)]
+        if not files:
+            raise FolderError(f"StackPairs: {self.root} has no TIFF files to restore.")
+        check_depths(files)
+        above = test or (self.root.parent if self.root.is_file() else self.root)
+        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
+
+    def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
+        path, name = entry
+        return stack_of(path, len(self.patch), self.axes), str(path), name
+
+
+class Listed(Dataset[Any]):
+    """Entries of a list, each opened when it is asked for."""
+
+    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any]) -> None:
+        self.entries, self.read = entries, read
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Any:
+        """Open one entry."""
+        return self.read(self.entries[index])
+
+
+def target_of(path: Path, rank: int, axes: str | None) -> NDArray[Any]:
+    """Open a clean stack, or the image of a projection."""
+    try:
+        return stack_of(path, rank, axes)
+    except FolderError:
+        if rank == 2:
+            raise
+        try:
+            return stack_of(path, 2)
+        except FolderError:
+            pass
+        raise
+
+
+def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
+    """Return a clean stack of the sides of its source; one plane of it as an image.
+
+    Raises:
+        FolderError: If the sides do not fit.
+    """
+    if truth.ndim == 3 and len(truth) == 1 < len(stack):
+        truth = truth[0]
+    if stack.shape[stack.ndim - truth.ndim :] != truth.shape:
+        raise FolderError(
+            f"StackPairs: {name} has the sides {stack.shape}, its clean counterpart {truth.shape}; they must be equal "
+            "but for a projection, whose counterpart is (y, x)."
+        )
+    return truth

@@ -1,0 +1,234 @@
+"""Images and a label for each of their pixels, in PASCAL VOC's layout: VOC itself, VOC with SBD, or your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import ColorJitter
+from torchvision.transforms.v2 import functional as images
+
+from farfield.data.classify import IMAGENET
+from farfield.data.folders import SHOWN, Check, FolderError, check_images, images_of, read_image
+from farfield.data.loading import Loading
+from farfield.data.pairs import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
+
+NEAREST = InterpolationMode.NEAREST_EXACT
+
+
+class VOCFolders(Loading):
+    """Read `root/JPEGImages/*.jpg` and `root/SegmentationClass/*.png` by the lists of `root/ImageSets/Segmentation`.
+
+    Masks are index images: palette or grey PNG files whose numbers are the labels, 255 for void. The classes are
+    VOC's 21, or those of `root/classes.txt`, one name a line. A list has one name a line, or two paths below the
+    root, `/JPEGImages/<id>.jpg /SegmentationClassAug/<id>.png`. `val` is measured by `validate`, and `test` by `test`
+    where there is such a list.
+
+    A training batch is `(images, labels)` of one size. In evaluation a batch is one whole image, with its labels at
+    their own size, or with its path, its name and its sides to predict.
+
+    Args:
+        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
+        train: Name of the training list, or a path to one, or the folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`),
+            whose masks and VOC's are train_aug, 10,582 images.
+        crop: Height and width of the training images, in pixels.
+        scales: Range of the random factor by which a training image is resized before it is cropped.
+        jitter: By how much brightness, contrast and saturation of a training image are changed at most; 0 is the
+            papers'.
+        shorter_side: What the shorter side of every image is resized to first, in pixels; None leaves it.
+        batch_size: Training images a batch, on each device.
+        workers: Loader processes; 0 loads in the main process.
+        predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
+        check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
+
+    Raises:
+        FolderError: In `prepare_data` and `setup`: no folder or list, an empty one, missing or damaged files, masks of
+            another size than their image, with colours, or with labels that are no class; it names the files.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        train: str = "train",
+        crop: int = 321,
+        scales: tuple[float, float] = (0.5, 1.5),
+        jitter: float = 0.0,
+        shorter_side: int | None = None,
+        batch_size: int = 8,
+        workers: int = 2,
+        predict: str | None = None,
+        check: Check = "once",
+    ) -> None:
+        super().__init__(batch_size, workers, seed=0)
+        if root is None and predict is None:
+            raise FolderError("VOCFolders: give root, a folder in VOC's layout, or predict, one of images.")
+        if not 0 < scales[0] <= scales[1]:
+            raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
+        self.root = None if root is None else Path(root)
+        self.train, self.check = train, check
+        self.predict = None if predict is None else Path(predict)
+        self.shorter_side = shorter_side
+        self.random_view = RandomView(crop, scales, jitter, shorter_side)
+
+    @property
+    def folder(self) -> Path:
+        """The root, which must be there."""
+        if self.root is None or not self.root.is_dir():
+            raise FolderError(f"VOCFolders: there is no folder {self.root}.")
+        return self.root
+
+    def prepare_data(self) -> None:
+        """Check that all lists and files are there and decode them; runs in one process of each machine."""
+        if self.predict is not None:
+            check_images([self.predict], self.check, "VOCFolders")
+        else:
+            pairs = [pair for part in self._pairs().values() for pair in part]
+            check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.folder), self.folder, self.check)
+
+    def setup(self, stage: str) -> None:
+        """List the pairs of train, val and test, or the images to predict."""
+        if stage == "predict" and self.predict is not None:
+            self.parts["predict"] = Unlabelled(self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side)
+            return
+        pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
+        for name, part in pairs.items():
+            self.parts[name] = Labelled(part, self.random_view if name == "train" else self._whole_view)
+        if "test" not in pairs:
+            if stage == "test":
+                rank_zero_info(f"VOCFolders: {self.root} has no list test; testing on val.")
+            self.parts["test"] = self.parts["val"]
+        if stage == "predict":
+            paths = [pair.image for pair in pairs.get("test", pairs["val"])]
+            self.parts["predict"] = Unlabelled(paths[0].parent, paths, self.shorter_side)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation images, one a batch."""
+        return self._loader(self.parts["val"], batch_size=1)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test images, one a batch."""
+        return self._loader(self.parts["test"], batch_size=1)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the images to predict, one a batch."""
+        return self._loader(self.parts["predict"], batch_size=1)
+
+    def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a whole image, and its labels at their own size."""
+        return normalized(shortened(image, self.shorter_side)), labels.long()
+
+    def _pairs(self) -> dict[str, list[Pair]]:
+        """List the pairs of train, val and, if there is such a list, test."""
+        root = self.folder
+        named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
+        if given.is_dir() and not named.is_file():
+            found = {"train": train_aug(root, given)}
+        else:
+            found = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
+        found["val"] = pairs_in(root, root / LISTS / "val.txt")
+        if (root / LISTS / "test.txt").is_file():
+            found["test"] = pairs_in(root, root / LISTS / "test.txt")
+        return found
+
+
+class RandomView:
+    """Resize by a random factor, crop at random, mirror every second time.
+
+    An image smaller than the crop is padded at the bottom and on the right, with the mean colour, which is 0 after
+    normalising, and its labels with void.
+
+    Args:
+        crop: Height and width of the result, in pixels.
+        scales: Range of the factor, from which it is drawn uniformly.
+        jitter: By how much brightness, contrast and saturation are changed at most.
+        shorter_side: What the shorter side is resized to first, in pixels; None leaves it.
+
+    Reference:
+        KAN §4.1; Chen et al. 2017
+
+    Example:
+        >>> image, labels = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.zeros(60, 90, dtype=torch.uint8)
+        >>> [tuple(part.shape) for part in RandomView(64, (0.5, 1.5))(image, labels)]
+        [(3, 64, 64), (64, 64)]
+    """
+
+    def __init__(
+        self, crop: int, scales: tuple[float, float], jitter: float = 0.0, shorter_side: int | None = None
+    ) -> None:
+        self.crop, self.scales, self.shorter_side = crop, scales, shorter_side
+        self.jitter = ColorJitter(jitter, jitter, jitter)
+
+    def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one random view of a `uint8` image as floating point, and of its labels."""
+        factor, mirrored = float(torch.empty(()).uniform_(*self.scales)), bool(torch.rand(()) < 0.5)
+        if self.shorter_side is not None:
+            factor *= self.shorter_side / min(image.shape[1:])
+        sides = [max(1, round(side * factor)) for side in image.shape[1:]]
+        image = images.resize(image, sides, antialias=True)
+        labels = images.resize(labels[None], sides, interpolation=NEAREST)[0]
+        top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in sides)
+        image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
+        labels = labels[top : top + self.crop, left : left + self.crop].long()
+        missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
+        image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
+        return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
+
+
+class Labelled(Dataset[tuple[Tensor, Tensor]]):
+    """Images with their labels, through a view."""
+
+    def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.pairs, self.view = pairs, view
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        pair = self.pairs[index]
+        return self.view(read(pair.image), read_mask(pair.mask))
+
+
+class Unlabelled(Dataset[tuple[Tensor, str, str, Tensor]]):
+    """Images to predict: the normalised image, its path, its name below the folder, and its own sides."""
+
+    def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
+        self.paths, self.shorter_side = paths, shorter_side
+        self.names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise FolderError(
+                f"VOCFolders: {folder} has several images of one name, {', '.join(twice[:SHOWN])}, whose masks would "
+                "be one file.\n  fix: rename them."
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str, str, Tensor]:
+        image = read(self.paths[index])
+        sides = torch.tensor(image.shape[1:])
+        return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], sides
+
+
+def read(path: Path) -> Tensor:
+    """Read an image as a `uint8` tensor `(3, height, width)`."""
+    return images.pil_to_tensor(read_image(path, "VOCFolders"))
+
+
+def shortened(image: Tensor, side: int | None) -> Tensor:
+    """Resize the shorter side of an image; None leaves it."""
+    return image if side is None else images.resize(image, [side], antialias=True)
+
+
+def normalized(image: Tensor) -> Tensor:
+    """Normalise a `uint8` image by the mean and standard deviation of ImageNet's colours."""
+    mean, deviation = IMAGENET
+    return images.normalize(images.to_dtype(image, torch.float32, scale=True), list(mean), list(deviation))

@@ -1,0 +1,249 @@
+"""Microscopy stacks as files: TIFF by its axes, CARE's npz; every fault names its file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tifffile
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+
+from farfield.data.folders import CLUTTER, SHOWN, FolderError
+
+SUFFIXES = (".tif", ".tiff")
+# Letters by which tifffile says that it does not know an axis.
+UNNAMED = "QI"
+# A larger share of cells at the largest value is worth a word.
+SATURATED = 0.001
+
+
+class PairOfFiles(NamedTuple):
+    """A file and its clean counterpart of the same name, and the folder (condition) the first lies in."""
+
+    source: Path
+    target: Path
+    condition: str
+
+
+def stacks_in(folder: Path) -> list[Path]:
+    """List the TIFF files of a folder in sorted order, without hidden ones."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(
+        path
+        for path in found
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
+    )
+
+
+def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
+    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
+
+    Raises:
+        FolderError: If a folder is not there or empty, or a file has no counterpart.
+    """
+    truths = {path.stem: path for path in stacks_in(folder / target)}
+    pairs = []
+    for source in sources:
+        files = {path.stem: path for path in stacks_in(folder / source)}
+        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
+        layout += "--data.sources and --data.target name the folders."
+        if not files or not truths:
+            empty = folder / (target if files else source)
+            what = "has no TIFF files" if empty.is_dir() else "is not there"
+            raise FolderError(f"StackPairs: {empty} {what}.\n  {layout}")
+        lonely = [*(files[name] for name in files.keys() - truths.keys())]
+        lonely += [truths[name] for name in truths.keys() - files.keys()]
+        if lonely:
+            listed = "\n  ".join([str(path) for path in sorted(lonely)[:SHOWN]] + ["..."] * (len(lonely) > SHOWN))
+            raise FolderError(f"StackPairs: {len(lonely)} files have no counterpart.\n  {listed}\n  {layout}")
+        pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
+    check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
+    return pairs
+
+
+def check_depths(*groups: Sequence[Path]) -> None:
+    """Refuse sources, or targets, of different bit depths; only the files' heads are read.
+
+    Raises:
+        FolderError: If there are; it names a file of each.
+    """
+    for files in groups:
+        first: dict[str, Path] = {}
+        for path in files:
+            with opened(path) as file:
+                first.setdefault(str(file.series[0].dtype), path)
+        if len(first) > 1:
+            listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
+            raise FolderError(
+                f"StackPairs: stacks of different bit depths.\n  {listed}\n"
+                "  fix: save all of them with one, as the microscope wrote them."
+            )
+
+
+def opened(path: Path) -> tifffile.TiffFile:
+    """Open a TIFF file.
+
+    Raises:
+        FolderError: If it is none, or holds nothing.
+    """
+    try:
+        file = tifffile.TiffFile(path)
+        if not file.series:
+            raise tifffile.TiffFileError("no images in it")
+    except (tifffile.TiffFileError, OSError, ValueError) as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+    return file
+
+
+def stack_of(path: Path, rank: int, axes: str | None = None) -> NDArray[Any]:
+    """Open a stack `(z, y, x)` or an image `(y, x)` without reading it, where the file allows that.
+
+    Args:
+        path: A TIFF file: OME, ImageJ, or plain.
+        rank: 3 for stacks, 2 for images.
+        axes: What the sides are, e.g. "ZYX"; None asks the file.
+
+    Returns:
+        A memory map; an array of a compressed file.
+
+    Raises:
+        FolderError: If it cannot be read, or its axes are not those of one stack.
+    """
+    with opened(path) as file:
+        shape, found = file.series[0].shape, axes or file.series[0].axes
+    keep = kept_axes(path, shape, found.upper(), rank)
+    return array_of(path).reshape([shape[axis] for axis in keep])
+
+
+def several_of(path: Path, number: int, rank: int) -> NDArray[Any]:
+    """Open a file of several stacks, or images, side by side: the first side says which.
+
+    Raises:
+        FolderError: If it cannot be read, or holds another number of them.
+    """
+    whole = array_of(path)
+    whole = whole.reshape([side for side in whole.shape if side > 1])
+    if whole.ndim != rank + 1 or len(whole) != number:
+        raise FolderError(
+            f"StackPairs: {path} has the sides {whole.shape}; {number} stacks are needed, one for each source and the "
+            "clean one, which is last."
+        )
+    return whole
+
+
+def array_of(path: Path) -> NDArray[Any]:
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
+
+    Raises:
+        FolderError: If it cannot be read, or holds no grey levels.
+    """
+    with opened(path) as file:
+        series = file.series[0]
+        if series.dtype.kind not in "uif":
+            raise FolderError(
+                f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
+            )
+        in_one_piece = series.dataoffset is not None
+    try:
+        return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
+    except (tifffile.TiffFileError, OSError, ValueError) as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+
+
+def kept_axes(path: Path, shape: Sequence[int], axes: str, rank: int) -> list[int]:
+    """Which sides of an array are z, y and x; the others must have one cell.
+
+    Raises:
+        FolderError: If they cannot be told.
+    """
+    wanted = "ZYX"[-rank:]
+    fix = f"fix: one grey stack a file with the axes {wanted}, or say what they are: --data.axes {wanted}."
+    if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
+        raise FolderError(f'StackPairs: {path} has {len(shape)} sides {tuple(shape)}, the axes "{axes}".\n  {fix}')
+    many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
+    named = "".join(axes[place] for place in many)
+    # A first side without a name can only be z.
+    if rank == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
+        named = "Z" + named[1:]
+    if rank == 3 and named == "YX":
+        raise FolderError(f"StackPairs: {path} is an image {tuple(shape)}, not a stack.\n  {fix}")
+    if named != wanted:
+        raise FolderError(f'StackPairs: {path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')
+    return many
+
+
+def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
+    """Return a stack that can be trained on.
+
+    Raises:
+        FolderError: If cells are no numbers, or all are equal.
+    """
+    if stack.dtype.kind == "f" and not np.isfinite(stack).all():
+        faults = int((~np.isfinite(stack)).sum())
+        raise FolderError(
+            f"StackPairs: {path}: {faults} of {stack.size} cells are no numbers (NaN or infinite).\n"
+            "  fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
+        )
+    largest = stack.max()
+    if stack.min() == largest:
+        raise FolderError(f"StackPairs: {path}: all cells are {largest:g}; a constant stack teaches nothing.")
+    if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
+        share = float((stack == largest).mean())
+        if share > SATURATED:
+            rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the cells are saturated, at {largest}.")
+    return stack
+
+
+def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
+
+    Floating-point patches are taken as they are, for CARE normalises before it saves; of whole numbers the percentiles
+    2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
+
+    Returns:
+        Sources `(samples, 1, z, y, x)` and targets, `(samples, 1, y, x)` where those have one plane only.
+
+    Raises:
+        FolderError: If it cannot be read, lacks an entry, or its axes or samples do not fit.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in ("X", "Y", "axes") if name not in file]
+            if missing:
+                raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+            source, target, axes = file["X"], file["Y"], str(file["axes"])
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        if isinstance(error, FolderError):
+            raise
+        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+    wanted = "SC" + "ZYX"[-rank:]
+    if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
+        raise FolderError(
+            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
+            f"they must be {wanted}."
+        )
+    order = [axes.index(axis) for axis in wanted]
+    source, target = source.transpose(order), target.transpose(order)
+    projected = target.shape[2] == 1 < source.shape[2] and rank == 3
+    if (
+        source.shape[:2] != (len(target), 1)
+        or target.shape[1] != 1
+        or source.shape[2 + projected :] != target.shape[2 + projected :]
+    ):
+        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are no pairs of one channel.")
+    source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
+    return source, target[:, :, 0] if projected else target
+
+
+def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
+    """Bring patches of whole numbers to 0..1, by percentiles of all of them."""
+    checked(name, patches)
+    if patches.dtype.kind == "f":
+        return np.asarray(patches, np.float32)
+    low, high = np.percentile(patches, (2, 99.8))
+    if high <= low:
+        raise FolderError(f"StackPairs: {name}: the percentiles 2 and 99.8 are both {low:g}; nothing to normalise by.")
+    return ((patches - low) / (high - low)).astype(np.float32)

@@ -1,0 +1,304 @@
+"""U-Nets that restore images and volumes, with attention at the end of the bottom block and of each decoder block.
+
+Letters as in the papers: f channels of the first level, d depth, the number of levels above the bottom.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import unknown
+from farfield.models.storage import Stored
+from farfield.models.unet_parts import (
+    attended,
+    build_care,
+    build_residual,
+    build_selection,
+    check_arguments,
+    check_stack,
+    initialize,
+    name_of,
+    reach,
+)
+from farfield.nn.ranks import layers
+from farfield.ops.table import Operator
+
+# What is added to a predicted scale, so that the loss of a probabilistic net stays bounded (CARE's value).
+SMALLEST_SCALE = 1e-3
+
+
+class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
+    """Restore a grid: `grid + head(decoder(bottom(encoder(grid))))`, each level's sides half those of the one above.
+
+    `unet_care` is the network of CARE: two convolutions with ReLU a block, max pooling, nearest neighbours on the way
+    up; 996,769 parameters in 3-D at d = 2. `unet_residual` has residual blocks, strided and transposed convolutions and
+    no biases; 2,140,032 parameters. Without norms, so that a cell depends on its surroundings (`halo`) and, where there
+    is attention, on all cells. Attention starts as the identity: the untrained net is that without attention.
+
+    Args:
+        model: `"unet_care"` or `"unet_residual"`.
+        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        rank: Number of sides: 2 for images, 3 for volumes.
+        depth: d.
+        first_channels: f; the channels double with each level.
+        kernel: Side of the convolutions' kernels, odd.
+        heads: Of the attention.
+        in_channels: Channels of the grid and of what is restored.
+        probabilistic: Whether a scale is predicted beside each value; the output then has twice the channels, means
+            and after them scales.
+
+    Raises:
+        LookupError: For an unknown model or operator.
+        ValueError: For a number out of range.
+
+    Reference: SAN §4.5, Weigert et al. 2018.
+
+    Example:
+        >>> import torch
+        >>> from farfield.models.unet import UNet
+        >>> net = UNet("unet_care", operator="siamese")
+        >>> net(torch.randn(1, 1, 8, 16, 16)).shape, net.multiples, net.halo
+        (torch.Size([1, 1, 8, 16, 16]), (4, 4, 4), 23)
+    """
+
+    def __init__(
+        self,
+        model: str = "unet_care",
+        *,
+        operator: str | Operator | None = None,
+        rank: int = 3,
+        depth: int = 2,
+        first_channels: int = 32,
+        kernel: int = 3,
+        heads: int = 1,
+        in_channels: int = 1,
+        probabilistic: bool = False,
+    ) -> None:
+        super().__init__()
+        check_arguments(model, operator, depth, first_channels, kernel, in_channels)
+        self.name, self.rank, self.depth, self.in_channels, self.kernel = model, rank, depth, in_channels, kernel
+        self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "rank": rank, "depth": depth}
+        self.config |= {"first_channels": first_channels, "kernel": kernel, "heads": heads}
+        self.config |= {"in_channels": in_channels, "probabilistic": probabilistic}
+        # `None` in a saved configuration means an operator without a name.
+        if operator is None:
+            del self.config["operator"]
+        build = build_care if model == "unet_care" else build_residual
+        parts = build(rank, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
+        activated = model == "unet_care"
+        self.stem, self.activation = parts.stem, parts.activation
+        self.encoder, self.down, self.up = map(nn.ModuleList, (parts.encoder, parts.down, parts.up))
+        attending = (attended(block, channels, operator, heads, activated) for block, channels in parts.attending)
+        self.bottom = next(attending)
+        self.decoder = nn.ModuleList(attending)
+        point = layers(model, rank).convolution
+        self.head = point(first_channels, in_channels, 1, bias=activated)
+        self.scale = point(first_channels, in_channels, 1) if probabilistic else None
+        initialize(self)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *n"]:
+        """Return the restored grid; for a probabilistic net means and scales, side by side."""
+        self.check_grid(grid)
+        skips, features = [], self.stem(grid)
+        for encode, down in zip(self.encoder, self.down, strict=True):
+            skips.append(encode(features))
+            features = down(skips[-1])
+        features = self.bottom(features)
+        for up, decode in zip(self.up, self.decoder, strict=True):
+            features = decode(torch.cat([up(features), skips.pop()], 1))
+        features = self.activation(features)
+        restored = grid + self.head(features)
+        if self.scale is None:
+            return restored
+        return torch.cat([restored, F.softplus(self.scale(features)) + SMALLEST_SCALE], 1)
+
+    @property
+    def multiples(self) -> tuple[int, ...]:
+        """What each side of the grid must be a multiple of: 2^d."""
+        return (2**self.depth,) * self.rank
+
+    @property
+    def halo(self) -> int:
+        """How far a cell sees through convolutions and pooling, in cells; attention sees everything."""
+        # Pooling's windows lie where they lie: the farthest over the 2^d places a cell can have in one.
+        radius = self.kernel // 2
+        care = self.name == "unet_care"
+        spans = [
+            (place, reach(place, place, self.depth, 2 * radius, None if care else radius))
+            for place in range(2**self.depth)
+        ]
+        stem = 0 if care else radius
+        return stem + max(max(place - low, high - place) for place, (low, high) in spans)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The grid whose multiply-adds a model card counts: channels and sides."""
+        return (self.in_channels, *(max(1, side // multiple) * multiple for multiple in self.multiples))
+
+    def check_grid(self, grid: Tensor) -> None:
+        """Refuse what is not a floating-point batch of grids whose sides the net can halve d times."""
+        check_stack(self.name, grid, self.in_channels, self.rank, self.multiples)
+
+
+class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
+    """Restore an image from a stack: the weighted sum over its first axis, then a 2-D U-Net.
+
+    `unet(Σ_z softmax_z(select(stack))_z · stack_z)`
+
+    A small network of the whole stack selects, cell by cell, from which depth the image is taken (14,329 parameters);
+    the U-Net restores what was selected.
+
+    Args:
+        model: `"unet_projection"`.
+        operator: Of the attention in the U-Net: a name of `ops.OPERATORS` or an `Operator`; None leaves it out.
+        depth: Levels of the U-Net above its bottom.
+        first_channels: Channels of its first level.
+        kernel: Side of its kernels.
+        heads: Of the attention.
+        probabilistic: See `UNet`.
+
+    Reference: SAN §4.5, Weigert et al. 2018.
+
+    Example:
+        >>> import torch
+        >>> from farfield.models.unet import ProjectionUNet
+        >>> ProjectionUNet()(torch.randn(1, 1, 5, 16, 32)).shape
+        torch.Size([1, 1, 16, 32])
+    """
+
+    # Levels and channels of the network that selects.
+    LEVELS, CHANNELS = 4, 8
+
+    def __init__(
+        self,
+        model: str = "unet_projection",
+        *,
+        operator: str | Operator | None = None,
+        depth: int = 2,
+        first_channels: int = 32,
+        kernel: int = 5,
+        heads: int = 1,
+        probabilistic: bool = False,
+    ) -> None:
+        super().__init__()
+        if model != "unet_projection":
+            raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
+        self.unet = UNet(
+            operator=operator,
+            rank=2,
+            depth=depth,
+            first_channels=first_channels,
+            kernel=kernel,
+            heads=heads,
+            probabilistic=probabilistic,
+        )
+        self.config: dict[str, Any] = {**self.unet.config, "model": model}
+        del self.config["rank"], self.config["in_channels"]
+        self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
+        self.select = initialize(build_selection(self.LEVELS, self.CHANNELS))
+
+    def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
+        """Return the restored image; for a probabilistic net means and scales, side by side."""
+        return self.unet(self.project(stack))
+
+    def project(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b 1 y x"]:
+        """Return the image that was selected from the stack."""
+        check_stack("unet_projection", stack, 1, 3, self.multiples)
+        return (self.select(stack).softmax(2) * stack).sum(2)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The stack whose multiply-adds a model card counts: channels and sides."""
+        side = max(1, side // self.multiples[1]) * self.multiples[1]
+        return 1, 16, side, side
+
+
+def unet_care(
+    operator: str | Operator | None = None,
+    *,
+    rank: int = 3,
+    depth: int = 2,
+    first_channels: int = 32,
+    kernel: int = 3,
+    heads: int = 1,
+    in_channels: int = 1,
+    probabilistic: bool = False,
+) -> UNet:
+    """Build the U-Net of CARE, its attention with any operator, or without. The arguments are `UNet`'s.
+
+    Example:
+        >>> from farfield import models
+        >>> sum(weight.numel() for weight in models.unet_care().parameters())
+        996769
+    """
+    return UNet(
+        "unet_care",
+        operator=operator,
+        rank=rank,
+        depth=depth,
+        first_channels=first_channels,
+        kernel=kernel,
+        heads=heads,
+        in_channels=in_channels,
+        probabilistic=probabilistic,
+    )
+
+
+def unet_residual(
+    operator: str | Operator | None = None,
+    *,
+    rank: int = 3,
+    depth: int = 2,
+    first_channels: int = 32,
+    kernel: int = 3,
+    heads: int = 1,
+    in_channels: int = 1,
+    probabilistic: bool = False,
+) -> UNet:
+    """Build the U-Net of residual blocks, its attention with any operator, or without. The arguments are `UNet`'s.
+
+    Example:
+        >>> from farfield import models
+        >>> sum(weight.numel() for weight in models.unet_residual().parameters())
+        2140032
+    """
+    return UNet(
+        "unet_residual",
+        operator=operator,
+        rank=rank,
+        depth=depth,
+        first_channels=first_channels,
+        kernel=kernel,
+        heads=heads,
+        in_channels=in_channels,
+        probabilistic=probabilistic,
+    )
+
+
+def unet_projection(
+    operator: str | Operator | None = None,
+    *,
+    depth: int = 2,
+    first_channels: int = 32,
+    kernel: int = 5,
+    heads: int = 1,
+    probabilistic: bool = False,
+) -> ProjectionUNet:
+    """Build the network that projects a stack and restores the image. The arguments are `ProjectionUNet`'s.
+
+    Example:
+        >>> from farfield import models
+        >>> sum(weight.numel() for weight in models.unet_projection().parameters())
+        937306
+    """
+    return ProjectionUNet(
+        operator=operator,
+        depth=depth,
+        first_channels=first_channels,
+        kernel=kernel,
+        heads=heads,
+        probabilistic=probabilistic,
+    )

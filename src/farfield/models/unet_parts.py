@@ -1,0 +1,208 @@
+"""The parts of the U-Nets: blocks, what stands between them, and how far a cell sees through them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from farfield._checks import shape_error, unknown
+from farfield.nn.attention import GridAttention
+from farfield.nn.ranks import layers
+from farfield.ops.table import OPERATORS, Operator
+
+VARIANTS = ("unet_care", "unet_residual")
+
+
+class PreActivated(nn.Module):
+    """Attention where features are not activated: `grid + attention(relu(grid))`, at first the identity."""
+
+    def __init__(self, attention: GridAttention) -> None:
+        super().__init__()
+        self.attention = attention
+        for parameter in attention.output.parameters() if attention.output is not None else ():
+            nn.init.zeros_(parameter)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+        """Return the grid with what its cells have gathered from all others."""
+        return grid + self.attention(torch.relu(grid))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, each after its ReLU6, plus the input; a 1x1 map of it where the channels change."""
+
+    def __init__(self, rank: int, kernel: int, channels: int, out_channels: int) -> None:
+        super().__init__()
+        convolution = layers("unet_residual", rank).convolution
+        self.first = convolution(channels, out_channels, kernel, padding=kernel // 2, bias=False)
+        self.second = convolution(out_channels, out_channels, kernel, padding=kernel // 2, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if channels != out_channels:
+            self.shortcut = convolution(channels, out_channels, 1, bias=False)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *n"]:
+        """Return the block's grid."""
+        return self.shortcut(grid) + self.second(F.relu6(self.first(F.relu6(grid))))
+
+
+class Parts(NamedTuple):
+    """What a U-Net is made of, from its input to its last features.
+
+    Attributes:
+        stem: What comes before the first level.
+        encoder: One block a level, from the top.
+        down: What halves the sides after each of them.
+        attending: The bottom block and the decoder's, from the bottom, each with its output channels.
+        up: What doubles the sides before each block of the decoder.
+        activation: What the last features go through.
+    """
+
+    stem: nn.Module
+    encoder: list[nn.Module]
+    down: list[nn.Module]
+    attending: list[tuple[nn.Module, int]]
+    up: list[nn.Module]
+    activation: nn.Module
+
+
+def build_care(rank: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+    """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above."""
+    convolution, pool = layers("unet_care", rank).convolution, layers("unet_care", rank).max_pool
+
+    def block(*sizes: int) -> nn.Module:
+        parts: list[nn.Module] = []
+        for before, after in itertools.pairwise(sizes):
+            parts += [convolution(before, after, kernel, padding=kernel // 2), nn.ReLU(inplace=True)]
+        return nn.Sequential(*parts)
+
+    levels = range(len(widths) - 1)
+    above = [widths[max(0, level - 1)] for level in range(len(widths))]
+    encoder = [block(widths[level - 1] if level else channels, widths[level], widths[level]) for level in levels]
+    attending = [(block(widths[-2], widths[-1], above[-1]), above[-1])]
+    attending += [(block(2 * widths[level], widths[level], above[level]), above[level]) for level in reversed(levels)]
+    down: list[nn.Module] = [pool(2) for _ in levels]
+    up: list[nn.Module] = [nn.Upsample(scale_factor=2, mode="nearest") for _ in levels]
+    return Parts(nn.Identity(), encoder, down, attending, up, nn.Identity())
+
+
+def build_residual(rank: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+    """Build the parts of the U-Net of residual blocks."""
+    convolution, transposed = layers("unet_residual", rank).convolution, layers("unet_residual", rank).transposed
+    levels, padding = range(len(widths) - 1), kernel // 2
+    half: dict[str, Any] = {"kernel_size": kernel, "stride": 2, "padding": padding, "bias": False}
+
+    def block(before: int, after: int) -> nn.Module:
+        return ResidualBlock(rank, kernel, before, after)
+
+    stem = convolution(channels, widths[0], kernel, padding=padding, bias=False)
+    encoder = [block(widths[level], widths[level]) for level in levels]
+    down: list[nn.Module] = [convolution(widths[level], widths[level + 1], **half) for level in levels]
+    attending = [(block(widths[-1], widths[-1]), widths[-1])]
+    attending += [(block(2 * widths[level], widths[level]), widths[level]) for level in reversed(levels)]
+    up: list[nn.Module] = [
+        transposed(widths[level + 1], widths[level], output_padding=1, **half) for level in reversed(levels)
+    ]
+    return Parts(stem, encoder, down, attending, up, nn.ReLU6(inplace=True))
+
+
+def build_selection(levels: int, channels: int) -> nn.Sequential:
+    """Build the network that scores every cell of a stack; sides are halved and doubled, the depth stays."""
+    step = (1, 2, 2)
+
+    def convolved(before: int) -> list[nn.Module]:
+        return [nn.Conv3d(before, channels, 3, padding=1), nn.ReLU(inplace=True)]
+
+    parts: list[nn.Module] = []
+    for level in range(levels):
+        parts += [*convolved(channels if level else 1), nn.MaxPool3d(step)]
+    parts += convolved(channels)
+    for _ in range(levels):
+        parts += [nn.Upsample(scale_factor=step, mode="nearest"), *convolved(channels)]
+    return nn.Sequential(*parts, nn.Conv3d(channels, 1, 3, padding=1))
+
+
+def attended(
+    block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool
+) -> nn.Module:
+    """Put attention with maps of queries, keys, values and outputs at the end of a block; identity at first."""
+    if operator is None:
+        return nn.Sequential(OrderedDict(block=block))
+    row = OPERATORS[operator] if isinstance(operator, str) else operator
+    project = "qkvo" if row.reads_keys else "qvo"
+    # What is activated already is its own ReLU.
+    attention = GridAttention(channels, operator, heads=heads, project=project, residual=activated)
+    return nn.Sequential(OrderedDict(block=block, attention=attention if activated else PreActivated(attention)))
+
+
+def initialize(net: nn.Module) -> nn.Module:
+    """Draw convolutions as the papers: Glorot uniform, biases 0; attention keeps what it was built with."""
+    for module in net.modules():
+        if isinstance(module, _ConvNd):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return net
+
+
+def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
+    """The first and the last cell that a U-Net reads for the cells from `low` to `high`, without attention.
+
+    Args:
+        low: First cell of the output.
+        high: Last cell of the output.
+        levels: How many levels are below this one.
+        block: How far a block sees: the sum of its convolutions' radii.
+        radius: Of strided and transposed convolutions; None for pooling and nearest neighbours.
+    """
+    low, high = low - block, high + block
+    if not levels:
+        return low, high
+    seen = 0 if radius is None else radius
+    # A transposed convolution of stride 2 reads cell i for the cells from 2i - radius to 2i + radius.
+    below = reach(-((seen - low) // 2), (high + seen) // 2, levels - 1, block, radius)
+    last = 1 if radius is None else radius
+    return min(low, 2 * below[0] - seen) - block, max(high, 2 * below[1] + last) + block
+
+
+def name_of(operator: str | Operator | None) -> str | None:
+    """Return the row's name of an operator, None for one of the user's own."""
+    if operator is None or isinstance(operator, str):
+        return operator
+    return next((name for name, row in OPERATORS.items() if row == operator), None)
+
+
+def check_arguments(
+    model: str, operator: str | Operator | None, depth: int, first_channels: int, kernel: int, in_channels: int
+) -> None:
+    """Refuse what no net can be built from."""
+    if model not in VARIANTS:
+        raise unknown("models.UNet", "model", model, VARIANTS)
+    if isinstance(operator, str) and operator not in OPERATORS:
+        raise unknown(model, "operator", operator, OPERATORS)
+    for name, value in {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{model}: {name} must be a whole number from 1, got {value!r}.")
+    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"{model}: kernel must be an odd number, got {kernel!r}; fix: 3 or 5.")
+
+
+def check_stack(model: str, grid: Tensor, channels: int, rank: int, multiples: tuple[int, ...]) -> None:
+    """Refuse what is not a floating-point batch of grids whose sides are multiples of some numbers."""
+    names = ", ".join(("z", "y", "x")[3 - rank :])
+    if grid.dim() != rank + 2 or grid.shape[1] != channels:
+        fix = f"give it (batch, {channels}, {names}), or build the net with rank and in_channels."
+        if grid.dim() == rank + 1:
+            fix = "add the batch: grid.unsqueeze(0)."
+        raise shape_error(model, f"the grid must be (batch, {channels}, {names}).", fix, grid=grid)
+    if not grid.is_floating_point():
+        raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), normalised.")
+    if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
+        problem = f"the sides ({names}) must be multiples of {multiples}."
+        fix = "pad the grid, e.g. farfield.tasks.restoring.restore does, and crops what it restored."
+        raise shape_error(model, problem, fix, grid=grid)

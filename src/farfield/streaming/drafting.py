@@ -1,0 +1,205 @@
+"""How a volume is cut into tiles and how often they are passed over: halos, levels, and what memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from farfield._checks import ShapeError
+from farfield.streaming.geometry import Halo, Placed, cores, rounded_up
+from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
+from farfield.streaming.merging import is_grid
+from farfield.streaming.probing import Probe, Scale
+from farfield.streaming.refusals import NotLocalError
+
+# A tile may take this share of the memory that is free: what kernels need beside the grids is not counted.
+SHARE = 1 / 4
+# A summary that is a whole grid may take this share.
+SUMMARY_SHARE = 1 / 2
+
+
+class Pass(NamedTuple):
+    """One pass over all tiles.
+
+    Attributes:
+        calls: Which attentions are summarized, by their place in the order of calls; none in the last pass.
+        halo: What tiles read beyond their own cells.
+        share: Of the network's multiply-adds that runs: it stops at the last of these attentions.
+    """
+
+    calls: tuple[int, ...]
+    halo: Halo
+    share: float
+
+
+class Draft:
+    """What is known of a network on a volume when it is cut.
+
+    Args:
+        model: The network.
+        batch: Samples of the volume.
+        channels: Of the volume.
+        sides: Of the volume, padded.
+        scale: The network's strides.
+        placed: Its grids.
+        whole: Its trace on the whole volume.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: int,
+        channels: int,
+        sides: tuple[int, ...],
+        scale: Scale,
+        placed: list[Placed],
+        whole: Trace,
+    ) -> None:
+        self.model, self.batch, self.channels, self.sides = model, batch, channels, sides
+        self.scale, self.placed, self.whole = scale, placed, whole
+        self.probe: Probe | None = None
+
+    def cut(
+        self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None
+    ) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+        """Choose tiles and passes, and see that what tiles give is what the whole gives."""
+        given = None if halo is None else self.given_halo(halo)
+        if tile is None:
+            cells, needs = self.fitting(given)
+        else:
+            cells = self.given_tile(tile)
+            needs = {axis: self.needs(axis, given) for axis in self.axes_cut(cells)}
+        if not needs:  # one tile: the network as it is
+            return cells, (Pass((), self.joined({}, range(0)), 1.0),)
+        read = [index for index, grid in enumerate(self.placed) if grid.attends or grid.name == OUTPUT]
+        every = self.joined(needs, read)
+        for axis in needs:
+            self.look().check(axis, every)
+        self.check_summaries()
+        return cells, self.passes(needs)
+
+    def axes_cut(self, cells: Sequence[int]) -> list[int]:
+        """Sides that are cut."""
+        return [axis for axis, (own, side) in enumerate(zip(cells, self.sides, strict=True)) if own < side]
+
+    def look(self) -> Probe:
+        """The network on small grids, which is tried once."""
+        self.probe = self.probe or Probe(self.model, self.channels, self.sides, self.scale)
+        return self.probe
+
+    def given_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
+        """Cells a side of the tiles asked for, which begin at multiples of the strides."""
+        wanted = (tile,) * len(self.sides) if isinstance(tile, int) else tuple(tile)
+        if any(cells is not None and cells < 1 for cells in wanted):
+            raise ShapeError(f"predict_whole: a tile has one cell a side at least, got {tile=}.")
+        pairs = zip(wanted, self.sides, self.scale.multiple, strict=True)
+        return tuple(
+            side if cells is None else min(side, rounded_up(cells, multiple)) for cells, side, multiple in pairs
+        )
+
+    def given_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
+        """Cells a side of the halo asked for."""
+        wanted = (halo,) * len(self.sides) if isinstance(halo, int) else tuple(halo)
+        if len(wanted) != len(self.sides) or min(wanted) < 0:
+            raise ShapeError(
+                f"predict_whole: halo must be one number from 0, or one for each of {len(self.sides)} sides, "
+                f"got {halo!r}."
+            )
+        return tuple(rounded_up(cells, multiple) for cells, multiple in zip(wanted, self.scale.multiple, strict=True))
+
+    def needs(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
+        """Cells that each grid needs before and after its own on a side that is cut.
+
+        Raises:
+            NotLocalError: If that side cannot be cut.
+        """
+        for grid in self.placed:
+            if (grid.attends or grid.name == OUTPUT) and grid.along[axis] is None:
+                what = "what attends" if grid.attends else "what is returned"
+                raise NotLocalError(
+                    f"predict_whole: side {axis} of the volume is no side of {what}, {grid.name}, so tiles must not "
+                    f"cut it; fix: tile=None on that side."
+                )
+        if given is not None:
+            return [(given[axis], given[axis])] * len(self.placed)
+        return self.look().reach(axis)
+
+    def fitting(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
+        """The largest tiles that memory allows: the longest side that can be cut is halved until they fit."""
+        budget, cells = int(SHARE * free_bytes(device_of(self.model))), list(self.sides)
+        needs: dict[int, list[tuple[int, int]]] = {}
+        fixed: set[int] = set()
+        while self.tile_bytes(cells, self.joined(needs, range(len(self.placed)))) > budget:
+            halves = [
+                (own, axis) for axis, own in enumerate(cells) if own > self.scale.multiple[axis] and axis not in fixed
+            ]
+            if not halves:
+                break
+            own, axis = max(halves)
+            try:
+                needs[axis] = needs[axis] if axis in needs else self.needs(axis, given)
+            except NotLocalError:
+                fixed.add(axis)
+                continue
+            cells[axis] = rounded_up(-(-own // 2), self.scale.multiple[axis])
+        if fixed and not needs:
+            self.needs(fixed.pop(), given)
+        return tuple(cells), needs
+
+    def joined(self, needs: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
+        """The halo that is enough for some of the grids."""
+        zeros = (0,) * len(self.sides)
+        halo = Halo(zeros, zeros)
+        for grid in grids:
+            before, after = (
+                tuple(needs[axis][grid][end] if axis in needs else 0 for axis in range(len(self.sides)))
+                for end in (0, 1)
+            )
+            halo = halo.join(Halo(before, after))
+        return halo
+
+    def passes(self, needs: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
+        """One pass for all attentions that hear of none but those before, and the last."""
+        grids = [index for index, each in enumerate(self.placed) if each.attends]
+        levels = self.look().levels()
+        found = []
+        for level in range(max(levels, default=-1) + 1):
+            calls = tuple(call for call, own in enumerate(levels) if own == level)
+            share = self.whole.madds[calls[-1]] / max(1, self.whole.madds[-1])
+            found.append(Pass(calls, self.joined(needs, [grids[call] for call in calls]), share))
+        return (*found, Pass((), self.joined(needs, [len(self.placed) - 1]), 1.0))
+
+    def tile_bytes(self, cells: Sequence[int], halo: Halo) -> int:
+        """Bytes that a tile's grids take at once."""
+        read = halo.around(cores(self.sides, cells)[0], self.sides)
+        sides = tuple(
+            min(side, stop + before) for side, (_, stop), before in zip(self.sides, read, halo.before, strict=True)
+        )
+        return trace(self.model, (self.batch, self.channels, *sides), whole=True).peak
+
+    def check_summaries(self) -> None:
+        """Refuse an attention whose summary is its grid, where that is too large."""
+        free = free_bytes(device_of(self.model))
+        names = [grid.name for grid in self.placed if grid.attends]
+        for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
+            if is_grid(attention) and size > SUMMARY_SHARE * free:
+                raise ValueError(
+                    f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
+                    f"and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+                )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free where a model runs."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

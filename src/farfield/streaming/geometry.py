@@ -1,0 +1,100 @@
+"""Where the cells of a tile lie in every grid of a network, and how tiles cut a volume."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from farfield.streaming.arrays import Region, Span
+
+
+class Along(NamedTuple):
+    """How a grid of the network follows a side of the volume.
+
+    Attributes:
+        side: Which of the grid's sides.
+        ratio: Its cells for each cell of the volume: 1/4 after two strides of 2.
+    """
+
+    side: int
+    ratio: Fraction
+
+
+class Placed(NamedTuple):
+    """A grid on its way through the network.
+
+    Attributes:
+        name: What returned it, or the attention that reads it.
+        attends: Whether an attention reads it.
+        sides: Of the whole.
+        along: How it follows each side of the volume; None where it does not.
+    """
+
+    name: str
+    attends: bool
+    sides: tuple[int, ...]
+    along: tuple[Along | None, ...]
+
+    def part(self, region: Region, whole: Sequence[int]) -> Region:
+        """Where a region of the volume lies in this grid."""
+        spans = [(0, side) for side in self.sides]
+        for follows, span, side in zip(self.along, region, whole, strict=True):
+            if follows is not None:
+                spans[follows.side] = self.span(follows, span, side)
+        return tuple(spans)
+
+    def span(self, follows: Along, span: Span, side: int) -> Span:
+        """Where a span of a side lies in this grid; what ends the volume ends the grid."""
+        start, stop = (int(index * follows.ratio) for index in span)
+        return start, self.sides[follows.side] if span[1] == side else stop
+
+
+class Halo(NamedTuple):
+    """Cells that a tile reads before and after what it owns, a side each."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def join(self, other: Halo) -> Halo:
+        """The larger of two."""
+        before, after = (tuple(map(max, *pair)) for pair in zip(self, other, strict=True))
+        return Halo(before, after)
+
+    def around(self, core: Region, whole: Sequence[int]) -> Region:
+        """What a tile reads: its own cells and the halo, cut at the volume's true border."""
+        return tuple(
+            (max(0, start - before), min(side, stop + after))
+            for (start, stop), before, after, side in zip(core, *self, whole, strict=True)
+        )
+
+
+def cores(sides: Sequence[int], tile: Sequence[int]) -> list[Region]:
+    """The cells that each tile owns: every cell of the volume in one tile."""
+    spans = [
+        [(start, min(start + cells, side)) for start in range(0, side, cells)]
+        for side, cells in zip(sides, tile, strict=True)
+    ]
+    return list(itertools.product(*spans))
+
+
+def cells_of(region: Region) -> int:
+    """How many cells a region has."""
+    return math.prod(stop - start for start, stop in region)
+
+
+def overlap(sides: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
+    """Cells that all tiles read, for each cell of the volume."""
+    return sum(cells_of(halo.around(core, sides)) for core in cores(sides, tile)) / math.prod(sides)
+
+
+def inner(part: Region, read: Region) -> tuple[Any, ...]:
+    """The index of a part in the grid of what was read."""
+    return (..., *(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, read, strict=True)))
+
+
+def rounded_up(number: int | Fraction, multiple: int) -> int:
+    """The next multiple."""
+    return math.ceil(Fraction(number) / multiple) * multiple

@@ -1,0 +1,243 @@
+"""A bare attention over a grid in tiles: one pass summarizes, one responds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farfield._checks import ShapeError
+from farfield.nn import GridAttention
+from farfield.ops.grid import Gathered, Pool
+from farfield.ops.summary import Summary
+from farfield.streaming.arrays import Layout, Region, Source, layout_of
+from farfield.streaming.drafting import SUMMARY_SHARE, free_bytes
+from farfield.streaming.driving import Stream, Tiled, progress_of
+from farfield.streaming.geometry import cells_of, cores, rounded_up
+from farfield.streaming.listening import device_of, dtype_of, width
+from farfield.streaming.merging import Merged, is_grid, summary_bytes
+from farfield.streaming.outputs import Wanted, box_index, check_path, numpy_dtype, output_for
+from farfield.streaming.progress import begun_tile, identity_of
+
+# Bytes of a grid that a tile has by default: a response takes a few times as much.
+TILE = 2**25
+
+
+def respond_whole(
+    layer: GridAttention,
+    grid: Any,
+    *,
+    context: Any = None,
+    mask: Any = None,
+    context_mask: Any = None,
+    tile: int | Sequence[int | None] | None = None,
+    out: str | Path | Any | None = None,
+    quiet: bool = False,
+) -> Any:
+    """Let every cell of a grid attend to all of it, or to a context, in constant memory: `layer(grid)` over tiles.
+
+    The first pass reads tiles and merges their summaries, the second lets each tile respond to the whole. What a cell
+    hears does not depend on how the grid was cut.
+
+    Args:
+        layer: The attention.
+        grid: Anything with `shape` and slicing, `(channels, *sides)` or `(batch, channels, *sides)`; its rank is the
+            number of numbers in `tile`, else told by which axis has the layer's channels, the second one first.
+        context: Answers, as `layer(grid, context)`; with as many axes before its sides.
+        mask: The grid's real cells, True where real, an array with the grid's axes without channels.
+        context_mask: The context's.
+        tile: Cells a side of a tile; None for a side that is not cut; by default slabs of 32 MiB.
+        out: A path ending in .npy, .zarr, .tif or .tiff that does not exist yet, an array that takes slices, or None:
+            an array in memory. What was begun at a path and killed goes on where it was.
+        quiet: Whether to show no progress on the standard error.
+
+    Returns:
+        What was written, with the grid's axes.
+
+    Raises:
+        ShapeError: If grid, context, masks or output do not fit.
+        ValueError: If the layer's norm is in training, or what it reads is not finite; if the summary, which for
+            softmax and softmax_pooled is the grid, takes more than half of the free memory.
+        FileExistsError: If the path exists.
+        OSError: If the disk is full; finished tiles are kept.
+
+    Cost:
+        Two reads of the grid and one write (with a context or of sums that ask, one read more); the multiply-adds of
+        `layer(grid)`; a tile and a summary in memory.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from farfield.nn import GridAttention
+        >>> from farfield.streaming import respond_whole
+        >>> layer, grid = GridAttention(8, "factorized_gaussian"), np.random.rand(8, 30, 20, 10).astype("float32")
+        >>> with torch.no_grad():
+        ...     whole = layer(torch.from_numpy(grid)[None])[0]
+        >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
+        True
+    """
+    path = Path(out) if isinstance(out, str | Path) else None
+    if path is not None:
+        check_path("respond_whole", path, False)
+        tile = begun_tile(path) if tile is None else tile
+    if layer.training and layer.coefficient_norm is not None:
+        raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
+    asking = Volume(layer, grid, mask, layout_for(layer, grid, tile), tile, "grid")
+    answering = asking
+    if context is not None:
+        rank = len(context.shape) - (len(grid.shape) - asking.layout.rank)
+        answering = Volume(
+            layer, context, context_mask, layout_of("respond_whole", context.shape, rank), None, "context"
+        )
+    elif context_mask is not None:
+        raise ValueError("respond_whole: context_mask is the mask of a context, and there is none; fix: mask=….")
+    channels, dtype = width(layer), dtype_of(layer)
+    shape = asking.layout.shape(asking.source.batch, channels, asking.source.sides)
+    wanted = Wanted(shape, numpy_dtype(dtype), asking.layout.axes(channels, asking.layout.rank), asking.cells)
+    output = output_for("respond_whole", out, wanted, grid)
+    read = [each for each in (grid, context, mask, context_mask) if each is not None]
+    identity = partial(identity_of, layer, read, (asking.cells, answering.cells, str(path)))
+    progress = progress_of("respond_whole", output, identity, asking.cells, False)
+    volumes = {each.name: Tiled(each.source, each.tiles) for each in (asking, answering)}
+    merged = [Merged(layer, "respond_whole")]
+    return Response(asking, answering, Stream("respond_whole", output, progress, merged, volumes)).run(quiet)
+
+
+def layout_for(layer: GridAttention, grid: Any, tile: object) -> Layout:
+    """Which axes a grid has, told by the numbers of tile, else by the axis that has the layer's channels."""
+    shape = tuple(grid.shape)
+    if isinstance(tile, Sequence):
+        return layout_of("respond_whole", shape, len(tile))
+    for leading in (2, 1):
+        if len(shape) > leading and shape[leading - 1] == layer.channels:
+            return layout_of("respond_whole", shape, len(shape) - leading)
+    raise ShapeError(
+        f"respond_whole: a grid is (channels, *sides) or (batch, channels, *sides) with the layer's {layer.channels} "
+        f"channels, got shape {shape}; fix: another layer, or a view of the grid."
+    )
+
+
+class Volume:
+    """A grid that is read in tiles, with its mask.
+
+    Args:
+        layer: The attention that reads it.
+        array: The grid.
+        mask: Its real cells.
+        layout: Its axes.
+        tile: As the caller gave it.
+        name: For errors.
+    """
+
+    def __init__(
+        self,
+        layer: GridAttention,
+        array: Any,
+        mask: Any,
+        layout: Layout,
+        tile: int | Sequence[int | None] | None,
+        name: str,
+    ) -> None:
+        self.layout, self.name = layout, name
+        self.source = Source(array, layout, device_of(layer), dtype_of(layer))
+        if self.source.channels != layer.channels:
+            raise ShapeError(
+                f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
+                f"shape {tuple(array.shape)} with {layout.rank} sides; fix: one number of tile a side."
+            )
+        self.mask: Source | None = None
+        if mask is not None:
+            expected = (*array.shape[: layout.batch], *self.source.sides)
+            if tuple(mask.shape) != expected:
+                raise ShapeError(
+                    f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}."
+                )
+            self.mask = Source(mask, Layout(layout.batch, False, layout.rank), self.source.device, torch.bool)
+        self.cells = tile_cells(layer, self.source, tile)
+        self.tiles = cores(self.source.sides, self.cells)
+
+    def real(self, region: Region) -> Tensor | None:
+        """The mask of a region."""
+        return None if self.mask is None else self.mask.read(region)[:, 0]
+
+    def place(self, region: Region) -> dict[str, Any]:
+        """Where a region lies, as `summarize` and `respond` take it."""
+        return {"mask": self.real(region), "origin": tuple(start for start, _ in region), "sides": self.source.sides}
+
+
+def tile_cells(layer: GridAttention, source: Source, tile: int | Sequence[int | None] | None) -> tuple[int, ...]:
+    """Cells a side of a tile: by default slabs of the first side, and where one slice is too much, of the next."""
+    pool = layer.operator.answers.gather
+    windows = (1,) * source.layout.rank
+    if isinstance(pool, Pool):
+        windows = (pool.size,) * source.layout.rank if isinstance(pool.size, int) else pool.size
+    if tile is not None:
+        wanted = (tile,) * source.layout.rank if isinstance(tile, int) else tile
+        cells = [side if own is None else own for own, side in zip(wanted, source.sides, strict=True)]
+        if min(cells) < 1:
+            raise ShapeError(f"respond_whole: a tile has one cell a side at least, got {tile=}.")
+    else:
+        cells = list(source.sides)
+        room = TILE // (source.batch * source.channels * source.dtype.itemsize)
+        for axis in range(len(cells)):
+            others = cells_of(tuple((0, side) for side in cells[:axis] + cells[axis + 1 :]))
+            cells[axis] = min(cells[axis], max(1, room // others))
+    return tuple(
+        min(side, rounded_up(own, window)) for own, side, window in zip(cells, source.sides, windows, strict=True)
+    )
+
+
+class Response:
+    """The passes of a bare attention.
+
+    Args:
+        asking: The grid.
+        answering: The context, or the grid again.
+        stream: What is read, written and remembered.
+    """
+
+    def __init__(self, asking: Volume, answering: Volume, stream: Stream) -> None:
+        self.asking, self.answering, self.stream = asking, answering, stream
+        self.merged = stream.merged[0]
+        self.whole: tuple[Summary, Gathered | None] | None = None
+
+    def run(self, quiet: bool) -> Any:
+        """Summarize, gather what asks if sums do, respond."""
+        passes = [(self.answering.name, self.summarize)]
+        if self.asking is not self.answering and not self.merged.attention.operator.asks.side_by_side:
+            passes.append((self.asking.name, self.ask))
+        return self.stream.run([*passes, (self.asking.name, self.respond)], quiet)
+
+    def summarize(self, index: int, core: Region) -> None:
+        """Add a tile that answers, and asks if it is the grid itself."""
+        tile, place = self.stream.read(self.answering.name, index, core), self.answering.place(core)
+        self.merged.add(tile, **place)
+        if self.asking is self.answering:
+            self.merged.ask(tile, **place)
+        if index == 0:
+            self.check_size(len(self.answering.tiles))
+
+    def ask(self, index: int, core: Region) -> None:
+        """Add a tile that asks with sums."""
+        self.merged.ask(self.stream.read(self.asking.name, index, core), **self.asking.place(core))
+
+    def respond(self, index: int, core: Region) -> None:
+        """Let a tile respond and write it."""
+        tile = self.stream.read(self.asking.name, index, core)
+        self.whole = self.whole or self.merged.whole(tile.device)
+        summary, asked = self.whole
+        found = self.merged.attention.respond(tile, summary, **self.asking.place(core), asked=asked)
+        shape = self.asking.layout.shape(found.shape[0], found.shape[1], found.shape[2:])
+        self.stream.output.write(box_index(shape, core), found.reshape(shape))
+
+    def check_size(self, tiles: int) -> None:
+        """Refuse an attention whose summary is its grid, where that is too large."""
+        size, free = summary_bytes(self.merged.parts[0], None) * tiles, free_bytes(self.asking.source.device)
+        if is_grid(self.merged.attention) and size > SUMMARY_SHARE * free:
+            raise ValueError(
+                f"respond_whole: the summary of {self.merged.attention.operator_name} is its grid, about "
+                f"{size:,} bytes, and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+            )

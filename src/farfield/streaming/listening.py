@@ -1,0 +1,256 @@
+"""Listening to a network: its attentions answered from elsewhere, its steps recorded, with numbers or without."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from farfield.nn import GridAttention
+from farfield.streaming.merging import streamed, summary_bytes
+
+OUTPUT = "the output"
+Answer = Callable[[str, GridAttention, Tensor, "Tensor | None"], Tensor]
+
+
+@contextmanager
+def answering(model: nn.Module, answer: Answer) -> Iterator[None]:
+    """Let `answer(path, attention, grid, mask)` stand in for every call of an attention.
+
+    What a block does in place of calling its attention it does only where nobody listens, so somebody does.
+    """
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if isinstance(module, GridAttention):
+                stack.callback(restore, module, vars(module).get("forward"))
+                stack.enter_context(module.register_forward_pre_hook(lambda *_: None))
+                vars(module)["forward"] = partial(to_itself, answer, path or type(module).__name__, module)
+        yield
+
+
+def to_itself(
+    answer: Answer,
+    path: str,
+    attention: GridAttention,
+    grid: Tensor,
+    context: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
+) -> Tensor:
+    """Answer for an attention of a grid to itself; refuse a context."""
+    if context is not None or context_mask is not None:
+        raise NotImplementedError(f"{path} attends to a context; only attention of a grid to itself runs in tiles.")
+    return answer(path, attention, grid, mask)
+
+
+def restore(module: nn.Module, forward: Any) -> None:
+    """Give a module its own forward back."""
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+def width(attention: GridAttention) -> int:
+    """Channels of a response."""
+    return attention.value_channels if attention.output is None else attention.channels
+
+
+def cellwise(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
+    """What stands in for attention where only the rest of a network is looked at: each cell hears itself."""
+    return grid.mean(1, keepdim=True).repeat(1, width(attention), *[1] * (grid.dim() - 2))
+
+
+class Step(NamedTuple):
+    """A grid on its way through a network.
+
+    Attributes:
+        name: Path of the module that returned it, or of the attention that reads it.
+        attends: Whether an attention reads it.
+        shape: Of the grid.
+        dtype: Of the grid.
+        grid: The grid itself, where it is kept.
+    """
+
+    name: str
+    attends: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: Tensor | None
+
+
+def record(model: nn.Module, run: Callable[[], Any], answer: Answer = cellwise, *, keep: bool = True) -> list[Step]:
+    """Run a model and note what its attentions read and its modules return; the last step is its output.
+
+    Args:
+        model: Whose modules are listened to.
+        run: Runs it and returns what it returns.
+        answer: Stands in for its attentions.
+        keep: Whether to keep the grids, and not their shapes alone.
+
+    Raises:
+        TypeError: If the model does not return one grid.
+    """
+    steps: list[Step] = []
+
+    def note(name: str, attends: bool, grid: Tensor) -> None:
+        steps.append(Step(name, attends, tuple(grid.shape), grid.dtype, grid if keep else None))
+
+    def attend(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
+        note(path, True, grid)
+        return answer(path, attention, grid, mask)
+
+    def returned(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            note(path, False, output)
+
+    with torch.no_grad(), answering(model, attend), ExitStack() as stack:
+        for path, module in steps_of(model):
+            stack.enter_context(module.register_forward_hook(partial(returned, path)))
+        note(OUTPUT, False, checked_output(model, run()))
+    return steps
+
+
+def steps_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose results are steps: not the model itself, nor what attentions are made of."""
+    inside = {
+        part for module in model.modules() if isinstance(module, GridAttention) for part in list(module.modules())[1:]
+    }
+    return ((path, module) for path, module in model.named_modules() if module is not model and module not in inside)
+
+
+def checked_output(model: nn.Module, output: Any) -> Tensor:
+    """Refuse what is not one grid."""
+    if not isinstance(output, Tensor) or output.dim() < 3:
+        kind = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
+        name = type(model).__name__
+        raise TypeError(
+            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *sides); fix: a module around it "
+            f"that returns the grid."
+        )
+    return output
+
+
+# ---- without numbers -------------------------------------------------------------------------------------------------
+class Trace(NamedTuple):
+    """A pass of a network on a grid that has a shape and no numbers.
+
+    Attributes:
+        steps: As `record` has them, the grids without numbers.
+        shapes: Of everything with three axes or more that the network's operations return.
+        madds: Multiply-adds up to each attention's call, and of all.
+        attentions: What was called, in order.
+        summaries: Bytes of each one's summary.
+        peak: Bytes that are held at once, at most, the network's own not included.
+    """
+
+    steps: list[Step]
+    shapes: list[tuple[int, ...]]
+    madds: list[int]
+    attentions: list[GridAttention]
+    summaries: list[int]
+    peak: int
+
+
+class Watch(TorchDispatchMode):
+    """Note the shapes of what operations return, and the bytes that are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.held, self.peak = 0, 0
+        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look at what it returns."""
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.note(tensor)
+        return found
+
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor's memory until it goes."""
+        if tensor.dim() >= 3:
+            self.shapes.append(tuple(tensor.shape))
+        storage = tensor.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = None
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self.drop, storage.nbytes())
+
+    def drop(self, size: int) -> None:
+        """Memory that was given back."""
+        self.held -= size
+
+
+def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> Trace:
+    """Run a model on a grid without numbers.
+
+    Args:
+        model: Its weights are not touched.
+        shape: Of the grid.
+        whole: Whether attentions attend, so that their summaries and their share of work and memory are counted.
+
+    Raises:
+        ValueError: If the model does not take such a grid.
+    """
+    madds: list[int] = []
+    attentions: list[GridAttention] = []
+    summaries: list[int] = []
+    counter, watch = FlopCounterMode(display=False), Watch()
+
+    def answer(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
+        madds.append(counter.get_total_flops() // 2)
+        attentions.append(attention)
+        if not whole:
+            return cellwise(path, attention, grid, mask)
+        attention = streamed(attention)
+        summary = attention.summarize(grid, mask=mask)
+        asked = None if attention.operator.asks.side_by_side else attention.gather_asked(grid, mask=mask)
+        summaries.append(summary_bytes(summary, asked))
+        return attention.respond(grid, summary, mask=mask, asked=asked)
+
+    with quiet_log(), FakeTensorMode(allow_non_fake_inputs=True), counter, watch:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in named}
+        grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
+        watch.held = watch.peak = 0
+        steps = record(model, partial(functional_call, model, state, (grid,)), answer, keep=False)
+    madds.append(counter.get_total_flops() // 2)
+    return Trace(steps, watch.shapes, madds, attentions, summaries, watch.peak)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the grids that a model reads: its first parameter's or buffer's."""
+    named = [*model.parameters(), *model.buffers()]
+    return next((tensor.dtype for tensor in named if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Without the traceback that torch logs of an error which it raises as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

@@ -1,0 +1,219 @@
+"""The plan of a prediction in tiles: what they read, in how many passes, what that costs. Made before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from farfield._checks import unknown
+from farfield.nn import GridAttention
+from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
+from farfield.streaming.drafting import Draft, Pass
+from farfield.streaming.geometry import Placed, cores, overlap
+from farfield.streaming.listening import Trace, trace
+from farfield.streaming.probing import Scale, find_scale, take
+from farfield.streaming.refusals import refuse_global, refuse_training
+
+
+class Call(NamedTuple):
+    """One call of an attention.
+
+    Attributes:
+        grid: What it reads.
+        attention: The module.
+        summary: Bytes of its summary.
+    """
+
+    grid: Placed
+    attention: GridAttention
+    summary: int
+
+
+class Output(NamedTuple):
+    """What the network returns.
+
+    Attributes:
+        grid: Where its cells lie.
+        channels: Of it.
+        dtype: Of it.
+    """
+
+    grid: Placed
+    channels: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `predict_whole` will do.
+
+    Attributes:
+        layout: Which axes the volume has.
+        sides: Of the volume, padded.
+        padding: Cells added before and after each side.
+        tile: Cells a side that a tile writes.
+        calls: Of attentions, in their order.
+        passes: Summary passes, and the last, which writes.
+        output: What the network returns.
+        madds: Multiply-adds of the network on the whole.
+        tile_bytes: What a tile takes in memory, about: grids that are held at once.
+    """
+
+    layout: Layout
+    sides: tuple[int, ...]
+    padding: tuple[Span, ...]
+    tile: tuple[int, ...]
+    calls: tuple[Call, ...]
+    passes: tuple[Pass, ...]
+    output: Output
+    madds: int
+    tile_bytes: int
+
+    @property
+    def cores(self) -> list[Region]:
+        """What each tile writes."""
+        return cores(self.sides, self.tile)
+
+    @property
+    def recomputed(self) -> float:
+        """Multiply-adds of all passes over those of the network on the whole."""
+        return sum(each.share * overlap(self.sides, self.tile, each.halo) for each in self.passes)
+
+    @property
+    def kept(self) -> Region:
+        """Where the volume lies in the network's output: all of it, but for what was padded."""
+        # Beyond the end, so that a span that ends the volume does not take what is padded along.
+        beyond = tuple(side + 1 for side in self.sides)
+        own = tuple((before, side - after) for side, (before, after) in zip(self.sides, self.padding, strict=True))
+        pairs = zip(self.output.grid.part(own, beyond), self.output.grid.sides, strict=True)
+        return tuple(span if any(map(any, self.padding)) else (0, side) for span, side in pairs)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Cells a side of the output that a tile writes."""
+        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.sides))
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        last = self.passes[-1].halo
+        sides, tile = (" × ".join(map(str, each)) for each in (self.sides, self.tile))
+        halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
+        text = [f"volume {sides} cells" + (" (padded)" if any(map(any, self.padding)) else "")]
+        size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        text.append(f"{len(self.cores)} tiles of {tile} cells that read {halo} more, {size}")
+        for index, each in enumerate(self.passes):
+            heard = [self.calls[call] for call in each.calls]
+            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)
+            what = f"summarize {names}" if names else "write"
+            work = each.share * overlap(self.sides, self.tile, each.halo)
+            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
+        madds = f"{self.madds / 1e9:,.1f}G multiply-adds"
+        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {madds}")
+        return text
+
+
+def plan_whole(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    tile: int | Sequence[int | None] | None = None,
+    halo: int | Sequence[int] | None = None,
+    pad: str | None = None,
+) -> Plan:
+    """Plan what `predict_whole` does, which it also prints before it starts.
+
+    Args:
+        model: As there.
+        shape: Of the volume.
+        tile: As there.
+        halo: As there.
+        pad: As there.
+
+    Returns:
+        The plan; `plan.lines()` are what is printed.
+
+    Raises:
+        ValueError: If the network cannot be run in tiles.
+
+    Example:
+        >>> from torch import nn
+        >>> from farfield.nn import GridAttention
+        >>> from farfield.streaming import plan_whole
+        >>> attention = GridAttention(8, "siamese")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
+        >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
+        >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
+        (16, 2, (2, 2))
+    """
+    refuse_training(model)
+    refuse_global(model)
+    if pad is not None and pad not in MODES:
+        raise unknown("predict_whole", "pad", pad, MODES)
+    layout = layout_of("predict_whole", shape, rank_of(model, tile))
+    batch, channels = layout.without_cells(shape)
+    own = tuple(shape[len(shape) - layout.rank :])
+    scale = find_scale(model, channels, own)
+    padding = tuple(padded(side, multiple, pad) for side, multiple in zip(own, scale.multiple, strict=True))
+    sides = tuple(side + sum(cells) for side, cells in zip(own, padding, strict=True))
+    whole = whole_trace(model, batch, channels, sides, scale)
+    placed = [
+        Placed(step.name, step.attends, step.shape[2:], along)
+        for step, along in zip(whole.steps, scale.along, strict=True)
+    ]
+    draft = Draft(model, batch, channels, sides, scale, placed, whole)
+    cells, passes = draft.cut(tile, halo)
+    return Plan(
+        layout=layout,
+        sides=sides,
+        padding=padding,
+        tile=cells,
+        calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
+        passes=passes,
+        output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
+        madds=whole.madds[-1],
+        tile_bytes=draft.tile_bytes(cells, passes[-1].halo),
+    )
+
+
+def rank_of(model: nn.Module, tile: object) -> int:
+    """How many sides a model reads: as many as tile has numbers, else the rank of its first convolution."""
+    if isinstance(tile, Sequence):
+        return len(tile)
+    ranks = {
+        nn.Conv1d: 1,
+        nn.Conv2d: 2,
+        nn.Conv3d: 3,
+        nn.ConvTranspose1d: 1,
+        nn.ConvTranspose2d: 2,
+        nn.ConvTranspose3d: 3,
+    }
+    rank = next((rank for module in model.modules() for kind, rank in ranks.items() if isinstance(module, kind)), None)
+    if rank is None:
+        name = type(model).__name__
+        raise ValueError(
+            f"predict_whole: {name} has no convolution that says how many sides a volume has; "
+            f"fix: one number of tile a side."
+        )
+    return rank
+
+
+def padded(side: int, multiple: int, pad: str | None) -> Span:
+    """Cells before and after a side that make it a multiple, shared as CARE does."""
+    missing = -side % multiple if pad is not None else 0
+    return missing // 2, missing - missing // 2
+
+
+def whole_trace(model: nn.Module, batch: int, channels: int, sides: tuple[int, ...], scale: Scale) -> Trace:
+    """The network on the whole, without numbers; if it does not take these sides, say which it would."""
+    try:
+        take(model, channels, sides)
+    except ValueError as error:
+        if any(side % multiple for side, multiple in zip(sides, scale.multiple, strict=True)):
+            multiples = " × ".join(map(str, scale.multiple))
+            raise ValueError(f'{error}\n  fix: sides that {multiples} divide, or pad="reflect".') from error
+        raise
+    return trace(model, (batch, channels, *sides), whole=True)

@@ -1,0 +1,276 @@
+"""What a network does to places, found out by running it on small grids: strides, how far a cell sees, which order.
+
+Attentions are answered cell by cell meanwhile, so that what is left is what tiles must overlap for.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from farfield.nn import GridAttention
+from farfield.ops.grid import Pool
+from farfield.streaming.geometry import Along, Halo, rounded_up
+from farfield.streaming.listening import OUTPUT, Step, Trace, cellwise, device_of, dtype_of, record, trace
+from farfield.streaming.refusals import NotLocalError, named
+
+# Sides that every stride divides that anyone uses: 2^6 · 3 · 5 · 7.
+DIVISIBLE = 6720
+# Cells a side of the longest probe.
+LONGEST = 4096
+
+
+class Scale(NamedTuple):
+    """What a network does to the sides of its grids.
+
+    Attributes:
+        along: Of each step: how it follows each side of the volume.
+        multiple: Where tiles may begin, a side each: at multiples, which every stride divides.
+    """
+
+    along: list[tuple[Along | None, ...]]
+    multiple: tuple[int, ...]
+
+
+def find_scale(model: nn.Module, channels: int, sides: Sequence[int]) -> Scale:
+    """Find the strides of a network, from the shapes of its grids when the volume grows on one side.
+
+    Raises:
+        ValueError: If the network takes neither a large grid nor one of these sides.
+    """
+    rank = len(sides)
+    try:
+        base = (DIVISIBLE,) * rank
+        first = trace(model, (1, channels, *base))
+    except (RuntimeError, ValueError, NotImplementedError):
+        base = tuple(sides)
+        first = take(model, channels, base)
+    along: list[list[Along | None]] = [[] for _ in first.steps]
+    multiple = []
+    for axis in range(rank):
+        grown = take(model, channels, replaced(base, axis, base[axis] + DIVISIBLE))
+        if [step.name for step in grown.steps] != [step.name for step in first.steps]:
+            raise NotLocalError("predict_whole: the network takes other steps for other sides; fix: one that does not.")
+        ratios: list[Fraction] = []
+        called = iter(first.attentions)
+        for follows, before, after in zip(along, first.steps, grown.steps, strict=True):
+            follows.append(following(before, after))
+            ratios += windows(next(called), follows[-1]) if before.attends else []
+        multiple.append(math.lcm(*(ratio.denominator for ratio in [*ratios, *all_ratios(first, grown)])))
+    return Scale([tuple(each) for each in along], tuple(multiple))
+
+
+def take(model: nn.Module, channels: int, sides: Sequence[int]) -> Trace:
+    """Trace a grid; say it if the network does not take one of these sides."""
+    try:
+        return trace(model, (1, channels, *sides))
+    except TypeError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"predict_whole: {type(model).__name__} does not take a grid of sides {tuple(sides)}: {error}"
+        ) from error
+
+
+def replaced(sides: Sequence[int], axis: int, side: int) -> tuple[int, ...]:
+    """The sides with another one."""
+    return tuple(side if other == axis else own for other, own in enumerate(sides))
+
+
+def following(before: Step, after: Step) -> Along | None:
+    """How a grid follows the side that has grown; None if it does not, or not in one of its sides."""
+    changed = [axis for axis, (one, other) in enumerate(zip(before.shape, after.shape, strict=True)) if one != other]
+    if len(changed) != 1 or changed[0] < 2:
+        return None
+    return Along(changed[0] - 2, Fraction(after.shape[changed[0]] - before.shape[changed[0]], DIVISIBLE))
+
+
+def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
+    """By how much every result of an operation grows, for each cell of the side that has grown."""
+    if len(first.shapes) == len(grown.shapes):
+        for before, after in zip(first.shapes, grown.shapes, strict=True):
+            if len(before) == len(after):
+                yield from (Fraction(other - one, DIVISIBLE) for one, other in zip(before, after, strict=True))
+
+
+def windows(attention: GridAttention, follows: Along | None) -> list[Fraction]:
+    """Windows for each cell of the volume, where an attention's answering cells are pooled."""
+    pool = attention.operator.answers.gather
+    if follows is None or not isinstance(pool, Pool):
+        return []
+    return [follows.ratio / (pool.size if isinstance(pool.size, int) else pool.size[follows.side])]
+
+
+# ---- with numbers ----------------------------------------------------------------------------------------------------
+class Probe:
+    """A network on small grids.
+
+    Args:
+        model: The network.
+        channels: Of its grid.
+        sides: Of the volume.
+        scale: Its strides.
+    """
+
+    def __init__(self, model: nn.Module, channels: int, sides: Sequence[int], scale: Scale) -> None:
+        self.model, self.channels, self.whole, self.scale = model, channels, tuple(sides), scale
+        self.generator = torch.Generator().manual_seed(0)
+        self.small = self.smallest()
+
+    def run(self, grid: Tensor) -> list[Step]:
+        """Run the network, its attentions answered cell by cell."""
+        return record(self.model, partial(self.model, grid))
+
+    def draw(self, sides: Sequence[int]) -> Tensor:
+        """A random grid."""
+        grid = torch.randn(1, self.channels, *sides, generator=self.generator)
+        return grid.to(device_of(self.model), dtype_of(self.model))
+
+    def smallest(self) -> tuple[int, ...]:
+        """The smallest sides that the network takes, with the volume's remainders."""
+        for factor in (1, 2, 4, 8, 16, 32):
+            pairs = zip(self.whole, self.scale.multiple, strict=True)
+            sides = tuple(side % multiple + factor * multiple for side, multiple in pairs)
+            try:
+                self.run(self.draw(sides))
+            except (RuntimeError, ValueError):
+                continue
+            return sides
+        self.run(self.draw(self.whole))
+        return self.whole
+
+    def reach(self, axis: int) -> list[tuple[int, int]]:
+        """Cells that each step needs before and after its own on one side: NaN goes where a cell is seen.
+
+        Raises:
+            NotLocalError: If a layer sees further than any probe, or everything.
+        """
+        multiple = self.scale.multiple[axis]
+        half = 16 * multiple
+        while True:
+            grid = self.draw(replaced(self.small, axis, 2 * half + multiple))
+            grid.narrow(axis + 2, half, multiple).fill_(torch.nan)
+            with plain_kernels():
+                steps = self.run(grid)
+            spans = [nan_span(step, along[axis]) for step, along in zip(steps, self.scale.along, strict=True)]
+            if not any(span is not None and span.everywhere for span in spans):
+                return [
+                    self.needed(span, along[axis], half, multiple)
+                    for span, along in zip(spans, self.scale.along, strict=True)
+                ]
+            half *= 2
+            if half > max(LONGEST, 64 * multiple):
+                name = next(
+                    step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
+                )
+                raise not_local(self.model, name, axis, f"sees further than {half // 2} cells")
+
+    def needed(self, span: NanSpan | None, follows: Along | None, half: int, multiple: int) -> tuple[int, int]:
+        """Cells before and after, where NaN in the multiple after half went so far."""
+        if span is None or follows is None:
+            return 0, 0
+        before = Fraction(span.stop) / follows.ratio - (half + multiple)
+        after = half - Fraction(span.start) / follows.ratio
+        return rounded_up(max(before, Fraction(0)), multiple), rounded_up(max(after, Fraction(0)), multiple)
+
+    def levels(self) -> list[int]:
+        """Which attentions hear of which: each one's level is one more than the highest it hears of."""
+        grid = self.draw(self.small)
+        count = sum(step.attends for step in self.run(grid))
+        levels = [0] * count
+        for asked in range(count):
+            calls = iter(range(count))
+
+            def poison(path: str, attention: GridAttention, read: Tensor, mask: Tensor | None) -> Tensor:
+                answer = cellwise(path, attention, read, mask)
+                return answer.fill_(torch.nan) if next(calls) == asked else answer  # noqa: B023  # used at once
+
+            with plain_kernels():
+                steps = [step for step in record(self.model, partial(self.model, grid), poison) if step.attends]
+            for later in range(asked + 1, count):
+                if cast(Tensor, steps[later].grid).isnan().any():
+                    levels[later] = max(levels[later], levels[asked] + 1)
+        return levels
+
+    def check(self, axis: int, halo: Halo) -> None:
+        """Cut a small grid in two on one side, and see that both parts give what the whole gives.
+
+        Raises:
+            NotLocalError: If they do not.
+        """
+        multiple, before, after = self.scale.multiple[axis], halo.before[axis], halo.after[axis]
+        cut = before + multiple
+        side = cut + after + multiple + (self.whole[axis] % multiple or multiple)
+        grid = self.draw(replaced(self.small, axis, side))
+        whole = self.run(grid)
+        for core, read in (((0, cut), (0, cut + after)), ((cut, side), (cut - before, side))):
+            own = self.run(grid.narrow(axis + 2, read[0], read[1] - read[0]).contiguous())
+            pairs = list(zip(whole, own, [each[axis] for each in self.scale.along], strict=True))
+            differing = [one for one, other, follows in pairs if differs(one, other, follows, core, read[0], side)]
+            if any(step.attends or step.name == OUTPUT for step in differing):
+                raise not_local(self.model, differing[0].name, axis, "gives a tile other than what it gives the whole")
+
+
+class NanSpan(NamedTuple):
+    """Where NaN is in a grid, on one side."""
+
+    start: int
+    stop: int
+    everywhere: bool
+
+
+def nan_span(step: Step, follows: Along | None) -> NanSpan | None:
+    """Where NaN has come to; everywhere if it reaches an end, or a grid that does not have the side any more."""
+    nan = cast(Tensor, step.grid).isnan()
+    if follows is None:
+        return NanSpan(0, 0, True) if nan.any() else None
+    places = nan.movedim(follows.side + 2, 0).flatten(1).any(1).nonzero()
+    if not len(places):
+        return None
+    start, last = int(places[0]), int(places[-1])
+    return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[follows.side + 2])
+
+
+def differs(whole: Step, own: Step, follows: Along | None, core: tuple[int, int], first: int, side: int) -> bool:
+    """Whether the own cells of a part are not those of the whole, by more than rounding."""
+    if follows is None:
+        return False
+    start = int(core[0] * follows.ratio)
+    stop = whole.shape[follows.side + 2] if core[1] == side else int(core[1] * follows.ratio)
+    offset = int(first * follows.ratio)
+    if stop - offset > own.shape[follows.side + 2]:
+        return True
+    one = cast(Tensor, whole.grid).narrow(follows.side + 2, start, stop - start)
+    other = cast(Tensor, own.grid).narrow(follows.side + 2, start - offset, stop - start)
+    if one.shape != other.shape:
+        return True
+    return bool((one - other).abs().max() > math.sqrt(torch.finfo(one.dtype).eps) * one.abs().max())
+
+
+def not_local(model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
+    """Word that a layer beside attention is not local."""
+    layer = named(name, model.get_submodule(name)) if name != OUTPUT else type(model).__name__
+    return NotLocalError(
+        f"predict_whole: {layer} {what}, on side {axis} of the volume, so tiles would not give what the whole gives; "
+        f"fix: tile=None on that side, which is then not cut, or another layer there."
+    )
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Convolutions by the kernels in which NaN goes no further than the window, and is not clamped away."""
+    with (
+        warnings.catch_warnings(action="ignore"),  # of precisions that no device here has
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.nnpack.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
+        yield

@@ -1,0 +1,83 @@
+"""What the papers measure of restored images and volumes, as CARE defines it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+# Percentiles between which the truth is brought to 0..1.
+TRUTH_PERCENTILES = (0.1, 99.9)
+# Added to the distance of two percentiles, so that equal ones divide by no zero (CARE's value).
+EPSILON = 1e-20
+
+
+class CareMetrics(NamedTuple):
+    """What is measured of one image or volume.
+
+    Attributes:
+        psnr: Peak signal-to-noise ratio in dB; larger is better.
+        ssim: Structural similarity, 1 at most; not a number where a side has less than 7 cells.
+        nrmse: Root mean squared error, of a truth that lies between 0 and 1.
+    """
+
+    psnr: float
+    ssim: float
+    nrmse: float
+
+
+def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
+    """Compare a restored image or volume with the truth, up to a shift and a factor.
+
+    `truth' = normalise(truth) - mean`, `restored' = a (restored - mean)`, `a = cov(restored, truth') / var(restored)`
+
+    A microscope's grey levels have no unit: brightness and contrast of what is restored are fitted before it is
+    measured. The covariance divides by N - 1 and the variance by N, as in CARE's code.
+
+    Args:
+        truth: The sharp or bright image.
+        restored: What the network made of the other, or that itself.
+
+    Returns:
+        PSNR and SSIM by scikit-image with a data range of 1, and NRMSE.
+
+    Raises:
+        ValueError: If the two have other sides than each other, or the truth is constant.
+
+    Reference: Weigert et al. 2018.
+
+    Example:
+        >>> random = np.random.default_rng(0)
+        >>> truth = random.random((8, 16, 16))
+        >>> measured = care_metrics(truth, 3 * truth + 0.1 * random.random((8, 16, 16)))
+        >>> round(measured.psnr, 1), round(measured.ssim, 3)
+        (40.4, 0.999)
+    """
+    truth, restored = np.asarray(truth, np.float64), np.asarray(restored, np.float64)
+    if truth.shape != restored.shape:
+        raise ValueError(
+            f"care_metrics: truth and restored must have the same sides, got {truth.shape} and {restored.shape}."
+        )
+    low, high = np.percentile(truth, TRUTH_PERCENTILES)
+    if high <= low:
+        raise ValueError(f"care_metrics: the truth is constant: percentiles 0.1 and 99.9 are both {low:g}.")
+    truth = (truth - low) / (high - low + EPSILON)
+    truth, restored = truth - truth.mean(), restored - restored.mean()
+    restored = restored * scale(truth, restored)
+    smallest = min(truth.shape)
+    return CareMetrics(
+        psnr=float(peak_signal_noise_ratio(truth, restored, data_range=1)),
+        ssim=float(structural_similarity(truth, restored, data_range=1)) if smallest >= 7 else float("nan"),
+        nrmse=float(np.sqrt(np.mean((truth - restored) ** 2))),
+    )
+
+
+def scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
+    """The factor that brings what was restored nearest to the truth; 0 for a constant."""
+    variance = float(restored.var())
+    if variance == 0:
+        return 0.0
+    # Both have mean 0 here.
+    return float((truth * restored).sum() / (truth.size - 1)) / variance

@@ -1,0 +1,195 @@
+"""Restoration of images and volumes: the losses, CARE's schedule, and what is measured of whole stacks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from farfield._checks import shape_error
+from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.metrics import EPSILON, care_metrics
+from farfield.tasks.replay import Replay
+from farfield.tasks.restoring import restore
+
+Loss = Literal["mae", "laplace"]
+
+
+class Restore(LightningModule):
+    """Train a network that turns noisy or blurred grids into clean ones, with CARE's settings as defaults.
+
+    `mae: mean |μ - y|`, `laplace: mean(|μ - y| / σ + log σ + log 2)`
+
+    Adam; the learning rate is halved where `val/loss` has not fallen for ten epochs. Grids come normalised; whole
+    stacks, in `test` and `predict`, come as a microscope wrote them and are restored by `tasks.restoring.restore`.
+    Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as CARE does), `learning_rate`, and
+    for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of what they were restored
+    from, `test/<condition>/psnr_before`.
+
+    A checkpoint holds the network's weights and these numbers; never the network's code.
+
+    Args:
+        network: Any module from grids `(batch, channels, *sides)` to such grids, or to means and scales side by side.
+        learning_rate: Learning rate at first.
+        loss: `"mae"`, or `"laplace"` for a probabilistic network.
+        betas: Of Adam.
+        factor: What the learning rate is multiplied by where the loss does not fall.
+        patience: For how many epochs it may not fall.
+        output: Where `predict` writes, .tif or .zarr; a folder for several stacks, or where there is no suffix. None
+            writes `<name>-restored.tif` beside each.
+        overwrite: Whether files that are there are replaced.
+        tile: Cells a side that are restored at a time; None for what memory allows. The result is the same.
+
+    Raises:
+        ShapeError: In the first batch, if the network's grids are not those of the targets.
+
+    Reference: SAN §4.5, Weigert et al. 2018.
+
+    Example:
+        >>> module = Restore(nn.Conv3d(1, 1, 3, padding=1))
+        >>> module(torch.zeros(2, 1, 4, 8, 8)).shape
+        torch.Size([2, 1, 4, 8, 8])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 4e-4,
+        loss: Loss = "mae",
+        betas: tuple[float, float] = (0.9, 0.999),
+        factor: float = 0.5,
+        patience: int = 10,
+        output: str | None = None,
+        overwrite: bool = False,
+        tile: list[int] | int | None = None,
+    ) -> None:
+        super().__init__()
+        # The network itself would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
+        self.network, self.overwrite, self.tile = network, overwrite, tile
+        self.output = None if output is None else Path(output)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
+        """Return restored grids; of a probabilistic network means and scales."""
+        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
+        return self.network(grid.to(next(self.network.parameters()).dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        loss = self._loss(*batch)[0]
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        """Log the learning rate of the epoch."""
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss and the peak signal-to-noise ratio of a validation batch."""
+        loss, mean, target = self._loss(*batch)
+        values = {"val/loss": loss, "val/psnr": scaled_psnr(mean, target)}
+        self.log_dict(values, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(target))
+
+    def test_step(self, batch: tuple[Any, Any, str, str], batch_idx: int) -> None:
+        """Restore a whole stack and measure it against the truth, beside the stack it was restored from."""
+        stack, truth, _, condition = batch
+        after = care_metrics(truth, restore(self.network, stack, tile=self.tile))._asdict()
+        # A projection's truth has not the sides of the stack.
+        before = care_metrics(truth, stack)._asdict() if stack.shape == truth.shape else {}
+        values = {name: value for name, value in after.items() if not math.isnan(value)}
+        values |= {f"{name}_before": value for name, value in before.items() if not math.isnan(value)}
+        for place in ("test", f"test/{condition}"):
+            logged = {f"{place}/{name}": value for name, value in values.items()}
+            self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
+        """Restore a whole stack, write it, and return where.
+
+        Raises:
+            FileExistsError: If something is there already.
+        """
+        stack, path, name = batch
+        output = self.place(Path(path), name)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite, quiet=False)
+        return str(output)
+
+    def place(self, path: Path, name: str) -> Path:
+        """Where the restored twin of a stack goes; `name` is its path below the folder that is predicted."""
+        if self.output is None:
+            return path.with_name(f"{path.stem}-restored.tif")
+        several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
+        return self.output / name if several or not self.output.suffix else self.output
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam, and the schedule that waits for the validation loss."""
+        settings = self.hparams
+        optimizer = torch.optim.Adam(
+            self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"])
+        )
+        schedule = ReduceLROnPlateau(
+            optimizer, factor=settings["factor"], patience=settings["patience"], threshold=0.0, threshold_mode="abs"
+        )
+        # Without a validation loss, as with limit_val_batches=0, the rate stays.
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch", "strict": False},
+        }
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the restored grids and their targets."""
+        output = self(grid).float()
+        channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
+        if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
+            problem = "the network must give grids as the targets are."
+            fix = "another network, or data of the task it is for: a projection's targets are images."
+            raise shape_error("Restore", problem, fix, grid=grid, target=target, output=output)
+        if laplace and output.shape[1] == channels:
+            problem = 'the loss "laplace" needs a scale beside each value.'
+            fix = "build the network with probabilistic=True (--model.network.probabilistic true), or loss=mae."
+            raise shape_error("Restore", problem, fix, target=target, output=output)
+        mean = output[:, :channels]
+        if laplace:
+            return laplace_loss(mean, output[:, channels:], target), mean, target
+        return (mean - target).abs().mean(), mean, target
+
+
+def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
+    """The negative logarithm of Laplace's density: `mean(|μ - y| / σ + log σ + log 2)`.
+
+    Reference: Weigert et al. 2018.
+
+    Example:
+        >>> float(laplace_loss(torch.zeros(4), torch.ones(4), torch.ones(4)))
+        1.693147...
+    """
+    return ((mean - target).abs() / scale + scale.log() + math.log(2)).mean()
+
+
+def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
+    """The mean PSNR of a batch whose targets lie between 0 and 1, each shifted and scaled to its target.
+
+    What `tasks.metrics.care_metrics` computes but for the percentiles of the truth: patches come normalised by those of
+    their stack.
+    """
+    restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
+    restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))
+    factor = (restored * target).sum(1, keepdim=True) / (restored.square().sum(1, keepdim=True) + EPSILON)
+    error = (target - factor * restored).square().mean(1)
+    # 100 dB, where a patch is constant.
+    return (-10 * error.clamp(min=1e-10).log10()).mean()

@@ -1,0 +1,265 @@
+"""Segmentation of images: the loss on the grid of logits, DeepLab's learning rates, and mean IoU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from farfield._checks import shape_error, unknown
+from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.classify import decayed_parameters
+from farfield.tasks.replay import Replay
+
+# The label of pixels that count nowhere.
+VOID = 255
+
+
+class Segmented(NamedTuple):
+    """What `predict_step` returns for a batch: paths and names of the images, the labels of their pixels."""
+
+    paths: list[str]
+    names: list[str]
+    labels: list[Tensor]
+
+
+class Segment(LightningModule):
+    """Train a network that gives each cell of an image one logit a class, with DeepLab's settings as defaults.
+
+    `rate_t = learning_rate · (1 - t / steps)^power`
+
+    SGD with momentum; the learning rate falls at every step, is `head_rate` times as high for the weights of the
+    output layer and `bias_rate` times for its biases; weight decay acts on weights alone. Logits have an eighth of the
+    image's sides and stay there in training: labels are reduced to them. In evaluation logits are enlarged to the
+    labels, bilinearly, and one confusion matrix of all images gives pixel accuracy and mean IoU, the mean over the
+    classes of intersection over union. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`, the same for
+    `test`, `test/iou/<class>` and `learning_rate`.
+
+    A checkpoint holds the network's weights and these numbers; never the network's code.
+
+    Args:
+        network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, *sides)`.
+        learning_rate: Learning rate of the first step.
+        power: Of the schedule.
+        momentum: Momentum of SGD.
+        weight_decay: L2 penalty of the weights of convolutions and linear layers.
+        head: Name of the network's output layer, the module that learns faster.
+        head_rate: How much faster its weights learn.
+        bias_rate: How much faster its biases learn.
+        freeze_norms: Whether batch norms keep their statistics, weights and biases. That is for pretrained networks;
+            one with random weights needs its norms.
+        upsample_logits: Whether, in training, logits are enlarged to the labels, and not labels reduced to the logits.
+
+    Raises:
+        LookupError: If the network has no such output layer.
+        ShapeError: In the first batch, if the network's logits are not one for each class of the data.
+
+    Reference:
+        KAN §4.1; Chen et al. 2017
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> network = nn.Sequential(OrderedDict(body=nn.AvgPool2d(8), head=nn.Conv2d(3, 4, 1)))
+        >>> Segment(network)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 4, 4, 4])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 2.5e-4,
+        power: float = 0.9,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        head: str = "head",
+        head_rate: float = 10.0,
+        bias_rate: float = 20.0,
+        freeze_norms: bool = True,
+        upsample_logits: bool = False,
+    ) -> None:
+        super().__init__()
+        # The network itself would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        if head not in dict(network.named_modules()):
+            raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
+        if freeze_norms:
+            for norm in norms_of(network):
+                norm.requires_grad_(False)
+        self.measures: MetricCollection | None = None
+        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        self.train()
+
+    def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
+        """Return the logits of each cell."""
+        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
+        return self.network(images.to(next(self.network.parameters()).dtype))
+
+    def train(self, mode: bool = True) -> Segment:
+        """Set training or eval mode; frozen norms stay in eval mode."""
+        super().train(mode)
+        if self.hparams["freeze_norms"]:
+            for norm in norms_of(self.network):
+                norm.eval()
+        return self
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        images, labels = batch
+        logits = self._logits(images)
+        if self.hparams["upsample_logits"]:
+            logits = enlarged(logits, labels)
+        else:
+            labels = reduced(labels, logits)
+        loss = loss_of(logits, labels)
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin a new confusion matrix."""
+        self.measures = None
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss of a validation image, and count its pixels."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss of a test image, and count its pixels."""
+        self._evaluate("test", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log pixel accuracy and mean IoU of all images."""
+        self._measure("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log pixel accuracy, mean IoU and the IoU of each class of all images."""
+        self._measure("test")
+
+    def predict_step(self, batch: tuple[Tensor, list[str], list[str], Tensor], batch_idx: int) -> Segmented:
+        """Return the likeliest class of each pixel of the images, at their own sizes."""
+        images, paths, names, sides = batch
+        logits = self(images).float()
+        labels = [
+            functional.interpolate(each[None], tuple(own), mode="bilinear")[0].argmax(0).to(torch.uint8).cpu()
+            for each, own in zip(logits, sides.tolist(), strict=True)
+        ]
+        return Segmented(list(paths), list(names), labels)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return SGD on the groups of parameters, and the schedule, a step a step."""
+        settings = self.hparams
+        optimizer = torch.optim.SGD(
+            self.parameter_groups(),
+            lr=settings["learning_rate"],
+            momentum=settings["momentum"],
+            weight_decay=settings["weight_decay"],
+        )
+        steps, power = self.trainer.estimated_stepping_batches, settings["power"]
+        schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps) ** power)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Group the trained parameters by learning rate and weight decay; groups without parameters are left out."""
+        settings, base = self.hparams, self.hparams["learning_rate"]
+        decayed = {id(weight) for weight in decayed_parameters(self.network, "weights and depthwise")}
+        within = settings["head"] + "."
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in self.network.named_parameters():
+            rate = 1.0
+            if name.startswith(within):
+                rate = settings["bias_rate"] if name.endswith("bias") else settings["head_rate"]
+            if parameter.requires_grad:
+                groups.setdefault((rate, id(parameter) in decayed), []).append(parameter)
+        return [
+            {"params": parameters, "lr": base * rate} | ({} if decays else {"weight_decay": 0.0})
+            for (rate, decays), parameters in groups.items()
+        ]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    @property
+    def classes(self) -> list[str]:
+        """The data's classes, where there are data that name them."""
+        return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
+
+    def _logits(self, images: Tensor) -> Tensor:
+        logits = self(images)
+        classes = self.classes
+        if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
+            problem = f"the network must give one logit for the data's {len(classes)} classes in each cell."
+            fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
+            raise shape_error("Segment", problem, fix, images=images, logits=logits)
+        return logits
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = enlarged(self._logits(images).float(), labels)
+        self.log(f"{stage}/loss", loss_of(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images))
+        if self.measures is None:
+            self.measures = measures_of(logits.shape[1]).to(self.device)
+        self.measures.update(logits.argmax(1), labels)
+
+    def _measure(self, stage: str) -> None:
+        if self.measures is None:
+            return
+        values = self.measures.compute()
+        each = values.pop("iou")
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
+        if stage == "test" and self.classes:
+            self.log_dict({f"test/iou/{name}": value for name, value in zip(self.classes, each, strict=True)})
+
+
+def measures_of(classes: int) -> MetricCollection:
+    """Build pixel accuracy, mean IoU and the IoU of each class on one confusion matrix; void counts nowhere."""
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=VOID, validate_args=False),
+            "miou": MulticlassJaccardIndex(classes, ignore_index=VOID, validate_args=False),
+            "iou": MulticlassJaccardIndex(classes, average=None, ignore_index=VOID, validate_args=False),
+        }
+    )
+
+
+def norms_of(network: nn.Module) -> list[nn.Module]:
+    """List the modules of a network that keep running statistics: its batch norms, those of attention included."""
+    return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
+
+
+def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
+    """Cross-entropy, averaged over the pixels that are not void; 0 where all are."""
+    total = functional.cross_entropy(logits, labels, ignore_index=VOID, reduction="sum")
+    return total / (labels != VOID).sum().clamp(min=1)
+
+
+def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
+    """Reduce labels to the sides of logits by the nearest: each cell takes the label at its centre.
+
+    Example:
+        >>> reduced(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
+        tensor([1, 4, 7])
+    """
+    small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
+    return small[:, 0].to(labels.dtype)
+
+
+def enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
+    """Enlarge logits to the sides of labels, bilinearly."""
+    return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

@@ -1,0 +1,228 @@
+"""`task: restore` on the command line: every recipe runs, a stack is restored from end to end, faults are named."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+import yaml
+import zarr
+
+from farfield import models
+from farfield.cli.train import main
+from farfield.data.folders import FolderError
+from farfield.tasks.checkpoints import CheckpointError
+from farfield.tasks.restoring import restore
+from made_stacks import SIDES, made_pair, make_npz, make_root, write
+
+ROOT = Path(__file__).parents[2]
+RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: restore" in path.read_text()]
+SMALL = {
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": "false",
+    "trainer.enable_model_summary": "false",
+    "trainer.default_root_dir": "runs",
+    "trainer.max_epochs": 1,
+    "model.network.first_channels": 4,
+    "data.patch": "[4,8,8]",
+    "data.batch_size": 2,
+    "data.steps_per_epoch": 2,
+    "data.workers": 0,
+}
+CARE3D = ROOT / "recipes" / "care3d.yaml"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in this checkout or the environment of other tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+def farfield(command: str, recipe: Path = CARE3D, **options: Any) -> None:
+    """Call the command line in this process; a dot in an option's name may be written __ here."""
+    named = {name.replace("__", "."): value for name, value in options.items() if value is not None}
+    main([command, f"--config={recipe}", *(f"--{name}={value}" for name, value in named.items())])
+
+
+def layout(recipe: Path, root: Path) -> dict[str, Any]:
+    """Write tiny data as a recipe expects them; return the options that go with them."""
+    data = yaml.safe_load(recipe.read_text())["data"]["init_args"]
+    if recipe.stem == "care3d":
+        return {"data.root": make_root(root, sources=tuple(data["sources"]))}
+    if recipe.stem == "san_flywing":
+        make_npz(root / "train_data" / "data_label.npz", 20, (5, 16, 16), (1, 16, 16))
+        return {"data.root": root, "data.patch": "[5,16,16]"}
+    make_npz(root / "train_data" / "data_label.npz", 20, (4, 8, 8), (4, 8, 8))
+    return {"data.root": root}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_runs_two_steps_and_its_weights_load_again(recipe: Path, tmp_path: Path) -> None:
+    farfield("fit", recipe, **SMALL | layout(recipe, tmp_path / "data"))
+    run = Path("runs/version_0")
+    best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["global_step"] == 2
+    network = models.from_pretrained(run)
+    assert network.config["operator"] == "siamese"
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, best["state_dict"][f"network.{name}"]), name
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {"epoch", "step", "train/loss_epoch", "val/loss", "val/psnr", "learning_rate"} <= set(rows[0])
+    assert yaml.safe_load((run / "config.yaml").read_text())["task"] == "restore"
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "patch", "epochs"),
+    [
+        ("san_planaria", "unet_care", [16, 64, 64], 200),
+        ("san_tribolium", "unet_care", [16, 64, 64], 200),
+        ("san_flywing", "unet_projection", [50, 64, 64], 100),
+    ],
+)
+def test_the_papers_recipes_have_the_papers_settings(name: str, network: str, patch: list[int], epochs: int) -> None:
+    recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+    data = recipe["data"]["init_args"]
+    assert recipe["model"]["network"] == {
+        "class_path": f"farfield.models.{network}",
+        "init_args": {"operator": "siamese", "depth": 2, "first_channels": 32},
+    }
+    assert recipe["model"]["learning_rate"] == 4e-4
+    assert (data["batch_size"], data["steps_per_epoch"], data["patch"]) == (16, 400, patch)
+    assert recipe["trainer"]["max_epochs"] == epochs
+
+
+def fit(root: Path, **options: Any) -> None:
+    farfield("fit", **SMALL | {"data.root": make_root(root), "data.sources": "[low]"} | options)
+
+
+def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path / "data")
+    run = Path("runs/version_0")
+    # The run's own configuration says what the recipe and the command line did.
+    farfield("test", run / "config.yaml", ckpt_path="best")
+    table = capsys.readouterr().out
+    for name in ("test/psnr", "test/ssim", "test/nrmse", "test/low/psnr", "test/low/psnr_before"):
+        assert name in table
+    stack = write(tmp_path / "new.tif", made_pair(7, (7, 18, 21))[0])
+    for output in ("restored.tif", "restored.zarr"):
+        farfield("predict", run / "config.yaml", ckpt_path="best", data__root=stack, output=output, tile=8)
+    network = models.from_pretrained(run)
+    expected = restore(network, tifffile.imread(stack))
+    found = tifffile.imread("restored.tif")
+    assert (found.dtype, found.shape) == (np.float32, (7, 18, 21))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(zarr.open_array("restored.zarr", mode="r")[:], found)
+    with pytest.raises(FileExistsError, match=r"restored\.tif"):
+        farfield("predict", run / "config.yaml", ckpt_path="best", data__root=stack, output="restored.tif")
+    farfield(
+        "predict", run / "config.yaml", ckpt_path="best", data__root=stack, output="restored.tif", overwrite="true"
+    )
+
+
+def test_a_folder_of_stacks_is_restored_beside_them_or_into_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "stacks"
+    for seed in (0, 1):
+        write(folder / f"{seed}.tif", made_pair(seed)[0])
+    options = {**SMALL, "data.root": folder}
+    farfield("predict", **options, output="restored")
+    assert sorted(path.name for path in Path("restored").iterdir()) == ["0.tif", "1.tif"]
+    farfield("predict", **options)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("0-restored.tif", "0.tif", "1-restored.tif", "1.tif"),
+    ]
+    # Conditions of one test folder do not overwrite each other.
+    make_root(tmp_path / "data", sources=("dim", "dark"))
+    farfield("predict", **{**SMALL, "data.root": tmp_path / "data", "data.sources": "[dim,dark]"}, output="both")
+    assert sorted(str(path.relative_to("both")) for path in Path("both").rglob("*.tif")) == ["dark/0.tif", "dim/0.tif"]
+
+
+def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = {"trainer.max_epochs": 3, "trainer.default_root_dir": "whole"}
+    fit(tmp_path / "data", **whole)
+    options = {**SMALL, "data.root": tmp_path / "data", "data.sources": "[low]", "trainer.default_root_dir": "halves"}
+    farfield("fit", **options)
+    farfield("fit", **options | {"trainer.max_epochs": 3}, ckpt_path="last")
+    parts = [torch.load(f"{name}/version_0/checkpoints/last.ckpt", weights_only=True) for name in ("whole", "halves")]
+    assert [part["global_step"] for part in parts] == [6, 6]
+    for name, weight in parts[0]["state_dict"].items():
+        assert torch.equal(weight, parts[1]["state_dict"][name]), name
+
+
+def test_the_task_of_a_recipe_can_be_said_and_a_wrong_one_gets_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
+        main(["fit", "--task", "restoration"])
+    farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))
+    with pytest.raises(SystemExit):
+        farfield("fit", task="classify")
+
+
+def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match=re.escape(f"StackPairs: there is no {tmp_path / 'nowhere'}.")):
+        farfield("fit", **SMALL, data__root=tmp_path / "nowhere")
+    stack = write(tmp_path / "a.tif", made_pair(0)[0])
+    with pytest.raises(ValueError, match=r"a\.png.*must end in one of"):
+        farfield("predict", **SMALL, data__root=stack, output="a.png")
+    write(tmp_path / "flat.tif", np.full(SIDES, 9, np.uint16))
+    with pytest.raises(ValueError, match="the stack is as good as constant"):
+        farfield("predict", **SMALL, data__root=tmp_path / "flat.tif", output="b.tif")
+    with pytest.raises(CheckpointError, match="no run in runs has"):
+        farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
+    assert not Path("b.tif").exists()
+
+
+def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
+    stack = write(tmp_path / "a.tif", made_pair(0, (16, 96, 96))[0])
+    words = [sys.executable, "-m", "farfield.cli", "predict", f"--config={CARE3D}", f"--data.root={stack}"]
+    words += [f"--{name}={value}" for name, value in SMALL.items()] + ["--tile=16"]
+    started = subprocess.Popen([*words, "--output=a.zarr"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    unfinished = [Path("a.zarr")]
+    for _ in range(600):
+        time.sleep(0.1)
+        unfinished = [path for path in Path().iterdir() if path.name != "a.tif" and "a.zarr" in path.name]
+        if unfinished or started.poll() is not None:
+            break
+    started.kill()
+    started.wait()
+    assert not Path("a.zarr").exists()
+    assert unfinished
+    for output in ("a.zarr", "b.zarr"):
+        subprocess.run([*words, f"--output={output}"], check=True, capture_output=True)
+    np.testing.assert_array_equal(*(zarr.open_array(name, mode="r")[:] for name in ("a.zarr", "b.zarr")))
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_a_minute_of_training_on_real_stacks_removes_noise(data: Path, tmp_path: Path) -> None:
+    with tarfile.open(data / "microscopy3d" / "care3d.tar.xz") as pack:
+        volumes = [member for member in pack if "/volumes/" in member.name and member.name.endswith(".tif")]
+        pack.extractall(tmp_path, volumes, filter="data")
+    script = [sys.executable, str(ROOT / "benchmarks" / "restoration.py")]
+    made = ["make", "--volumes", str(tmp_path / "care3d" / "volumes"), "--root", str(tmp_path / "pairs")]
+    subprocess.run([*script, *made], check=True, capture_output=True)
+    options = ["--root", str(tmp_path / "pairs"), "--runs", "runs", "--operators", "siamese", "--seeds", "1"]
+    options += ["--trainer.max_epochs", "4", "--data.workers", "0", "--trainer.enable_progress_bar", "false"]
+    done = subprocess.run([*script, "train", *options], check=True, capture_output=True, text=True)
+    [row] = [line for line in done.stdout.splitlines() if line.startswith("| `siamese`")]
+    gain = float(row.split("|")[6])
+    assert math.isfinite(gain)
+    assert gain > 3

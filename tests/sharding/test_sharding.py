@@ -1,0 +1,80 @@
+"""A grid spread over processes is the whole grid: responses, gradients, and the bytes that are sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from farfield import cost
+from farfield.nn import GridAttention
+from farfield.sharding import all_gather_summary, sharded_attention
+from sharded_workers import COMPRESSING, ROWS, work
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 processes", "4 processes"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What every process found."""
+    folder = tmp_path_factory.mktemp("processes")
+    multiprocessing.spawn(work, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("case", ["slabs", "masked slabs", "boxes", "masked boxes", "normed", "dtensor"])
+@pytest.mark.parametrize("row", COMPRESSING)
+def test_parts_are_the_whole(found: list[dict], row: str, case: str) -> None:
+    for rank, own in enumerate(found):
+        wrong = {name: error for name, error in own[row][case].items() if not error < 1e-11}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("row", COMPRESSING)
+def test_every_gradient_was_compared(found: list[dict], row: str) -> None:
+    names = set(found[0][row]["slabs"])
+    assert {"response", "grid", "value.weight", "value.bias", "output.weight", "output.bias", "query.weight"} <= names
+    assert ("weight" in names) == (row in ("siamese", "siamese_local"))
+
+
+@pytest.mark.parametrize("row", COMPRESSING)
+def test_bytes_that_are_sent_are_those_of_the_formula(found: list[dict], row: str) -> None:
+    for own in found:
+        sent, predicted = own[row, "sent"]
+        assert sent == predicted
+
+
+def test_bytes_do_not_grow_with_the_cells() -> None:
+    for row in ROWS:
+        small, large = (cost.predict(row, channels=16, sides=(side, side)).gathered_bytes for side in (8, 16))
+        if row not in COMPRESSING:
+            assert small is None
+        elif row.startswith("kronecker"):
+            assert small < large < 2 * small
+        else:
+            assert small == large
+
+
+def test_what_is_refused(found: list[dict]) -> None:
+    for own in found:
+        texts = own["refused"]
+        for row in ("softmax", "softmax_pooled", "dot"):
+            assert (
+                f"sharded_attention: the summary of {row} is the grid, so gathering it would undo the split"
+                in texts[row]
+            )
+        assert 'fix: operator="factorized", which is equal.' in texts["dot"]
+        assert 'fix: an operator that compresses, "factorized_gaussian"' in texts["softmax"]
+        assert "batch norm in training needs the whole grid; fix: layer.eval()" in texts["training"]
+        assert texts["parts"].startswith(
+            "ShapeError: sharded_attention: parts may differ on side 0 alone.\n  rank 0  (1, 4, 3, 3)"
+        )
+        assert "dim=2 is no side of a grid of 2 sides; fix: one from 0 to 1" in texts["dim"]
+
+
+def test_without_processes() -> None:
+    with pytest.raises(ValueError, match=r"there are no processes; fix: torch.distributed.init_process_group"):
+        sharded_attention(GridAttention(4, "siamese"), torch.randn(1, 4, 3, 3))
+    with pytest.raises(ValueError, match="this summary is the grid itself; fix: an operator that compresses"):
+        all_gather_summary(GridAttention(4, "softmax").summarize(torch.randn(1, 4, 3, 3)))

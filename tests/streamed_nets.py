@@ -1,0 +1,88 @@
+"""Small networks with attention in several places, for the tests of streaming."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield.nn import AttentionBlock, GridAttention
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+
+
+def attention(row: str, channels: int = 6, **options: object) -> GridAttention:
+    """An attention with every map, so that biases and folding take part."""
+    project = "qvo" if row == "siamese_local" else "qkvo"
+    return GridAttention(channels, row, heads=2, project=project, **{"residual": True, **options})
+
+
+class Hourglass(nn.Module):
+    """Convolution, pooling, attention at half the sides, upsampling, concatenation, two attentions in sequence."""
+
+    def __init__(self, row: str, rank: int, *, width: int = 6) -> None:
+        super().__init__()
+        convolution = CONVOLUTIONS[rank]
+        self.first = convolution(1, width, 3, padding=1)
+        self.norm, self.pool = NORMS[rank](width), POOLS[rank](2)
+        self.bottom = attention(row, width)
+        self.join = convolution(2 * width, width, 3, padding=1)
+        self.one, self.two = attention(row, width), attention(row, width)
+        self.last = convolution(width, 1, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        near = torch.relu(self.norm(self.first(grid)))
+        far = F.interpolate(self.bottom(self.pool(near)), scale_factor=2.0)
+        joined = torch.relu(self.join(torch.cat([near, far], 1)))
+        return grid + self.last(self.two(self.one(joined)))
+
+
+class Branches(nn.Module):
+    """Two attentions that hear of neither other, a third that hears of both, called twice; strides of 2 and 3."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 6, 5, stride=(3, 2), padding=2)
+        self.left, self.right, self.both = attention(row), attention(row), attention(row)
+        self.up = nn.ConvTranspose2d(6, 2, (3, 2), stride=(3, 2))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        low = self.down(grid)
+        return self.up(self.both(self.both(self.left(low) + self.right(low).tanh())))
+
+
+class Blocks(nn.Sequential):
+    """The papers' block, which takes its attention apart where nobody listens, at stride 1 and 2, normed."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1),
+            AttentionBlock(8, 8, row, expansion=2),
+            AttentionBlock(8, 12, row, expansion=2, stride=2),
+            nn.ConvTranspose2d(12, 1, 4, stride=2, padding=1),
+        )
+
+
+def settled(net: nn.Module, seed: int = 0) -> nn.Module:
+    """Random weights that keep numbers near one, random running statistics, eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        fan = parameter[0].numel() if parameter.dim() > 1 else 4
+        with torch.no_grad():
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) / fan**0.5 / (1 if parameter.dim() > 1 else 2)
+            )
+    for name, buffer in net.named_buffers():
+        if "running" in name:
+            with torch.no_grad():
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+    return net.eval()
+
+
+def relative(got: object, want: object) -> float:
+    """Largest difference over the largest number."""
+    got, want = (torch.as_tensor(each).double() for each in (got, want))
+    assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
+    return float((got - want).abs().max() / want.abs().max())

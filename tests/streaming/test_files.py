@@ -1,0 +1,366 @@
+"""Volumes read from files of many kinds; predictions in files, whole or not at all, whatever happens between."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farfield import streaming
+from farfield.streaming import predict_whole
+from streamed_nets import Hourglass, relative, settled
+
+SIDES = (12, 20, 22)
+SUFFIXES = (".npy", ".zarr", ".tif", ".ome.tiff")
+
+
+@pytest.fixture
+def volume() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, SIDES).astype("uint8")
+
+
+@pytest.fixture
+def net() -> torch.nn.Module:
+    return settled(Hourglass("factorized_gaussian", 3))
+
+
+def opened(kind: str, volume: np.ndarray, folder: Path) -> Any:
+    """The volume as a file of some kind is read, none of it in memory."""
+    import h5py
+    import tifffile
+    import zarr
+
+    if kind == "memmap":
+        np.save(folder / "volume.npy", volume)
+        return np.load(folder / "volume.npy", mmap_mode="r")
+    if kind == "big endian":
+        return volume.astype(">u2")
+    if kind == "zarr":
+        return zarr.create_array(str(folder / "volume.zarr"), data=volume, chunks=(5, 7, 9))
+    if kind == "h5py":
+        return h5py.File(folder / "volume.h5", "w").create_dataset("volume", data=volume, chunks=(5, 7, 9))
+    if kind == "tiff":
+        tifffile.imwrite(folder / "volume.tif", volume, photometric="minisblack", compression="zlib")
+        return zarr.open(tifffile.imread(folder / "volume.tif", aszarr=True), mode="r")
+    return torch.from_numpy(volume)
+
+
+@pytest.mark.parametrize("kind", ["memmap", "big endian", "zarr", "h5py", "tiff", "tensor"])
+def test_volumes_of_many_kinds(kind: str, volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
+    got = predict_whole(net, opened(kind, volume, tmp_path), tile=(6, 8, 10), quiet=True)
+    assert isinstance(got, torch.Tensor if kind == "tensor" else np.ndarray)
+    with torch.no_grad():
+        assert relative(got, net(torch.from_numpy(volume).float()[None, None])[0, 0]) < 1e-5
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_files_hold_what_memory_would(suffix: str, volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
+    path, want = tmp_path / f"restored{suffix}", predict_whole(net, volume, tile=(6, 8, 10), pad="reflect", quiet=True)
+    got = predict_whole(net, volume, tile=(6, 8, 10), pad="reflect", out=path, quiet=True)
+    np.testing.assert_array_equal(got[:], want)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(
+        FileExistsError, match=r'predict_whole: ".*restored.*" exists; fix: another path, or overwrite=True'
+    ):
+        predict_whole(net, volume, tile=8, out=path, quiet=True)
+    double = predict_whole(net, volume[:6] * 0.5, tile=8, out=path, overwrite=True, quiet=True)
+    assert double.shape == (6, 20, 22)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_files_as_others_read_them(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
+    import tifffile
+    import zarr
+
+    for suffix in SUFFIXES:
+        predict_whole(net, volume, tile=8, out=tmp_path / f"out{suffix}", quiet=True)
+    want = np.load(tmp_path / "out.npy")
+    np.testing.assert_array_equal(tifffile.imread(tmp_path / "out.tif"), want)
+    array = zarr.open_array(str(tmp_path / "out.zarr"), mode="r")
+    np.testing.assert_array_equal(array[:], want)
+    assert (array.metadata.zarr_format, array.chunks) == (3, (8, 8, 8))
+    with tifffile.TiffFile(tmp_path / "out.ome.tiff") as file:
+        assert (file.is_ome, file.series[0].axes, file.series[0].shape) == (True, "ZYX", SIDES)
+
+
+def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
+    import h5py
+
+    want = predict_whole(net, volume, tile=8, quiet=True)
+    with h5py.File(tmp_path / "out.h5", "w") as file:
+        array = file.create_dataset("out", SIDES, "float64")
+        assert predict_whole(net, volume, tile=8, out=array, quiet=True) is array
+        np.testing.assert_array_equal(array[:], want)
+    tensor = torch.zeros(SIDES)
+    predict_whole(net, volume, tile=8, out=tensor, quiet=True)
+    np.testing.assert_array_equal(tensor, want)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "text"),
+    [
+        ("out.png", ValueError, r'must end in one of .npy, .zarr, .tif, .tiff; fix: ".*out.png.zarr"'),
+        ("nowhere/out.npy", FileNotFoundError, 'no folder ".*nowhere" for "out.npy"; fix: make it first'),
+    ],
+)
+def test_paths_that_cannot_be(
+    path: str, error: type, text: str, volume: np.ndarray, net: torch.nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=text):
+        predict_whole(net, volume, tile=8, out=tmp_path / path, quiet=True)
+
+
+# ---- killed and called again -----------------------------------------------------------------------------------------
+CHILD = """
+    import os, signal, sys
+    from pathlib import Path
+    import numpy as np
+    import torch
+    torch.set_num_threads(1)
+    sys.path.insert(0, {tests!r})
+    from farfield.streaming import driving, predict_whole, respond_whole
+    from streamed_nets import Hourglass, attention, settled
+
+    kill, out = int(sys.argv[1]), sys.argv[2]
+    taken, read = 0, driving.Stream.read
+
+    def counted(*arguments):
+        global taken
+        taken += 1
+        if taken == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(*arguments)
+
+    driving.Stream.read = counted
+    volume = np.load(Path(out).with_name("volume.npy"), mmap_mode="r")
+    {call}
+    print(taken)
+"""
+CALLS = {
+    "predict": "predict_whole(settled(Hourglass('kronecker_qkv', 3)), volume, tile=(6, 10, 12), out=out, quiet=True)",
+    "respond": "respond_whole(settled(attention('factorized_gaussian', 12)), volume, tile=(12, 13), out=out, quiet=1)",
+}
+
+
+def run(call: str, kill: int, out: Path) -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(CHILD).format(tests=str(Path(__file__).parents[1]), call=CALLS[call])
+    command = [sys.executable, "-c", script, str(kill), str(out)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def fingerprint(path: Path) -> dict[str, str]:
+    """Of every byte of a file or folder."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+
+
+@pytest.mark.parametrize(
+    ("call", "suffix", "kills"),
+    [("predict", ".zarr", (20, 15)), ("respond", ".npy", (3,))],
+)
+def test_what_was_killed_goes_on_and_ends_with_the_same_file(
+    call: str, suffix: str, kills: tuple[int, ...], volume: np.ndarray, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "volume.npy", volume)
+    plain, out = tmp_path / f"plain{suffix}", tmp_path / f"killed{suffix}"
+    reads = int(run(call, 0, plain).stdout)
+    for kill in kills:
+        assert run(call, kill, out).returncode == -signal.SIGKILL
+        assert not out.exists()
+    done = run(call, 0, out)
+    assert done.returncode == 0, done.stderr
+    # Tiles that were finished are read again, to see that they are what they were, but not computed.
+    assert fingerprint(out) == fingerprint(plain)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([out.name, plain.name, "volume.npy"])
+    assert reads > max(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_killed_at_any_tile(call: str, volume: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "volume.npy", volume)
+    plain = tmp_path / "plain.npy"
+    reads = int(run(call, 0, plain).stdout)
+    for kill in range(1, reads + 1):
+        out = tmp_path / f"killed{kill}.npy"
+        assert run(call, kill, out).returncode == -signal.SIGKILL
+        assert run(call, 0, out).returncode == 0
+        assert fingerprint(out) == fingerprint(plain)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture
+def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A prediction that was stopped in its last pass; 8 tiles, 4 passes."""
+    out, read, count = tmp_path / "out.npy", streaming.driving.Stream.read, [0]
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 29:
+            raise StopError
+        return read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
+        patch.setattr(streaming.driving.Stream, "read", counted)
+        with pytest.raises(StopError):
+            predict_whole(net, volume, tile=(6, 10, 12), out=out, quiet=True)
+    return out
+
+
+def test_finished_tiles_are_not_computed_again(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
+    seen = []
+    hook = net.last.register_forward_hook(lambda *call: seen.append(1))
+    predict_whole(net, volume, tile=(6, 10, 12), out=begun, quiet=True)
+    hook.remove()
+    probes = []
+    hook = net.last.register_forward_hook(lambda *call: probes.append(1))
+    streaming.plan_whole(net, volume.shape, tile=(6, 10, 12))
+    hook.remove()
+    assert len(seen) - len(probes) == 4
+
+
+def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
+    folder = begun.with_name("out.npy.unfinished")
+    held = fingerprint(folder)
+    text = r'predict_whole: ".*out.npy.unfinished" holds an unfinished prediction with another {}; fix: call it with'
+    options = {"out": begun, "quiet": True}
+    with pytest.raises(ValueError, match=text.format("tile or halo")):
+        predict_whole(net, volume, tile=8, **options)
+    with pytest.raises(ValueError, match=text.format("volume")):
+        predict_whole(net, volume.astype("float32"), tile=(6, 10, 12), **options)
+    other = volume.copy()
+    other[5, 5, 5] ^= 1
+    with pytest.raises(ValueError, match=r"the volume has changed in tile 0 since it was begun; fix: begin anew"):
+        predict_whole(net, other, tile=(6, 10, 12), **options)
+    assert fingerprint(folder) == held
+    with torch.no_grad():
+        net.last.bias += 1
+    with pytest.raises(ValueError, match=text.format("model")):
+        predict_whole(net, volume, tile=(6, 10, 12), **options)
+    got = predict_whole(net, volume, tile=8, overwrite=True, **options)
+    with torch.no_grad():
+        assert relative(got, net(torch.from_numpy(volume).float()[None, None])[0, 0]) < 1e-5
+
+
+def test_tiles_that_memory_chose_stay_chosen(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
+    assert predict_whole(net, volume, out=begun, quiet=True).shape == SIDES
+
+
+def test_a_volume_that_changes_under_way(net: torch.nn.Module) -> None:
+    class Restless:
+        shape, dtype = (24, 24, 24), np.dtype("float32")
+
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            self.reads += 1
+            return np.full(self.shape, self.reads > 20, "float32")[index]
+
+    with pytest.raises(ValueError, match="the volume has changed in tile"):
+        predict_whole(net, Restless(), tile=12, quiet=True)
+
+
+# ---- full disks ------------------------------------------------------------------------------------------------------
+FULL = """
+    import resource, signal, sys
+    import numpy as np
+    import torch
+    sys.path.insert(0, {tests!r})
+    from farfield.streaming import predict_whole
+    from streamed_nets import Hourglass, settled
+
+    net, volume = settled(Hourglass("siamese", 3)), np.random.default_rng(0).random((12, 20, 22), "float32")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+    for limit in (int(sys.argv[2]), resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            print(predict_whole(net, volume, tile=(6, 20, 22), out=sys.argv[1], quiet=True).shape)
+        except OSError as error:
+            print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("suffix", "limit"), [(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)])
+def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_path: Path) -> None:
+    script = textwrap.dedent(FULL).format(tests=str(Path(__file__).parents[1]))
+    command = [sys.executable, "-c", script, str(tmp_path / f"out{suffix}"), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.strip().splitlines()
+    assert f"[Errno {errno.EFBIG}] predict_whole: " in first
+    assert "fix: " in first
+    assert second == str(SIDES)
+    assert [each.name for each in tmp_path.iterdir()] == [f"out{suffix}"]
+
+
+def test_a_disk_without_room_is_noticed_before_anything_runs(
+    volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        OSError, match=r'predict_whole: no room for the [\d,]+ bytes of ".*out.npy"; nothing was begun; fix'
+    ):
+        predict_whole(net, volume, tile=8, out=tmp_path / "out.npy", quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+MEMORY = """
+    import resource, sys
+    import numpy as np
+    import torch
+    torch.set_num_threads(1)
+    from farfield.nn import GridAttention
+    from farfield.streaming import respond_whole
+
+    row, grid, out = sys.argv[1:]
+    layer = GridAttention(8, row, project="qkvo").eval()
+    volume = np.load(grid, mmap_mode="r")
+    found = respond_whole(layer, volume, out=out, quiet=True)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, found.shape)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["siamese", "kronecker_qkv", "factorized_gaussian"])
+def test_a_bare_layer_takes_less_than_a_gibibyte(row: str, tmp_path: Path) -> None:
+    side = 384  # 1.7 GiB in and out; the bound does not grow with the side
+    if shutil.disk_usage(tmp_path).free < 8 * 2**30:
+        pytest.skip("less than 8 GiB free on the disk")
+    grid = np.lib.format.open_memmap(tmp_path / "grid.npy", mode="w+", dtype="float32", shape=(8, side, side, side))
+    generator = np.random.default_rng(0)
+    for z in range(side):
+        grid[:, z] = generator.standard_normal((8, side, side), "float32")
+    grid.flush()
+    del grid
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(MEMORY),
+        row,
+        str(tmp_path / "grid.npy"),
+        str(tmp_path / "out.npy"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) < 2**30

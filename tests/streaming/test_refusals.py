@@ -1,0 +1,174 @@
+"""What `predict_whole` refuses, by name and with a fix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield import ShapeError
+from farfield.nn import SqueezeExcite
+from farfield.streaming import predict_whole
+from streamed_nets import Hourglass, attention, settled
+
+
+def net_with(layer: nn.Module) -> nn.Module:
+    first, second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+    return nn.Sequential(first, nn.Sequential(attention("siamese", 4), layer), second).eval()
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.GroupNorm(2, 4), r'GroupNorm at "1.1" norms by the statistics of the whole grid.*fix: batch norm'),
+        (nn.InstanceNorm2d(4), r'InstanceNorm2d at "1.1" norms by the statistics'),
+        (nn.BatchNorm2d(4, track_running_stats=False), r'BatchNorm2d at "1.1" norms by the statistics'),
+        (SqueezeExcite(4), r'SqueezeExcite at "1.1" reads the means of the whole grid'),
+        (nn.AdaptiveAvgPool2d(8), r'AdaptiveAvgPool2d at "1.1" pools windows that depend on the sides'),
+        (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), r'Upsample at "1.1" has align_corners=True'),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), r'Conv2d at "1.1" pads each side by its other end'),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+@pytest.mark.parametrize("tile", [8, 64])
+def test_global_layers_by_name(layer: nn.Module, text: str, tile: int) -> None:
+    with pytest.raises(ValueError, match=f"predict_whole: {text}"):
+        predict_whole(net_with(layer), torch.randn(1, 32, 32), tile=tile, quiet=True)
+
+
+def test_an_instance_norm_by_running_statistics_is_local() -> None:
+    net, grid = net_with(nn.InstanceNorm2d(4, track_running_stats=True)), torch.randn(1, 1, 20, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(predict_whole(net, grid, tile=8, quiet=True), net(grid))
+
+
+class Gate(nn.Module):
+    """Squeeze-excite as others write it, without a layer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(4, 4, 1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid * torch.sigmoid(self.reduce(grid.mean((2, 3), keepdim=True)))
+
+
+class Corners(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return F.interpolate(grid, scale_factor=2, mode="bilinear", align_corners=True)
+
+
+class Ramp(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid + torch.linspace(0, 1, grid.shape[-1])
+
+
+class Round(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid.roll(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (Gate(), r'Conv2d at "1.1.reduce" sees further than \d+ cells, on side 0'),
+        (Corners(), r'Corners at "1.1" gives a tile other than what it gives the whole, on side 0'),
+        (Ramp(), r'Ramp at "1.1" gives a tile other than .* on side 1'),
+        (Round(), r'Round at "1.1" gives a tile other than .* on side 1'),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_global_steps_that_no_layer_tells(layer: nn.Module, text: str) -> None:
+    with pytest.raises(ValueError, match=f"predict_whole: {text}.*fix: tile=None"):
+        predict_whole(net_with(layer), torch.randn(1, 32, 32), tile=8, quiet=True)
+
+
+def test_training_is_refused_by_name() -> None:
+    net = settled(Hourglass("siamese", 2))
+    net.norm.train()
+    with pytest.raises(ValueError, match=r'BatchNorm2d at "norm" is in training; fix: model.eval\(\)'):
+        predict_whole(net, torch.randn(1, 8, 8), quiet=True)
+
+
+def test_networks_that_do_not_return_a_grid() -> None:
+    class Pair(nn.Module):
+        def forward(self, grid: Tensor) -> dict[str, Tensor]:
+            return {"out": grid}
+
+    flat = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
+    for net, kind in ((Pair().eval(), "dict"), (flat, "a tensor of 2 axes")):
+        with pytest.raises(TypeError, match=f"returns {kind}, not one grid.*fix: a module around it"):
+            predict_whole(net, torch.randn(1, 8, 8), tile=(4, 4), quiet=True)
+
+
+def test_attention_to_a_context() -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention("siamese")
+
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.attention(grid, context=grid)
+
+    with pytest.raises(ValueError, match="attention attends to a context; only attention of a grid to itself"):
+        predict_whole(Across().eval(), torch.randn(6, 8, 8), tile=(4, 4), quiet=True)
+
+
+@pytest.mark.parametrize("row", ["softmax", "softmax_pooled", "siamese"])
+def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, grid = settled(Hourglass(row, 2)), torch.randn(1, 1, 40, 40)
+    monkeypatch.setattr("farfield.streaming.drafting.free_bytes", lambda device: 5000)
+    if row == "siamese":
+        predict_whole(net, grid, tile=20, quiet=True)
+        return
+    with pytest.raises(
+        ValueError, match=f"summary of {row} at .* is its grid, .* bytes, and 5,000 are free; fix: an operator"
+    ):
+        predict_whole(net, grid, tile=20, quiet=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite(bad: float) -> None:
+    net, grid = settled(Hourglass("siamese", 2)), np.zeros((40, 40), "float32")
+    grid[30, 33] = bad
+    with pytest.raises(ValueError, match=r"bottom: what it reads is not finite in the tile at \(10, 10\).*nan_to_num"):
+        predict_whole(net, grid, tile=20, quiet=True)
+
+
+def test_saturated_and_constant_volumes() -> None:
+    net = settled(Hourglass("factorized_gaussian", 2))
+    for value in (0, 65535):
+        grid = np.full((40, 40), value, "uint16")
+        got = predict_whole(net, grid, tile=20, quiet=True)
+        with torch.no_grad():
+            want = net(torch.full((1, 1, 40, 40), float(value)))[0, 0]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("volume", "options", "error", "text"),
+    [
+        ((8,), {}, ShapeError, r"a volume of 2 sides is \(\*sides\), .* got shape \(8,\)"),
+        ((1, 1, 1, 8, 8), {}, ShapeError, r"a volume of 2 sides is .* got shape \(1, 1, 1, 8, 8\)"),
+        ((0, 8), {}, ShapeError, "the volume has an empty side"),
+        ((8, 8), {"tile": 0}, ShapeError, "a tile has one cell a side at least, got tile=0"),
+        ((8, 8), {"tile": 4, "halo": (1, 2, 3)}, ShapeError, r"halo must be one number from 0.*got \(1, 2, 3\)"),
+        ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be one number from 0.*got -1"),
+        ((8, 8), {"pad": "mirror"}, LookupError, 'no pad "mirror"'),
+        ((3, 8, 8), {}, ValueError, r"Hourglass does not take a grid of sides \(8, 8\)"),
+        ((8, 8), {"out": np.zeros((8, 9))}, ShapeError, r"out must have shape \(8, 8\), got \(8, 9\)"),
+        ((8, 8), {"out": 3}, TypeError, "out must be a path, an array that takes slices, or None, got int"),
+    ],
+    ids=range(10),
+)
+def test_bad_input(volume: tuple[int, ...], options: dict, error: type, text: str) -> None:
+    net = settled(Hourglass("siamese", 2))
+    with pytest.raises(error, match=f"predict_whole: {text}"):
+        predict_whole(net, np.zeros(volume, "float32"), quiet=True, **options)
+
+
+def test_a_volume_of_no_numbers() -> None:
+    with pytest.raises(TypeError, match=r"a volume must hold numbers, got complex64; fix: volume.astype"):
+        predict_whole(settled(Hourglass("siamese", 2)), np.zeros((8, 8), "complex64"), quiet=True)

@@ -1,0 +1,120 @@
+"""`respond_whole` gives what the layer gives that sees the whole grid."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from farfield import ShapeError, ops
+from farfield.nn import GridAttention
+from farfield.streaming import respond_whole
+from grids import draw_mask
+from streamed_nets import attention, relative, settled
+
+ROWS = tuple(ops.OPERATORS)
+TOLERANCE = 1e-5
+
+
+def whole(layer: GridAttention, *inputs: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return layer(*inputs, **options)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("row", ROWS)
+def test_tiles_give_what_the_whole_gives(row: str, masked: bool) -> None:
+    layer, grid = settled(attention(row)), torch.randn(2, 6, 7, 9, 11)
+    mask = draw_mask(2, (7, 9, 11), torch.Generator().manual_seed(3)) if masked else None
+    if masked:
+        grid = grid.masked_fill(~mask[:, None], torch.nan)
+    got = respond_whole(layer, grid, mask=mask, tile=(3, None, 4), quiet=True)
+    want = whole(layer, grid, mask=mask)
+    keep = slice(None) if mask is None else mask
+    assert relative(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep]) < TOLERANCE
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_context_of_other_rank_answers(row: str) -> None:
+    layer, grid, context = settled(attention(row)), torch.randn(6, 12, 9), torch.randn(6, 8, 5, 6)
+    mask, real = torch.rand(12, 9) > 0.2, torch.rand(8, 5, 6) > 0.3
+    got = respond_whole(layer, grid, context=context, mask=mask, context_mask=real, tile=5, quiet=True)
+    want = whole(layer, grid[None], context[None], mask=mask[None], context_mask=real[None])[0]
+    assert relative(got[:, mask], want[:, mask]) < TOLERANCE
+
+
+@pytest.mark.parametrize("row", ["siamese", "averaged", "kronecker_qkv"])
+def test_norms_in_evaluation(row: str) -> None:
+    layer, grid = settled(attention(row, coefficient_norm=True)), torch.randn(1, 6, 14, 15)
+    assert relative(respond_whole(layer, grid, tile=4, quiet=True), whole(layer, grid)) < TOLERANCE
+    layer.train()
+    with pytest.raises(
+        ValueError, match=r"respond_whole: batch norm in training needs the whole grid; fix: layer.eval"
+    ):
+        respond_whole(layer, grid, quiet=True)
+
+
+@pytest.mark.parametrize("row", ["factorized_gaussian", "kronecker_kv", "softmax"])
+def test_many_small_tiles_add_no_rounding(row: str) -> None:
+    # 1,000 summaries in double precision: as close to float64 as the layer itself, but for the rounding of a product.
+    layer, grid = settled(attention(row)), torch.randn(1, 6, 1000, 3)
+    exact = whole(settled(attention(row)).double(), grid.double())
+    assert relative(respond_whole(layer, grid, tile=(1, None), quiet=True), exact) < 2e-6
+
+
+def test_default_tiles_are_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, grid = settled(attention("siamese")), torch.randn(1, 6, 16, 8, 8)
+    monkeypatch.setattr("farfield.streaming.layer.TILE", 4 * 6 * 100)
+    seen = []
+    summarize = layer.summarize
+    layer.summarize = lambda tile, **place: seen.append(tuple(tile.shape[2:])) or summarize(tile, **place)
+    assert relative(respond_whole(layer, grid, quiet=True), whole(layer, grid)) < TOLERANCE
+    assert set(seen) == {(1, 8, 8)}
+    monkeypatch.setattr("farfield.streaming.layer.TILE", 4 * 6 * 20)
+    seen.clear()
+    respond_whole(layer, grid, quiet=True)
+    assert set(seen) == {(1, 2, 8)}
+
+
+def test_the_axes_of_a_grid() -> None:
+    layer = settled(GridAttention(6, "siamese", value_channels=1))
+    assert respond_whole(layer, np.zeros((6, 5, 4), "float32"), quiet=True).shape == (1, 5, 4)
+    assert respond_whole(layer, np.zeros((2, 6, 5), "float32"), quiet=True).shape == (2, 1, 5)
+    # Two axes could be the channels: the second one is, unless tile says how many sides there are.
+    assert respond_whole(layer, np.zeros((6, 6, 5), "float32"), quiet=True).shape == (6, 1, 5)
+    assert respond_whole(layer, np.zeros((6, 6, 5), "float32"), tile=(4, 4), quiet=True).shape == (1, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "error", "text"),
+    [
+        ((4, 5, 5), {}, ShapeError, r"with the layer's 6 channels, got shape \(4, 5, 5\)"),
+        ((4, 5, 5), {"tile": (2, 2)}, ShapeError, r"grid must have the layer's 6 channels, got 4"),
+        ((6, 5, 5), {"tile": 0}, ShapeError, "a tile has one cell a side at least"),
+        (
+            (6, 5, 5),
+            {"mask": np.ones((5, 4), bool)},
+            ShapeError,
+            r"the mask of grid must have shape \(5, 5\), got \(5, 4\)",
+        ),
+        ((6, 5, 5), {"context_mask": np.ones((5, 4), bool)}, ValueError, "context_mask is the mask of a context"),
+        ((6, 5, 5), {"context": np.ones((3, 5))}, ShapeError, "context must have the layer's 6 channels, got 3"),
+        ((6, 5, 5), {"out": np.ones((6, 5, 4))}, ShapeError, r"out must have shape \(6, 5, 5\)"),
+    ],
+    ids=range(7),
+)
+def test_bad_input(shape: tuple[int, ...], options: dict, error: type, text: str) -> None:
+    with pytest.raises(error, match=f"respond_whole: .*{text}|respond_whole: {text}"):
+        respond_whole(settled(attention("siamese")), np.zeros(shape, "float32"), quiet=True, **options)
+
+
+def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = torch.zeros(6, 9, 9)
+    grid[2, 7, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"respond_whole: what it reads is not finite in the tile at \(6, 0\)"):
+        respond_whole(settled(attention("averaged")), grid, tile=3, quiet=True)
+    monkeypatch.setattr("farfield.streaming.layer.free_bytes", lambda device: 1000)
+    with pytest.raises(
+        ValueError, match=r"summary of softmax is its grid, about .* bytes, and 1,000 are free; fix: an op"
+    ):
+        respond_whole(settled(attention("softmax")), torch.zeros(6, 9, 9), tile=3, quiet=True)
