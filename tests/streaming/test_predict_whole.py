@@ -141,6 +141,14 @@ def test_padding_is_that_of_the_padded_volume(mode: str) -> None:
         predict_whole(net, grid, tile=10, quiet=True)
 
 
+def test_padding_is_to_the_strides_and_not_to_the_windows_of_pooled_attention() -> None:
+    net, grid = settled(Hourglass("softmax_pooled", 2)), torch.randn(1, 1, 37, 42)
+    plan = plan_whole(net, grid.shape, tile=10, pad="reflect")
+    assert (plan.sides, plan.tile) == ((38, 42), (12, 12))
+    want = whole(net, F.pad(grid, (0, 0, 0, 1), mode="reflect"))[:, :, :37]
+    assert relative(predict_whole(net, grid, tile=10, pad="reflect", quiet=True), want) < TOLERANCE
+
+
 def test_padding_on_both_ends() -> None:
     net = settled(
         nn.Sequential(nn.Conv1d(1, 6, 8, stride=8), attention("siamese"), nn.ConvTranspose1d(6, 1, 8, stride=8))

@@ -157,7 +157,7 @@ def plan_whole(
     batch, channels = layout.without_cells(shape)
     own = tuple(shape[len(shape) - layout.rank :])
     scale = find_scale(model, channels, own)
-    padding = tuple(padded(side, multiple, pad) for side, multiple in zip(own, scale.multiple, strict=True))
+    padding = tuple(padded(side, stride, pad) for side, stride in zip(own, scale.strides, strict=True))
     sides = tuple(side + sum(cells) for side, cells in zip(own, padding, strict=True))
     whole = whole_trace(model, batch, channels, sides, scale)
     placed = [
@@ -212,8 +212,8 @@ def whole_trace(model: nn.Module, batch: int, channels: int, sides: tuple[int, .
     try:
         take(model, channels, sides)
     except ValueError as error:
-        if any(side % multiple for side, multiple in zip(sides, scale.multiple, strict=True)):
-            multiples = " × ".join(map(str, scale.multiple))
+        if any(side % multiple for side, multiple in zip(sides, scale.strides, strict=True)):
+            multiples = " × ".join(map(str, scale.strides))
             raise ValueError(f'{error}\n  fix: sides that {multiples} divide, or pad="reflect".') from error
         raise
     return trace(model, (batch, channels, *sides), whole=True)

@@ -33,10 +33,12 @@ class Scale(NamedTuple):
 
     Attributes:
         along: Of each step: how it follows each side of the volume.
-        multiple: Where tiles may begin, a side each: at multiples, which every stride divides.
+        strides: What every stride divides, a side each.
+        multiple: Where tiles may begin: at multiples of that and of the windows that attentions pool.
     """
 
     along: list[tuple[Along | None, ...]]
+    strides: tuple[int, ...]
     multiple: tuple[int, ...]
 
 
@@ -54,18 +56,21 @@ def find_scale(model: nn.Module, channels: int, sides: Sequence[int]) -> Scale:
         base = tuple(sides)
         first = take(model, channels, base)
     along: list[list[Along | None]] = [[] for _ in first.steps]
-    multiple = []
+    strides, multiple = [], []
     for axis in range(rank):
         grown = take(model, channels, replaced(base, axis, base[axis] + DIVISIBLE))
         if [step.name for step in grown.steps] != [step.name for step in first.steps]:
             raise NotLocalError("predict_whole: the network takes other steps for other sides; fix: one that does not.")
-        ratios: list[Fraction] = []
-        called = iter(first.attentions)
+        ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.attentions)
         for follows, before, after in zip(along, first.steps, grown.steps, strict=True):
             follows.append(following(before, after))
-            ratios += windows(next(called), follows[-1]) if before.attends else []
-        multiple.append(math.lcm(*(ratio.denominator for ratio in [*ratios, *all_ratios(first, grown)])))
-    return Scale([tuple(each) for each in along], tuple(multiple))
+            if follows[-1] is not None:
+                ratios.append(follows[-1].ratio)
+            if before.attends:
+                pooled += windows(next(called), follows[-1])
+        strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
+        multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
+    return Scale([tuple(each) for each in along], tuple(strides), tuple(multiple))
 
 
 def take(model: nn.Module, channels: int, sides: Sequence[int]) -> Trace:
