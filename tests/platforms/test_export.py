@@ -80,7 +80,7 @@ def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", models.CLASSIFIERS)
 def test_networks_are_one_program_for_all_image_sizes(calibrate: Calibrate, name: str) -> None:
     image = torch.randn(8, 3, 64, 64)
     net = calibrate(models.MODELS[name](width=0.25, num_classes=10), image)

@@ -198,9 +198,12 @@ def test_torch_hub_loads_every_model_from_a_checkout(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "src", checkout / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "hubconf.py", checkout)
     run = subprocess.run(
-        [sys.executable, "-c", LOAD_ALL, str(checkout), *models.MODELS], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", LOAD_ALL, str(checkout), *models.CLASSIFIERS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     file, found = json.loads(run.stdout.splitlines()[-1])
     assert file == str(checkout / "src" / "farfield" / "__init__.py")
-    assert found == {name: [name, [1, 3]] for name in models.MODELS}
+    assert found == {name: [name, [1, 3]] for name in models.CLASSIFIERS}

@@ -207,7 +207,7 @@ def from_pretrained(
     token: str | bool | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-) -> Any:
+) -> CompactNet | DeepLab:
     """Rebuild the model that `save_pretrained` wrote, from its name, arguments and weights; in eval mode, on the CPU.
 
     Nothing is executed: the name is looked up in `MODELS`, the weights are safetensors.
@@ -238,7 +238,7 @@ def from_pretrained(
     return load("models.from_pretrained", path_or_repo, rebuild, hub)
 
 
-def rebuild(config: dict[str, Any]) -> Any:
+def rebuild(config: dict[str, Any]) -> CompactNet | DeepLab:
     """Build the untrained model of a saved configuration."""
     build = FAMILIES.get(config["model"])
     if build is None:
