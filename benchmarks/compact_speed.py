@@ -167,7 +167,7 @@ def show(rows: list[Row], hardware: str) -> None:
 def main() -> None:
     """Check, race, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=list(models.MODELS))
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=list(models.CLASSIFIERS))
     parser.add_argument("--sections", nargs="+", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=224)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from farfield import models
@@ -28,7 +28,7 @@ FLOOR = 0.35
 
 
 def train(arguments: argparse.Namespace, output: str, seed: int, folder: Path) -> None:
-    """Run one `farfield fit`, or what is left of it, and note the minutes it took; leave a finished run as it is."""
+    """Run one `farfield fit`, or what is left of it, and note its minutes; leave a finished run as it is."""
     if (folder / "finished").exists():
         return
     command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE)]
@@ -46,14 +46,20 @@ def train(arguments: argparse.Namespace, output: str, seed: int, folder: Path) -
     for name, value in options.items():
         if value is not None:
             command += [f"--{name}", str(value)]
-    started = time.monotonic()
+    started = processor_minutes()
     try:
         subprocess.run(command, check=True)
         (folder / "finished").touch()
     finally:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "minutes").open("a") as file:
-            file.write(f"{(time.monotonic() - started) / 60:.1f}\n")
+            file.write(f"{processor_minutes() - started:.2f}\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
 
 
 def minutes(folder: Path) -> float:
@@ -78,7 +84,7 @@ def parameters(output: str) -> int:
 def table(runs: dict[str, list[Path]]) -> str:
     """Lay out mean and spread of the last epoch's mean IoU, and the minutes, as Markdown."""
     lines = [
-        "| output layer | its parameters | mean IoU of each seed | mean | spread | pixel accuracy | minutes a run |",
+        "| output layer | its parameters | mean IoU of each seed | mean | spread | pixel accuracy | core minutes |",
         "|---|---|---|---|---|---|---|",
     ]
     for output, folders in runs.items():

@@ -276,3 +276,25 @@ def test_the_textbook_form_keeps_what_it_must() -> None:
     kept = module("kept").kept()
     # The input, softmaxed queries and keys, values, attended; the context is small.
     assert kept["textbook"][0] == pytest.approx(5, abs=0.05)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_segmentation_is_trained_once_and_tabulated(tmp_path: Path) -> None:
+    from made_masks import make_voc
+
+    root, runs = make_voc(tmp_path / "voc", {"train": 4, "val": 2}), tmp_path / "runs"
+    (root / "classes.txt").write_text("\n".join(f"class {place}" for place in range(11)))
+    options = ["--runs", str(runs), "--outputs", "plain", "siamese", "--seeds", "1"]
+    first = run("segmentation.py", *options, "--root", str(root), "--epochs", "3", "--workers", "0")
+    row = re.search(r"\| `plain` \(under-trained\) \| 1,771 \| (0\.\d+) \| \1 \| one seed \| 0\.\d+ \| 0\.\d \|", first)
+    assert row, first
+    assert (runs / "camvid.png").stat().st_size > 10_000
+    logs = {path: path.read_bytes() for path in runs.glob("*/version_*/metrics.csv")}
+    assert len(logs) == 2
+    # Finished runs are read, and an unfinished one is no row.
+    (runs / "camvid-siamese-1" / "finished").unlink()
+    again = run("segmentation.py", *options, "--collect")
+    assert row.group() in again
+    assert "siamese" not in again
+    assert {path: path.read_bytes() for path in runs.glob("*/version_*/metrics.csv")} == logs

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
-from farfield.tasks.segment import Segment, loss_of, measures_of, reduced
+from farfield.tasks.checkpoints import CheckpointError
+from farfield.tasks.predictions import MaskFolder
+from farfield.tasks.segment import Segment, Segmented, loss_of, measures_of, reduced
+from made_images import full_disk
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -307,3 +311,16 @@ def test_a_checkpoint_holds_no_network(tmp_path: Path) -> None:
     checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
     assert set(checkpoint["state_dict"]) == {f"network.{name}" for name in Tiny().state_dict()}
     assert checkpoint["hyper_parameters"]["head_rate"] == 10.0
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_a_mask(tmp_path: Path) -> None:
+    labels = torch.randint(256, (500, 500), dtype=torch.uint8)
+    Image.fromarray(labels.numpy()).save(tmp_path / "large.png")
+    writer, trainer, module = MaskFolder(str(tmp_path / "out")), Trainer(**QUIET), Segment(Tiny())
+    writer.on_predict_start(trainer, module)
+    predicted = Segmented([str(tmp_path / "large.png")], ["large"], [labels])
+    text = r"cannot write .*\.out\.partial/masks/large\.png: File too large; nothing was left there"
+    with full_disk(), pytest.raises(CheckpointError, match=text):
+        writer.write_on_batch_end(trainer, module, predicted, None, None, 0, 0)
+    assert not list((tmp_path / ".out.partial").rglob("*large*"))
+    assert not (tmp_path / "out").exists()
