@@ -261,8 +261,7 @@ class _ReadAndSum(torch.autograd.Function):
         if own is not None:  # the sums are relative to the peak of all blocks
             values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
         with full_precision(cells):
-            upon_rows: Tensor | None
-            grad_matrix = None
+            upon_rows, grad_matrix = None, None
             if plan.keys and kernels.sums_run(plan, cells, matrix, bias):
                 upon_rows, grad_matrix = kernels.gradients_of_rows(plan, cells, real, asked, values, weights)
             else:
@@ -369,8 +368,7 @@ class _Respond(torch.autograd.Function):
         with torch.enable_grad():
             coefficients = ctx.row.coefficients(query, summary_of(inner[1:]))
         if kernels.answers_run(ctx.row, upon, query, slots):
-            both = kernels.gradients_of_response(ctx.row, upon, query, slots)
-            return None, None, None, None, *both, *(None for _ in parts)
+            return None, None, None, None, *kernels.gradients_of_response(ctx.row, upon, query, slots), *(None,) * 4
         with full_precision(cells):
             # Under autocast the product, and so what is upon it, is of lower precision than its factors.
             taken = arranged(coefficients, slots).to(upon.dtype)

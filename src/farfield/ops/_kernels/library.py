@@ -58,6 +58,8 @@ def build() -> Path:
     if shutil.which(compiler) is None:
         fix = "apt-get install g++, or CXX=/path/to/compiler"
         raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
+    # The extra puts ninja beside Python, which need not be on the path.
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     # It says that there is no CUDA, which nobody asked for.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

@@ -6,7 +6,8 @@ that are too. It hangs on the functions of a row, by the two tables below, and n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from farfield.ops.recompute import Plan
 
 # Basis -> what weighs the cells: 1, or 1 and one key a head.
-BASES: dict[Any, int] = {one: 0, one_and_key: 1}
+BASES: dict[Callable[..., object] | None, int] = {one: 0, one_and_key: 1}
 # Coefficients -> whether one of 1 follows that of one query a head.
-COEFFICIENTS: dict[Any, bool] = {queries: False, query_and_one: True}
+COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, query_and_one: True}
 # More rows than these are a matter of multiply-adds and not of memory, and a matrix product is better at them.
 ROWS = 4
 
