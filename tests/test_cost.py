@@ -160,9 +160,11 @@ def test_the_formula_is_what_executes_with_other_channels(row: str) -> None:
         assert (predicted.parameters, predicted.weights) == (counted.parameters, counted.weights)
 
 
-def test_a_norm_adds_its_shift_and_a_residual_nothing() -> None:
-    plain, normed = attention("averaged", heads=2), attention("averaged", heads=2, coefficient_norm=True, residual=True)
-    assert cost.count(plain, (1, 16, 5, 5)).madds + 16 * 25 == cost.count(normed, (1, 16, 5, 5)).madds
+@pytest.mark.parametrize(("row", "heads", "shift"), [("averaged", 2, 0), ("siamese", 1, 16 * 25)])
+def test_a_norm_adds_its_shift_and_a_residual_nothing(row: str, heads: int, shift: int) -> None:
+    """Where slots are few beside the channels, the shift is one slot more; else it is added and not multiplied."""
+    plain, normed = attention(row, heads=heads), attention(row, heads=heads, coefficient_norm=True, residual=True)
+    assert cost.count(plain, (1, 16, 5, 5)).madds + shift == cost.count(normed, (1, 16, 5, 5)).madds
     assert cost.predict(normed, sides=(5, 5)).madds == cost.count(normed, (1, 16, 5, 5)).madds
     found = cost.predict(normed, sides=(5, 5))
     assert found.parameters == cost.predict(plain, sides=(5, 5)).parameters + 2 * 16

@@ -105,7 +105,13 @@ def test_a_strided_attention_block_compiles_once(path: str) -> None:
     compiles_once(short(path, stride=2), "aot_eager")
 
 
-@pytest.mark.parametrize("path", fast("kronecker_qkv", "siamese"))
+# Of these sides torch cannot prove that they are no longer when they are pooled; of a network's it can.
+UNPROVEN = pytest.param("softmax_pooled", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True)])
+
+
+@pytest.mark.parametrize(
+    "path", [UNPROVEN if path == "softmax_pooled" else path for path in fast("kronecker_qkv", "siamese")]
+)
 def test_blocks_export_with_free_batch_and_sides(path: str) -> None:
     exports(short(path), sizes_of(path))
 

@@ -86,7 +86,7 @@ def test_reduce_first_executes_what_kan_counts_and_less_than_san_counts() -> Non
     for name in ("mobilenet_v2", "kanet_kv", "kanet_qkv", "attnnet", "attnnet_pooled"):
         assert network(name, "farfield").madds == network(name).madds
     executed = {name: f"{network(name, 'farfield').madds / 1e6:.2f}" for name in ("sanet", "attnnet_averaged")}
-    assert executed == {"sanet": "280.19", "attnnet_averaged": "294.35"}
+    assert executed == {"sanet": "280.17", "attnnet_averaged": "294.23"}
 
 
 def test_pooling_in_floor_mode_would_not_give_the_printed_count() -> None:

@@ -133,8 +133,8 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
     pad = [extent for side, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-side % size, 0)]
     grid = F.pad(grid, pad[::-1], value=fill)
     for axis, size in enumerate(sizes):
-        grid = grid.unfold(2 + axis, size, size)
-    return grid.flatten(2 + rank)
+        grid = grid.unflatten(2 + 2 * axis, (-1, size))
+    return grid.permute(0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)).flatten(2 + rank)
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------

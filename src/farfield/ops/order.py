@@ -21,7 +21,7 @@ class Work(NamedTuple):
         heads: Their groups.
         channels: Of the grid where a map makes the values of them, else 0.
         out: Channels after the output map, if there is one, else 0.
-        biased: Whether a bias or a norm's shift is added to the responses, as one more slot where there are slots.
+        biased: Whether a bias or a norm's shift is added to the responses.
     """
 
     asks: int
@@ -46,12 +46,18 @@ class Work(NamedTuple):
         else:  # slots are found by their keys
             total = self.asks * slots * self.inner
         total += slots * self.channels * self.width
-        last = self.asks * (self.biased and basis)
+        biased = self.biased and basis
         if self.folds_output(slots, basis=basis):
-            return total + slots * self.width * self.out + self.asks * slots * self.out * self.heads + last * self.out
+            last = self.asks * self.out * (biased and is_a_slot(slots * self.heads, self.out))
+            return total + slots * self.width * self.out + self.asks * slots * self.out * self.heads + last
         if not self.out:
-            total += last * self.width
+            total += self.asks * self.width * (biased and is_a_slot(slots, self.width // self.heads))
         return total + self.asks * slots * self.width + self.asks * self.width * self.out
+
+
+def is_a_slot(slots: int, channels: int) -> bool:
+    """Whether a bias is cheapest as one more slot, which copies the coefficients; else it is added to the responses."""
+    return 8 * slots <= channels
 
 
 def cheaper_order(row: Operator, work: Work) -> Operator:

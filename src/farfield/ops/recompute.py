@@ -23,6 +23,7 @@ from torch import Tensor
 
 from farfield.ops._kernels import sums as kernels
 from farfield.ops.grid import keeps_all
+from farfield.ops.order import is_a_slot
 from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, split_heads, sum_over_cells, summarize
 from farfield.ops.table import Operator
 
@@ -137,7 +138,7 @@ def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     found = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
     batch, wide = slots.shape[:2], channels_last(like)
     slots, found = slots.flatten(0, 1), found.flatten(0, 1)
-    if found.shape[1] < slots.shape[1] and 8 * found.shape[1] > slots.shape[2]:  # many to copy for one slot more
+    if found.shape[1] < slots.shape[1] and not is_a_slot(found.shape[1], slots.shape[2]):
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, found.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, found)
     else:
