@@ -88,7 +88,7 @@ def registered() -> Iterator[list[str]]:
 def test_registration_happens_only_when_called() -> None:
     script = """
 import sys, timm, farfield.models as models
-assert not any(timm.is_model(name) for name in CLASSIFIERS)
+assert not any(timm.is_model(name) for name in models.MODELS)
 names = models.register_timm()
 assert names == list(models.CLASSIFIERS) and all(map(timm.is_model, names))
 """
