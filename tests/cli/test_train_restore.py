@@ -195,12 +195,10 @@ def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "farfield.cli", "predict", f"--config={CARE3D}", f"--data.root={stack}"]
     words += [f"--{name}={value}" for name, value in SMALL.items()] + ["--tile=16"]
     started = subprocess.Popen([*words, "--output=a.zarr"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    unfinished = [Path("a.zarr")]
-    for _ in range(600):
-        time.sleep(0.1)
-        unfinished = [path for path in Path().iterdir() if path.name != "a.tif" and "a.zarr" in path.name]
-        if unfinished or started.poll() is not None:
-            break
+    unfinished: list[Path] = []
+    while started.poll() is None and not unfinished:
+        time.sleep(0.05)
+        unfinished = [path for path in Path().iterdir() if "a.zarr" in path.name]
     started.kill()
     started.wait()
     assert not Path("a.zarr").exists()
