@@ -207,7 +207,7 @@ def from_pretrained(
     token: str | bool | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-) -> CompactNet | DeepLab:
+) -> nn.Module:
     """Rebuild the model that `save_pretrained` wrote, from its name, arguments and weights; in eval mode, on the CPU.
 
     Nothing is executed: the name is looked up in `MODELS`, the weights are safetensors.
