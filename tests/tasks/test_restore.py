@@ -44,13 +44,13 @@ def trainer(folder: Path, epochs: int, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("loss", "network", "below"),
-    [
-        ("mae", models.unet_care("siamese", first_channels=8, depth=1), 0.1),
-        ("laplace", models.unet_care("averaged", first_channels=8, depth=1, probabilistic=True), -1.0),
-    ],
+    ("loss", "operator", "below"),
+    # The noisy input as the answer has a loss of 0.4, and with the best scale of log(2 · 0.4) + 1 = 0.78.
+    [("mae", "siamese", 0.1), ("laplace", "averaged", 0.0)],
 )
-def test_a_network_overfits_one_batch(tmp_path: Path, loss: Any, network: nn.Module, below: float) -> None:
+def test_a_network_overfits_one_batch(tmp_path: Path, loss: Any, operator: str, below: float) -> None:
+    torch.manual_seed(0)
+    network = models.unet_care(operator, first_channels=8, depth=1, probabilistic=loss == "laplace")
     clean = torch.rand(4, 1, 4, 8, 8).round()
     module = Restore(network, learning_rate=5e-3, loss=loss)
     fit = trainer(tmp_path, 150, limit_val_batches=0)
