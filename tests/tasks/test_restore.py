@@ -52,8 +52,8 @@ def test_a_network_overfits_one_batch(tmp_path: Path, loss: Any, operator: str, 
     torch.manual_seed(0)
     network = models.unet_care(operator, first_channels=8, depth=1, probabilistic=loss == "laplace")
     clean = torch.rand(4, 1, 4, 8, 8).round()
-    module = Restore(network, learning_rate=5e-3, loss=loss)
-    fit = trainer(tmp_path, 150, limit_val_batches=0)
+    module = Restore(network, learning_rate=2e-3, loss=loss)
+    fit = trainer(tmp_path, 250, limit_val_batches=0)
     fit.fit(module, Made(clean + 0.5 * torch.randn(clean.shape), clean))
     assert float(fit.callback_metrics["train/loss_epoch"]) < below
 
