@@ -46,7 +46,8 @@ def test_compare_takes_turns() -> None:
 def test_a_turn_of_a_short_function_is_many_runs() -> None:
     log: list[str] = []
     found = cost.compare({"a": (waiting("a", TURN / 10, log), torch.zeros(1))}, repeats=1)
-    assert 4 + 2 <= len(log) <= 4 + 10
+    # Two to see how long one takes, one watched for its memory; a turn is as many untimed as timed.
+    assert 3 + 2 * 2 <= len(log) <= 3 + 2 * 10
     assert TURN / 10 <= found["a"].seconds < 10 * TURN
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from torch import Tensor
 from farfield import cost, ops
 from farfield.nn import GridAttention
 from farfield.ops import _kernels
-from farfield.ops._kernels import library, sums
+from farfield.ops._kernels import library, sums, whole
 from farfield.ops.grid import add_axes, along_axes
+from farfield.ops.table import OPERATORS
 
 EPS = torch.finfo(torch.float32).eps
 GRIDS = [
@@ -106,10 +108,65 @@ def test_rows_and_their_sums(on: None, shape: tuple[int, ...], read: int, offset
         assert distance(found, weighing @ cells.double().mT) <= 4 * EPS
 
 
+@pytest.mark.parametrize(
+    ("row", "scale"),
+    [("kronecker_qkv", 1.0), ("kronecker_qkv", 0.3), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+)
+@pytest.mark.parametrize(
+    ("heads", "shape"),
+    [(1, shape) for shape in GRIDS] + [(4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))],
+)
+def test_attention_in_one_call(on: None, shape: tuple[int, ...], heads: int, row: str, scale: float) -> None:
+    grid = 3 * torch.randn(shape)
+    attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
+    with torch.no_grad():
+        matrix = attention.readings(grid)[0].matrix
+        found = whole.attention(OPERATORS[row], grid, matrix, heads, scale)
+        if row != "kronecker_qkv" and 8 * heads > shape[1]:  # too few channels beside their scores
+            assert found is None
+            return
+        assert found is not None
+        assert found.shape == grid.shape
+        assert torch.equal(attention(grid), found)
+        plain, exact = off(attention, grid), off(attention.double(), grid.double())
+    if grid.numel():
+        assert distance(found, exact) <= 2 * distance(plain, exact) + EPS
+
+
+def test_functions_attend_in_one_call(on: None) -> None:
+    grid, weight = torch.randn(2, 16, 5, 6), torch.randn(16)
+    with torch.no_grad():
+        found = ops.kronecker_qkv_attention(grid, grid, grid, heads=2, scale=0.5)
+        assert torch.equal(found, torch.ops.farfield.axis_attention(grid, 2, 0.5))
+        found = ops.siamese_attention(grid, grid, grid, weight=weight)
+        assert torch.equal(found, torch.ops.farfield.score_attention(grid, weight[None], True))
+
+
+def test_one_call_is_made_for_nothing_else(on: None) -> None:
+    grid, row = torch.randn(2, 32, 5, 6), OPERATORS["kronecker_qkv"]
+    with torch.no_grad():
+        made = [
+            name for name, row in OPERATORS.items() if whole.attention(row, grid, torch.ones(1, 32), 1, 1.0) is not None
+        ]
+        assert made == ["siamese", "siamese_local", "siamese_ones"]
+        assert whole.attention(row, grid, None, 2, 1.0) is not None
+        assert whole.attention(row, grid.flatten(2), None, 2, 1.0) is None
+        pooled = dataclasses.replace(row, answers=OPERATORS["softmax_pooled"].answers)
+        assert whole.attention(pooled, grid, None, 2, 1.0) is None
+        with torch.autocast("cpu"):
+            assert whole.attention(row, grid, None, 2, 1.0) is None
+    assert whole.attention(row, grid.requires_grad_(), None, 2, 1.0) is None
+    for options in ({"project": "q"}, {"project": "v"}, {"project": "o"}, {"residual": True, "project": ""}):
+        assert not GridAttention(32, "kronecker_qkv", **options).is_bare()
+    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).is_bare()
+
+
 def test_operations_are_those_that_torch_expects(on: None) -> None:
     grid, cells = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.farfield.axis_sums.default, (grid,), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.score_attention.default, (grid, torch.randn(3, 3), True), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
     arguments = (cells, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     torch.library.opcheck(torch.ops.farfield.read_and_sum.default, arguments, test_utils=tests)

@@ -89,7 +89,7 @@ def measure(
 
 
 # Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
-TURN = 0.01
+TURN = 0.05
 
 
 def compare(
@@ -170,13 +170,13 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
 
 
 def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
-    """Seconds a run, over several in a row after one that is not timed."""
+    """Seconds a run, over several in a row after as many that are not timed: caches fill up slowly."""
 
     def several() -> None:
         for _ in range(runs):
             run()
 
-    run()
+    several()
     return timed(several, device) / runs
 
 

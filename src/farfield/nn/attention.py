@@ -13,6 +13,7 @@ from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.projections import affine, is_biased, reading
 from farfield.nn.refusals import check_input, check_options
+from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
 from farfield.ops.recompute import Reading, read, read_and_summarize, respond_from, rows_of
@@ -243,6 +244,10 @@ class GridAttention(nn.Module):
     def attend_to_itself(self, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Attend within a grid, which is gathered once and read once for keys, queries and values."""
         check_input(self, grid, mask)
+        if mask is None and self.is_bare():
+            whole = kernels.attention(self.operator, grid, self.readings(grid)[0].matrix, self.heads, self.scale)
+            if whole is not None:
+                return whole
         cells = math.prod(grid.shape[2:])
         row = cheaper_order(self.operator, self.work(cells, cells))
         answering = row.answers.gather(grid, mask)
@@ -255,6 +260,11 @@ class GridAttention(nn.Module):
         # What was hidden is 0 in the gathered cells already; a residual adds the grid, hidden too.
         grid = hide(grid, mask) if self.residual else grid
         return self.answer(row, grid, asking, reading, query, summary, None)
+
+    def is_bare(self) -> bool:
+        """Whether the responses are the operator's, with nothing before and nothing after it."""
+        parts = (self.query, self.key, self.value, self.output, self.coefficient_norm)
+        return not self.residual and all(part is None for part in parts)
 
     def work(self, asks: int, answers: int) -> Work:
         """What is multiplied for one sample."""

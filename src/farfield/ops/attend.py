@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from farfield._checks import check_attention
+from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
 from farfield.ops.recompute import Reading, by_head, read, read_and_summarize, respond_from
@@ -30,13 +31,18 @@ def attend(
 ) -> Tensor:
     """Attend from grid to grid; what is one tensor thrice is gathered and read once."""
     check_attention(caller, query, key, value, heads, mask, query_mask)
+    reading = score_reading(row, query, heads, weight)
+    if query is key and key is value and mask is None and query_mask is None:
+        whole = kernels.attention(row, query, reading.matrix, heads, scale)
+        if whole is not None:
+            return whole
     asks, answers = math.prod(query.shape[2:]), math.prod(key.shape[2:])
     row = cheaper_order(row, Work(asks, answers, query.shape[1], value.shape[1], heads))
     answering = row.answers.gather(key, mask)
     values = answering.cells if value is key else row.answers.gather(value, mask).cells
     same = query is key and query_mask is mask and row.asks == row.answers
     asking, asked = answering if same else row.asks.gather(query, query_mask)
-    reading, real = score_reading(row, query, heads, weight), answering.real[:, None]
+    real = answering.real[:, None]
     if not row.asks.side_by_side:
         asking = asking / asked.clamp_min(1)
     if same and value is key and row.basis is not None:

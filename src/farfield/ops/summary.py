@@ -236,8 +236,21 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
     if row.coefficients is softmax_of_products:  # never materialised: scaled_dot_product_attention is its kernel
         same = summary.keys is summary.values and row.per is weight
         keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
+        if summary.complete and matrix_is_small(query, slots):
+            query = query if scale == 1 else query * scale
+            return slots.mT @ (query.mT @ keys.mT).softmax(-1).mT
         return fused_softmax(query, keys, slots, summary, scale)
     return slots.mT @ row.coefficients(query, summary)
+
+
+def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
+    """Whether the matrix of coefficients is at most eight times the queries: then two plain products are faster.
+
+    Not where they would round to half precision, nor in a compiled graph, which is to be one for all sizes.
+    """
+    if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
+        return False
+    return max(query.shape[-1], slots.shape[2]) <= 8 * min(query.shape[2], slots.shape[3])
 
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:

@@ -5,7 +5,11 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/softmax.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -82,6 +86,11 @@ struct Axes {
 // to = number + from
 inline void add_number(float number, const float* __restrict from, float* __restrict to, int64_t count) {
   for (int64_t x = 0; x < count; ++x) to[x] = number + from[x];
+}
+
+// to = number + factor · from
+inline void add_multiple(float number, float factor, const float* __restrict from, float* __restrict to, int64_t count) {
+  for (int64_t x = 0; x < count; ++x) to[x] = number + factor * from[x];
 }
 
 // columns += `K` rows; sums = the sum of each row.
@@ -176,6 +185,29 @@ Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides) {
   return out;
 }
 
+// Softmax attention of the means along each axis to each other, in a grid by outer sum.
+Tensor axis_attention(const Tensor& grid, int64_t heads, double scale) {
+  const auto sides = grid.sizes().slice(2);
+  const int64_t batch = grid.size(0), channels = grid.size(1), cells = Axes(sides).plane();
+  Tensor means = axis_sums(grid);
+  float* mean = means.mutable_data_ptr<float>();
+  for (int64_t p = 0; p < batch * channels; ++p)
+    for (int64_t side : sides) {
+      const float count = static_cast<float>(cells / side);
+      for (int64_t i = 0; i < side; ++i) mean[i] /= count;
+      mean += side;
+    }
+  const int64_t count = means.size(2), depth = channels / heads;
+  if (count <= depth) {  // the matrix is smaller than what it is made of
+    const Tensor each = means.view({batch * heads, depth, count});
+    const Tensor weights = at::softmax(at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each), -1);
+    return outer_sum(at::bmm(each, weights.mT()).view_as(means), sides);
+  }
+  const Tensor each = means.view({batch, heads, depth, count}).mT().contiguous();
+  const Tensor found = at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale);
+  return outer_sum(found.mT().contiguous().view_as(means), sides);
+}
+
 // rows += Σ factors · cells, of `K` channels.
 template <int K>
 inline void add_scaled(const float* factors, const float* cells, int64_t stride, float* __restrict rows, int64_t count) {
@@ -258,14 +290,40 @@ std::tuple<Tensor, Tensor> read_and_sum(
   return {rows, parts.sum(0).to(at::kFloat)};
 }
 
+// Attention by scores, those of a head being `matrix`'s row · cells: each cell is answered by the mean cell times its own
+// score and, with `both`, by the mean of cells times their scores. The matrix is `(h, c)`.
+Tensor score_attention(const Tensor& grid, const Tensor& matrix, bool both) {
+  const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0);
+  const Tensor cells = grid.flatten(2), each = matrix.unsqueeze(0).expand({batch, heads, channels}).contiguous();
+  const int64_t count = cells.size(2);
+  const auto [rows, sums] = read_and_sum(cells, each, {}, {});
+  Tensor out = at::empty(grid.sizes(), grid.options());
+  const float *scores = rows.const_data_ptr<float>(), *sum = sums.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  at::parallel_for(0, batch * channels, tasks_a_thread(count), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t b = p / channels, c = p % channels, head = c / (channels / heads);
+      const float* own = sum + b * (1 + heads) * channels + c;
+      const float mean = own[0] / static_cast<float>(count);
+      const float start = both ? own[(1 + head) * channels] / static_cast<float>(count) : 0.0f;
+      add_multiple(start, mean, scores + (b * heads + head) * count, to + p * count, count);
+    }
+  });
+  return out;
+}
+
 TORCH_LIBRARY(farfield, library) {
   library.def("axis_sums(Tensor grid) -> Tensor");
+  library.def("axis_attention(Tensor grid, int heads, float scale) -> Tensor");
+  library.def("score_attention(Tensor grid, Tensor matrix, bool both) -> Tensor");
   library.def("outer_sum(Tensor vectors, int[] sides) -> Tensor");
   library.def("read_and_sum(Tensor cells, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("axis_sums", &axis_sums);
+  library.impl("axis_attention", &axis_attention);
+  library.impl("score_attention", &score_attention);
   library.impl("outer_sum", &outer_sum);
   library.impl("read_and_sum", &read_and_sum);
 }

@@ -105,6 +105,12 @@ def register() -> None:
     def axis_sums(grid: Tensor) -> Tensor:
         return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]))
 
+    def axis_attention(grid: Tensor, heads: int, scale: float) -> Tensor:
+        return torch.empty_like(grid)
+
+    def score_attention(grid: Tensor, matrix: Tensor, both: bool) -> Tensor:
+        return torch.empty_like(grid)
+
     def outer_sum(vectors: Tensor, sides: Sequence[int]) -> Tensor:
         return vectors.new_empty(*vectors.shape[:2], *sides)
 
@@ -115,7 +121,7 @@ def register() -> None:
         rows = cells.new_empty(cells.shape[0], matrix.shape[1], cells.shape[2])
         return rows, cells.new_empty(cells.shape[0], slots, cells.shape[1])
 
-    for shapes in (axis_sums, outer_sum, read_and_sum):
+    for shapes in (axis_sums, axis_attention, outer_sum, read_and_sum, score_attention):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
 
 
