@@ -126,9 +126,10 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             fix = "give it both images of each pair, rectified, at one size."
             raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
         if any(side % WHOLE_STRIDE for side in left.shape[2:]):
-            lacking = [-side % WHOLE_STRIDE for side in left.shape[2:]]
-            fix = f"pad both at the top and on the right: torch.nn.functional.pad(left, (0, {lacking[1]}, {lacking[0]}, 0))."
-            raise shape_error(self.name, f"the sides must be multiples of {WHOLE_STRIDE}.", fix, left=left, right=right)
+            top, end = (-side % WHOLE_STRIDE for side in left.shape[2:])
+            fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
+            problem = f"the sides must be multiples of {WHOLE_STRIDE}."
+            raise shape_error(self.name, problem, fix, left=left, right=right)
 
 
 def psmnet(
@@ -153,9 +154,7 @@ def psmnet(
         5224768
     """
     options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-    return PSMNet(
-        "psmnet", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options
-    )
+    return PSMNet("psmnet", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options)
 
 
 def psmnet_basic(
@@ -204,9 +203,7 @@ class Features(nn.Module):
         self.pools = nn.ModuleList(nn.Sequential(*activated(before, channels, kernel=1)) for _ in POOLS)
         # What layer2, layer4 and the pooled branches have together.
         together = (STAGES[1][0] + STAGES[3][0] + len(POOLS)) * channels
-        self.last = nn.Sequential(
-            *activated(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False)
-        )
+        self.last = nn.Sequential(*activated(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False))
 
     def forward(self, image: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b c h w"]:
         """Return the features."""
@@ -284,9 +281,7 @@ class Hourglass(nn.Module):
         super().__init__()
         inside = 2 * channels
         self.down = nn.Sequential(*activated(channels, inside, rank=3, stride=2), *convolved(inside, inside, rank=3))
-        self.bottom = nn.Sequential(
-            *activated(inside, inside, rank=3, stride=2), *activated(inside, inside, rank=3)
-        )
+        self.bottom = nn.Sequential(*activated(inside, inside, rank=3, stride=2), *activated(inside, inside, rank=3))
         self.up = nn.Sequential(*enlarged(inside, inside))
         self.out = nn.Sequential(*enlarged(inside, channels))
 
@@ -349,9 +344,7 @@ def cost_volume(
     return volume
 
 
-def regress(
-    scores: Float[Tensor, "b 1 i h w"], disparities: int, sides: tuple[int, ...]
-) -> Float[Tensor, "b 1 y x"]:
+def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, sides: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
     """Enlarge scores to all disparities and pixels, and return the mean disparity under their softmax."""
     enlarged = F.interpolate(scores, (disparities, *sides), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
