@@ -5,20 +5,18 @@ Letters: D largest disparity, h and w the sides of the grids of features, a quar
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from farfield._checks import shape_error, unknown
 from farfield.models.compact import check_image, check_whole, name_of
+from farfield.models.psmnet_parts import BasicBlock, Hourglass, activated, classifier, initialize, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
-from farfield.nn.ranks import layers
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("psmnet", "psmnet_basic")
@@ -218,28 +216,6 @@ class Features(nn.Module):
         return self.last(torch.cat([early, late, *pooled], 1))
 
 
-class BasicBlock(nn.Module):
-    """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum.
-
-    Args:
-        before: Channels of the grid.
-        after: Channels of the result.
-        stride: Of the first convolution.
-        dilation: Of both.
-    """
-
-    def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*activated(before, after, stride=stride, dilation=dilation))
-        self.second = nn.Sequential(*convolved(after, after, dilation=dilation))
-        same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*convolved(before, after, kernel=1, stride=stride))
-
-    def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
-        """Return the sum."""
-        return self.shortcut(grid) + self.second(self.first(grid))
-
-
 class Hourglasses(nn.Module):
     """Compare by three hourglasses; each begins at the same grid, and their outputs are sums: "stacked hourglass".
 
@@ -268,35 +244,6 @@ class Hourglasses(nn.Module):
             score = classify(grid)
             scores.append(score + scores[-1] if scores else score)
         return scores
-
-
-class Hourglass(nn.Module):
-    """Halve the sides twice and double them twice, joined by what an earlier hourglass had at half the sides.
-
-    Args:
-        channels: Of the grid; inside there are twice as many.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        inside = 2 * channels
-        self.down = nn.Sequential(*activated(channels, inside, rank=3, stride=2), *convolved(inside, inside, rank=3))
-        self.bottom = nn.Sequential(*activated(inside, inside, rank=3, stride=2), *activated(inside, inside, rank=3))
-        self.up = nn.Sequential(*enlarged(inside, inside))
-        self.out = nn.Sequential(*enlarged(inside, channels))
-
-    def forward(self, grid: Tensor, way_down: Tensor | None, way_up: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result, and the grids at half the sides on the way down and up.
-
-        Args:
-            grid: `(b, c, i, h, w)`.
-            way_down: Of the first hourglass, added on the way up; None for its own.
-            way_up: Of the hourglass before, added on the way down; None for nothing.
-        """
-        down = self.down(grid)
-        down = F.relu(down if way_up is None else down + way_up)
-        up = F.relu(self.up(self.bottom(down)) + (down if way_down is None else way_down))
-        return self.out(up), down, up
 
 
 class ResidualBlocks(nn.Module):
@@ -346,9 +293,11 @@ def cost_volume(
 
 def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, sides: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
     """Enlarge scores to all disparities and pixels, and return the mean disparity under their softmax."""
+    # In float32 at least, and without a product that autocast rounds: bfloat16 knows no 129.5.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     enlarged = F.interpolate(scores, (disparities, *sides), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
-    return torch.einsum("bdyx,d->byx", enlarged.softmax(1), values)[:, None]
+    return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
 
 
 def attention_of(operator: str | Operator, channels: int, heads: int, options: dict[str, Any]) -> GridAttention:
@@ -358,44 +307,3 @@ def attention_of(operator: str | Operator, channels: int, heads: int, options: d
     row = OPERATORS[operator] if isinstance(operator, str) else operator
     project = "qkvo" if row.reads_keys else "qvo"
     return GridAttention(channels, operator, heads=heads, project=project, residual=True, **options)
-
-
-def convolved(
-    before: int, after: int, *, rank: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
-) -> list[nn.Module]:
-    """Build a convolution without bias, and its norm."""
-    kinds, padding = layers("psmnet", rank), dilation * (kernel // 2)
-    convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
-    return [convolution, kinds.batch_norm(after)]
-
-
-def activated(
-    before: int, after: int, *, rank: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
-) -> list[nn.Module]:
-    """Build a convolution without bias, its norm, and ReLU."""
-    parts = convolved(before, after, rank=rank, kernel=kernel, stride=stride, dilation=dilation)
-    return [*parts, nn.ReLU(inplace=True)]
-
-
-def enlarged(before: int, after: int) -> list[nn.Module]:
-    """Build a transposed 3-D convolution that doubles the sides, and its norm."""
-    transposed = nn.ConvTranspose3d(before, after, 3, stride=2, padding=1, output_padding=1, bias=False)
-    return [transposed, nn.BatchNorm3d(after)]
-
-
-def residual(channels: int) -> nn.Sequential:
-    """Build what a residual block of 3-D convolutions adds."""
-    return nn.Sequential(*activated(channels, channels, rank=3), *convolved(channels, channels, rank=3))
-
-
-def classifier(channels: int) -> nn.Sequential:
-    """Build what gives each cell of a volume one score."""
-    return nn.Sequential(*activated(channels, channels, rank=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False))
-
-
-def initialize(net: nn.Module) -> nn.Module:
-    """Draw convolutions from N(0, 2 / (cells of the kernel · output channels)); transposed ones keep torch's law."""
-    for module in net.modules():
-        if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
-            nn.init.normal_(module.weight, std=math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels)))
-    return net
