@@ -1,4 +1,4 @@
-"""What tests of stereo share: pairs whose disparities are known, and the folders of Scene Flow, KITTI and Middlebury."""
+"""What tests of stereo share: pairs of known disparities, and the folders of Scene Flow, KITTI and Middlebury."""
 
 from __future__ import annotations
 
