@@ -250,11 +250,8 @@ def test_it_overfits_one_batch(name: str, operator: str | None) -> None:
     # The best constant is off by 0.7: an eighth of the pixels are at 9, the others at 3.
     assert error < 0.35
     if operator:
+        # It was the identity.
         assert net.features.attention.output.weight.any()
-        assert (
-            net.features.attention.query.weight.grad is None
-            or torch.isfinite(net.features.attention.query.weight.grad).all()
-        )
 
 
 def test_the_optimizer_is_adam_at_one_rate() -> None:
@@ -302,12 +299,12 @@ def test_colours_go_from_far_to_near_and_black_is_unknown() -> None:
     assert coloured(np.zeros((2, 2), np.float32)).convert("RGB").getpixel((0, 0)) == COLOURS[0]
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_and_leaves_no_half_a_file(tmp_path: Path) -> None:
     trainer, writer = Trainer(default_root_dir=tmp_path, **QUIET), DisparityFolder()
-    full_disk(monkeypatch)
-    with pytest.raises(CheckpointError, match=r"0\.pfm"):
-        writer.write_on_batch_end(trainer, nn.Module(), Matched(["x"], ["0"], [torch.ones(2, 2)]), None, None, 0, 0)
-    assert not list(tmp_path.rglob("*.pfm"))
+    predicted = Matched(["x"], ["0"], [torch.ones(200, 200)])
+    with full_disk(), pytest.raises(CheckpointError, match=r"0\.pfm"):
+        writer.write_on_batch_end(trainer, nn.Module(), predicted, None, None, 0, 0)
+    assert not list(tmp_path.rglob("*.p*"))
 
 
 def test_a_network_of_another_grid_is_named_in_the_first_batch() -> None:
