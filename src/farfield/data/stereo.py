@@ -133,7 +133,7 @@ def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["val"]:
         raise FolderError(
             f"{CALLER}: {root} has no pairs to validate on: no test pairs with disparities.\n"
-            f"  fix: hold some out, e.g. --data.held_out '[{sorted(parts['train'][0].names)[0]}]'."
+            "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
     if missing:
