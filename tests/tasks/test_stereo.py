@@ -115,7 +115,8 @@ def test_the_errors_are_those_of_a_loop(number: int) -> None:
         errors.update(torch.from_numpy(guess)[None], torch.from_numpy(right)[None])
     values = {name: float(value) for name, value in errors.compute().items()}
     assert values == pytest.approx(by_loops(found, truth, 96), rel=1e-6)
-    assert len({round(value, 6) for value in values.values()}) == 4
+    # Of eight frames at most the two end-point errors are one.
+    assert len({round(value, 6) for value in values.values()}) == (4 if number > 8 else 3)
 
 
 def test_batches_are_grouped_by_frames_however_many_come_at_a_time() -> None:
@@ -240,8 +241,8 @@ def test_a_batch_without_one_valid_pixel_trains_nothing() -> None:
 @pytest.mark.parametrize(("name", "operator"), [("psmnet", "factorized_gaussian"), ("psmnet_basic", None)])
 def test_it_overfits_one_batch(name: str, operator: str | None) -> None:
     net = models.MODELS[name](operator, max_disparity=16, first_channels=4, inner_channels=8)
-    module, data = Stereo(net, learning_rate=0.01), Made([scenes(2, (32, 64))])
-    trainer = Trainer(max_epochs=60, limit_val_batches=0, **QUIET)
+    module, data = Stereo(net, learning_rate=0.01), Made([scenes(2, (32, 48))])
+    trainer = Trainer(max_epochs=40, limit_val_batches=0, **QUIET)
     trainer.fit(module, data)
     left, right, truth = data.batches[0]
     # In training mode norms take this batch's statistics, as when it was fitted.
@@ -291,7 +292,7 @@ def test_a_prediction_is_written_as_numbers_and_as_colours(tmp_path: Path) -> No
 
 def test_colours_go_from_far_to_near_and_black_is_unknown() -> None:
     disparity = np.array([[0, 25, 50, 100, np.inf, np.nan]], np.float32)
-    pixels = list(coloured(disparity).convert("RGB").getdata())
+    pixels = [tuple(pixel) for pixel in np.array(coloured(disparity).convert("RGB"))[0].tolist()]
     assert (pixels[0], pixels[3]) == (COLOURS[0], COLOURS[-1])
     assert pixels[2] == pytest.approx(COLOURS[3], abs=3)
     assert pixels[4] == pixels[5] == (0, 0, 0)
@@ -304,7 +305,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_a_file(tmp_path: Path) -> None:
     predicted = Matched(["x"], ["0"], [torch.ones(200, 200)])
     with full_disk(), pytest.raises(CheckpointError, match=r"0\.pfm"):
         writer.write_on_batch_end(trainer, nn.Module(), predicted, None, None, 0, 0)
-    assert not list(tmp_path.rglob("*.p*"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_network_of_another_grid_is_named_in_the_first_batch() -> None:

@@ -78,7 +78,8 @@ class StereoFrames(Loading):
         if self.predict is not None:
             check_frames(frames_in(self.predict), self.predict, self.check)
         elif self.root is not None:
-            check_frames([frame for part in self._frames().values() for frame in part], self.root, self.check)
+            frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
+            check_frames(list(frames), self.root, self.check)
 
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or those to predict."""
