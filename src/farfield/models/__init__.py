@@ -16,6 +16,8 @@ from farfield.models.catalog import (
     mobilenet_v2,
     mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese,
+    psmnet,
+    psmnet_basic,
     register_timm,
     sanet,
     sanet_local,
@@ -28,6 +30,7 @@ from farfield.models.catalog import (
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
+from farfield.models.psmnet import PSMNet
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
 
@@ -39,6 +42,7 @@ __all__ = [
     "CompactNet",
     "DeepLab",
     "Loaded",
+    "PSMNet",
     "ProjectionUNet",
     "Stage",
     "UNet",
@@ -57,6 +61,8 @@ __all__ = [
     "mobilenet_v2",
     "mobilenet_v2_kronecker_kv",
     "mobilenet_v2_siamese",
+    "psmnet",
+    "psmnet_basic",
     "register_timm",
     "sanet",
     "sanet_local",

@@ -38,12 +38,15 @@ def write_card(
         The text, sealed: `is_edited` tells whether somebody has changed it.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
-    cost, operators = count(net, (1, *shape)), operators_of(net)
+    # Networks for pairs say how many images they take.
+    images: int = getattr(net, "images", 1)  # type: ignore[assignment]
+    cost, operators = count(net, [(1, *shape)] * images), operators_of(net)
+    what = "one image" if images == 1 else f"{images} images"
     rows = {
         "operator": ", ".join(f"`{name}`" for name in operators) or "none",
         "weights": f"{cost.weights:,} (parameters without biases and norms, as the papers count)",
         "parameters": f"{cost.parameters:,}",
-        "multiply-adds": f"{cost.madds:,} for one image of {'×'.join(map(str, shape))}",
+        "multiply-adds": f"{cost.madds:,} for {what} of {'×'.join(map(str, shape))}",
     }
     rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())

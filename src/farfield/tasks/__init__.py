@@ -1,5 +1,5 @@
 """One LightningModule a file: it takes a network as its argument, and knows neither models nor data.
 
-Needs the extra `train`. Modules: `classify` and `segment` (the tasks), `checkpoints` (atomic writing, safe reading,
-export), `predictions` (what `farfield predict` writes).
+Needs the extra `train`. Modules: `classify`, `segment` and `stereo` (the tasks), `checkpoints` (atomic writing, safe
+reading, export), `predictions` and `disparities` (what `farfield predict` writes).
 """

@@ -1,0 +1,161 @@
+"""Train a small PSMNet without and with attention on scenes of Middlebury, equal budgets, several seeds: a table.
+
+    python benchmarks/stereo.py train --root middlebury_sceneflow
+    python benchmarks/stereo.py table                                    # the table again, from what is finished
+    python benchmarks/stereo.py picture --root middlebury_sceneflow      # images, true and found disparities
+
+Each run is one `farfield fit` of recipes/middlebury.yaml in a folder of its own. Its weights after the last step, not
+the best ones on the scene held back, are measured on that scene and on those it was trained on. Finished runs are not
+run again; one that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "middlebury.yaml"
+OPERATORS = ["none", "factorized_gaussian"]
+# Above this end-point error on its own scenes, in pixels, a row says that it is under-trained.
+FLOOR = 3.0
+
+
+def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]) -> None:
+    """Fit and measure one network, and note the minutes it took."""
+    result = folder / "result.json"
+    if result.exists():
+        return
+    words = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE), "--data.root", str(root)]
+    words += ["--trainer.default_root_dir", str(folder), "--seed_everything", str(seed)]
+    words += ["--model.network.operator", "null" if operator == "none" else operator, *options]
+    resumed = list(folder.glob("version_*/checkpoints/last.ckpt"))
+    started = processor_minutes()
+    subprocess.run([*words, *(["--ckpt_path", "last"] if resumed else [])], check=True)
+    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    spent = {} if resumed else {"processor_minutes": round(processor_minutes() - started, 1)}
+    result.write_text(json.dumps({**spent, **measure(folder, root)}, indent=2) + "\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
+
+
+def trained(folder: Path) -> torch.nn.Module:
+    """Build the network of a run, with its weights after the last step, in eval mode in its task."""
+    from farfield import models
+    from farfield.tasks.checkpoints import read
+    from farfield.tasks.stereo import Stereo
+
+    [version] = folder.glob("version_*")
+    module = Stereo(models.from_pretrained(version))
+    module.load_state_dict(read(version / "checkpoints" / "last.ckpt")["state_dict"])
+    return module.eval()
+
+
+def scenes(root: Path) -> dict[str, list[tuple[torch.Tensor, ...]]]:
+    """Read the whole scenes: those that were trained on, and those held back."""
+    from farfield.data.frames import frames_in
+    from farfield.data.stereo import Measured
+
+    held_out = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["data"]["init_args"]["held_out"]
+    frames = frames_in(root)
+    back = [frame for frame in frames if not frame.names.isdisjoint(held_out)]
+    parts = {"trained": [frame for frame in frames if frame not in back], "back": back}
+    return {name: list(Measured(part, zero_is_unknown=True)) for name, part in parts.items()}
+
+
+def measure(folder: Path, root: Path) -> dict[str, float]:
+    """Measure a run on the scenes it was trained on and on those held back."""
+    module, found = trained(folder), {}
+    for part, pairs in scenes(root).items():
+        module.errors.reset()
+        for left, right, disparity in pairs:
+            with torch.inference_mode():
+                module.errors.update(module(left[None], right[None])[:, -1], disparity[None])
+        found |= {f"{part}/{name}": round(float(value), 4) for name, value in module.errors.compute().items()}
+    return found
+
+
+def table(runs: dict[str, list[Path]]) -> str:
+    """Lay out the errors on the scenes trained on and on the scene held back, as Markdown."""
+    heads = ["attention", "EPE, scenes trained on, px", "mean", "above 3 px", "EPE, scene held back, px", "mean"]
+    heads += ["spread, px", "above 3 px", "minutes of a core"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
+    for name, folders in runs.items():
+        found = [json.loads((run / "result.json").read_text()) for run in folders]
+        cells = []
+        for part in ("trained", "back"):
+            each = [run[f"{part}/epe"] for run in found]
+            cells += [", ".join(f"{value:.2f}" for value in each), f"{statistics.mean(each):.2f}"]
+            if part == "back":
+                cells.append(f"{max(each) - min(each):.2f}" if len(each) > 1 else "one seed")
+            cells.append(f"{100 * statistics.mean(run[f'{part}/error_3px'] for run in found):.0f} %")
+        under = max(run["trained/epe"] for run in found) > FLOOR
+        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
+        name = f"{name if name == 'none' else f'`{name}`'}{' (under-trained)' * under}"
+        lines.append(f"| {' | '.join([name, *cells, minutes or 'not counted'])} |")
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
+    """Draw a scene trained on and the one held back: left image, true and found disparities in one scale of colours."""
+    import matplotlib.pyplot as plt
+
+    from farfield.data.classify import IMAGENET
+    from farfield.tasks.disparities import coloured
+
+    name, folders = list(runs.items())[-1]
+    module, pairs = trained(folders[0]), scenes(root)
+    shown = {"trained on": pairs["trained"][0], "held back": pairs["back"][0]}
+    figure, axes = plt.subplots(len(shown), 3, figsize=(9, 5.2), layout="constrained")
+    mean, deviation = (torch.tensor(values)[:, None, None] for values in IMAGENET)
+    for row, (what, (left, right, truth)) in zip(axes, shown.items(), strict=True):
+        with torch.inference_mode():
+            found = module(left[None], right[None])[0, -1]
+        known = truth < module.max_disparity
+        largest, error = float(truth[known].max()), float((found - truth)[known].abs().mean())
+        panels = [(left * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()]
+        panels += [coloured(part.numpy(), largest).convert("RGB") for part in (truth, found)]
+        titles = [f"left image, {what}", f"true, 0 to {largest:.0f} px", f"found ({name}), EPE {error:.2f} px"]
+        for place, panel, title in zip(row, panels, titles, strict=True):
+            place.imshow(panel)
+            place.set_title(title, fontsize=9)
+            place.axis("off")
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    """Train, tabulate or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["train", "table", "picture"])
+    parser.add_argument("--root", type=Path, default=Path("data/middlebury_sceneflow"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/stereo"))
+    parser.add_argument("--operators", nargs="+", default=OPERATORS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--picture", type=Path, default=Path("stereo.png"))
+    arguments, options = parser.parse_known_args()
+    folders = {name: [arguments.runs / f"{name}-{seed}" for seed in arguments.seeds] for name in arguments.operators}
+    if arguments.action == "train":
+        for index, seed in enumerate(arguments.seeds):  # a whole table of one seed before the next
+            for name, runs in folders.items():
+                train(runs[index], arguments.root, name, seed, options)
+    finished = {name: [run for run in runs if (run / "result.json").exists()] for name, runs in folders.items()}
+    finished = {name: runs for name, runs in finished.items() if runs}
+    if arguments.action == "picture":
+        picture(finished, arguments.root, arguments.picture)
+    else:
+        print(table(finished))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Stereo pairs with the disparity of each pixel of the left image: Scene Flow, KITTI, Middlebury, or your own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from farfield.data.folders import SHOWN, Check, FolderError
+from farfield.data.frames import CALLER, Frame, check_frames, frames_in, read_disparity
+from farfield.data.loading import Loading
+from farfield.data.segment import normalized, read
+
+# Of pixels whose disparity is not known: above every largest disparity, so that one comparison leaves them out.
+UNKNOWN = float("inf")
+
+
+class StereoFrames(Loading):
+    """Read pairs and their disparities from a folder of Scene Flow, KITTI, Middlebury, or of your own.
+
+    The layouts are those of `frames.LAYOUTS`; the folder may hold several of them, in any folders. Frames below a
+    folder that says so (`TEST`, `testing`) are measured by `test`; the scenes of `held_out` by `validate`. Where there
+    are none of one kind the other is taken. All others are trained on.
+
+    A training batch is `(left, right, disparity)` of one size, disparities `inf` where they are not known. In
+    evaluation a batch is one whole pair, with its disparities, or with its path and name to predict.
+
+    Args:
+        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
+        held_out: Names of scenes, or of single frames, that are not trained on but validated: folders in a path of the
+            left image, or its name without suffix.
+        crop: Height and width of the training crops, in pixels.
+        zero_is_unknown: Whether a disparity of 0 says that it is not known, as in KITTI and Middlebury. In Scene Flow
+            every disparity is known.
+        batch_size: Training pairs a batch, on each device.
+        steps_per_epoch: Batches an epoch, on each device; None for every pair once.
+        workers: Loader processes; 0 loads in the main process.
+        predict: A folder of pairs to predict, with or without disparities; None predicts the test or validation pairs.
+        check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
+
+    Raises:
+        FolderError: In `prepare_data` and `setup`: no folder or pairs, missing or damaged files, images or disparities
+            of another size than the left image, unknown scenes; it names the files.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        held_out: Sequence[str] = (),
+        crop: tuple[int, int] = (256, 512),
+        zero_is_unknown: bool = True,
+        batch_size: int = 4,
+        steps_per_epoch: int | None = None,
+        workers: int = 2,
+        predict: str | None = None,
+        check: Check = "once",
+    ) -> None:
+        super().__init__(batch_size, workers, seed=0)
+        if root is None and predict is None:
+            raise FolderError(f"{CALLER}: give root, a folder of stereo pairs, or predict, one to predict.")
+        if min(crop) < 1:
+            raise FolderError(f"{CALLER}: crop must be a height and a width in pixels, got {tuple(crop)}.")
+        self.root = None if root is None else Path(root)
+        self.predict = None if predict is None else Path(predict)
+        self.held_out, self.zero_is_unknown, self.check = list(held_out), zero_is_unknown, check
+        self.crop = RandomCrop(*crop)
+        self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
+
+    def prepare_data(self) -> None:
+        """Check that all files are there and decode them; runs in one process of each machine."""
+        if self.predict is not None:
+            check_frames(frames_in(self.predict), self.predict, self.check)
+        elif self.root is not None:
+            frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
+            check_frames(list(frames), self.root, self.check)
+
+    def setup(self, stage: str) -> None:
+        """List the pairs of train, val and test, or those to predict."""
+        if stage == "predict" and self.predict is not None:
+            self.parts["predict"] = Unmeasured(frames_in(self.predict))
+            return
+        frames = self._frames()
+        self.parts["train"] = Cropped(frames["train"], self.zero_is_unknown, self.crop)
+        for name in ("val", "test"):
+            self.parts[name] = Measured(frames[name], self.zero_is_unknown)
+        self.parts["predict"] = Unmeasured(frames["test"])
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation pairs, one a batch."""
+        return self._loader(self.parts["val"], batch_size=1)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test pairs, one a batch."""
+        return self._loader(self.parts["test"], batch_size=1)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the pairs to predict, one a batch."""
+        return self._loader(self.parts["predict"], batch_size=1)
+
+    def _frames(self) -> dict[str, list[Frame]]:
+        """List the pairs of train, val and test, each with its disparities."""
+        if self.root is None:
+            raise FolderError(f"{CALLER}: there is no folder {self.root}.")
+        frames = frames_in(self.root)
+        known = {name for frame in frames for name in frame.names}
+        strange = [name for name in self.held_out if name not in known]
+        if strange:
+            raise FolderError(
+                f"{CALLER}: {self.root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
+                "  fix: names of folders, or of left images without suffix."
+            )
+        tests = [frame for frame in frames if frame.is_test]
+        # KITTI and Middlebury keep the disparities of their tests; those pairs can only be predicted.
+        tests = tests if any(frame.disparity for frame in tests) else []
+        others = [frame for frame in frames if not frame.is_test]
+        held = [frame for frame in others if not frame.names.isdisjoint(self.held_out)]
+        trained = [frame for frame in others if frame.names.isdisjoint(self.held_out)]
+        parts = {"train": trained, "val": held or tests, "test": tests or held}
+        refuse_missing(parts, self.root)
+        return parts
+
+
+def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
+    """Refuse parts without pairs, and pairs without disparities."""
+    if not parts["train"]:
+        raise FolderError(f"{CALLER}: {root} has no pairs to train on: all are tests or held out.")
+    if not parts["val"]:
+        raise FolderError(
+            f"{CALLER}: {root} has no pairs to validate on: no test pairs with disparities.\n"
+            "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
+        )
+    missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
+    if missing:
+        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
+        raise FolderError(f"{CALLER}: {len(missing)} pairs in {root} have no disparities.\n  {shown}")
+
+
+class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Whole pairs, normalised, with their disparities."""
+
+    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool) -> None:
+        self.frames, self.zero_is_unknown = frames, zero_is_unknown
+        self.truths = [frame.disparity for frame in frames if frame.disparity is not None]
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.frames)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Read one pair."""
+        left, right, disparity = self.raw(index)
+        return normalized(left), normalized(right), disparity
+
+    def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Read one pair as `uint8` images, and its disparities."""
+        frame = self.frames[index]
+        # Some renderers write disparities as the shift to the left, below 0.
+        disparity = np.abs(read_disparity(self.truths[index]))
+        known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
+        return read(frame.left), read(frame.right), torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN)))
+
+
+class Cropped(Measured):
+    """The same through a random crop."""
+
+    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
+        super().__init__(frames, zero_is_unknown)
+        self.crop = crop
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Read one crop."""
+        return self.crop(*self.raw(index))
+
+
+class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
+    """Pairs to predict: the normalised images, the left one's path, and its name below the folder."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self.frames = frames
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.frames)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
+        """Read one pair."""
+        frame = self.frames[index]
+        return normalized(read(frame.left)), normalized(read(frame.right)), str(frame.left), frame.name
+
+
+class RandomCrop:
+    """Crop a pair and its disparities at one random place, and normalise the images.
+
+    What is smaller than the crop is padded at the top and on the right, as pairs are in evaluation: with the mean
+    colour, which is 0 after normalising, and with unknown disparities.
+
+    Args:
+        height: Of the crop, in pixels.
+        width: Of the crop, in pixels.
+
+    Example:
+        >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)
+        >>> [tuple(part.shape) for part in RandomCrop(48, 96)(image, image, disparity)]
+        [(3, 48, 96), (3, 48, 96), (48, 96)]
+    """
+
+    def __init__(self, height: int, width: int) -> None:
+        self.sides = (height, width)
+
+    def __call__(self, left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return one random crop."""
+        height, width = self.sides
+        top, start = (
+            int(torch.randint(max(0, own - side) + 1, ()))
+            for own, side in zip(disparity.shape, self.sides, strict=True)
+        )
+        left, right, disparity = (
+            part[..., top : top + height, start : start + width] for part in (left, right, disparity)
+        )
+        lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
+        images = [functional.pad(normalized(image), lacking) for image in (left, right)]
+        return images[0], images[1], functional.pad(disparity, lacking, value=UNKNOWN)

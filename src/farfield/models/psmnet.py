@@ -1,0 +1,309 @@
+"""PSMNet: the disparity of every pixel of a stereo pair, with attention of any operator after the features' last stage.
+
+Letters: D largest disparity, h and w the sides of the grids of features, a quarter of the images'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import shape_error, unknown
+from farfield.models.compact import check_image, check_whole, name_of
+from farfield.models.psmnet_parts import BasicBlock, Hourglass, activated, classifier, initialize, residual
+from farfield.models.storage import Stored
+from farfield.nn.attention import GridAttention
+from farfield.ops.table import OPERATORS, Operator
+
+VARIANTS = ("psmnet", "psmnet_basic")
+# Sides of the windows of spatial pyramid pooling, in the order in which its branches are put beside each other.
+POOLS = (8, 16, 32, 64)
+# Channels of the four stages in units of the first's, their blocks, first strides and dilations.
+STAGES = ((1, 3, 1, 1), (2, 16, 2, 1), (4, 3, 1, 1), (4, 3, 1, 2))
+# How much smaller than the images the grids of features are, and the smallest ones of the hourglasses.
+FEATURE_STRIDE, WHOLE_STRIDE = 4, 16
+
+
+class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-estimation"):
+    """Give each pixel of the left image its disparity: how many pixels further left the right image shows the same.
+
+    `disparity = Σ_d d · softmax_d(enlarge(classify(convolve_3d(volume))))`, d = 0 … D - 1,
+    `volume[:, i, y, x] = (left features at (y, x), right features at (y, x - i))`, 0 where x < i
+
+    Both images go through one network of 2-D convolutions with pooling at four sizes, to a quarter of their sides. A
+    network of 3-D convolutions over disparity, height and width compares them: three hourglasses of shared skips
+    (`"psmnet"`), each with an output of its own, or four residual blocks (`"psmnet_basic"`). Attention, where there is
+    any, follows the last stage, `layer4`, so that pooling and the comparison both see its response; it starts as the
+    identity.
+
+    Sides are enlarged with half-pixel centres throughout (`align_corners=False`). In training mode the disparities of
+    all outputs come, the last one the network's; in eval mode that one alone.
+
+    Args:
+        model: `"psmnet"` or `"psmnet_basic"`.
+        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        max_disparity: D, a multiple of 16.
+        inner_channels: Of the attention's queries and keys: its basis.
+        value_channels: Of its values; those of `layer4` by default.
+        heads: Of the attention.
+        first_channels: Of the first stage; all others are multiples of it.
+
+    Raises:
+        LookupError: For an unknown model or operator.
+        ValueError: For a number out of range.
+
+    Cost:
+        Of "psmnet" 5,224,768 parameters; at 256x512 pixels and D = 192 about 238 billion multiply-adds.
+
+    Reference: FA §4.2; Chang and Chen 2018.
+
+    Example:
+        >>> from farfield import models
+        >>> net = models.psmnet_basic("factorized_gaussian", max_disparity=32, first_channels=8)
+        >>> net(torch.randn(1, 3, 32, 48), torch.randn(1, 3, 32, 48)).shape
+        torch.Size([1, 1, 32, 48])
+    """
+
+    # What a card counts, and what the sides of the images must be multiples of.
+    images, multiples = 2, (WHOLE_STRIDE, WHOLE_STRIDE)
+
+    def __init__(
+        self,
+        model: str = "psmnet",
+        *,
+        operator: str | Operator | None = None,
+        max_disparity: int = 192,
+        inner_channels: int = 64,
+        value_channels: int | None = None,
+        heads: int = 1,
+        first_channels: int = 32,
+    ) -> None:
+        super().__init__()
+        if model not in VARIANTS:
+            raise unknown("models.PSMNet", "model", model, VARIANTS)
+        check_whole(model, "first_channels", first_channels, 1)
+        if not isinstance(max_disparity, int) or max_disparity < WHOLE_STRIDE or max_disparity % WHOLE_STRIDE:
+            raise ValueError(f"{model}: max_disparity must be a multiple of {WHOLE_STRIDE}, got {max_disparity!r}.")
+        self.name, self.max_disparity = model, max_disparity
+        self.config: dict[str, Any] = {"model": model, "max_disparity": max_disparity}
+        self.config |= {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
+        self.config |= {"first_channels": first_channels}
+        # `None` in a saved configuration means an operator without a name.
+        if operator is not None:
+            self.config["operator"] = name_of(operator)
+        self.features = Features(first_channels)
+        self.compare: nn.Module = (Hourglasses if model == "psmnet" else ResidualBlocks)(first_channels)
+        initialize(self)
+        if operator is not None:
+            options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
+            self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The image whose multiply-adds a model card counts: channels and sides."""
+        return (3, *(max(1, side // multiple) * multiple for multiple in self.multiples))
+
+    def forward(self, left: Float[Tensor, "b 3 y x"], right: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b k y x"]:
+        """Return the disparities of the left image by each output, the last one the best; in eval mode that alone."""
+        self.check_pair(left, right)
+        # One after the other: batch norm takes the statistics of each image's own kind.
+        volume = cost_volume(self.features(left), self.features(right), self.max_disparity // FEATURE_STRIDE)
+        costs = self.compare(volume)
+        if not self.training:
+            costs = costs[-1:]
+        return torch.cat([regress(cost, self.max_disparity, left.shape[2:]) for cost in costs], 1)
+
+    def check_pair(self, left: Tensor, right: Tensor) -> None:
+        """Refuse what is no pair of image batches of one size, whose sides the strides divide."""
+        check_image(self.name, left, 3)
+        check_image(self.name, right, 3)
+        if left.shape != right.shape:
+            fix = "give it both images of each pair, rectified, at one size."
+            raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
+        if any(side % WHOLE_STRIDE for side in left.shape[2:]):
+            top, end = (-side % WHOLE_STRIDE for side in left.shape[2:])
+            fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
+            problem = f"the sides must be multiples of {WHOLE_STRIDE}."
+            raise shape_error(self.name, problem, fix, left=left, right=right)
+
+
+def psmnet(
+    operator: str | Operator | None = None,
+    *,
+    max_disparity: int = 192,
+    inner_channels: int = 64,
+    value_channels: int | None = None,
+    heads: int = 1,
+    first_channels: int = 32,
+) -> PSMNet:
+    """Build PSMNet with three stacked hourglasses, and attention with any operator.
+
+    The arguments are `PSMNet`'s.
+
+    Reference: FA §4.2, Table 6.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = psmnet()
+        >>> sum(parameter.numel() for parameter in net.parameters())
+        5224768
+    """
+    options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
+    return PSMNet("psmnet", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options)
+
+
+def psmnet_basic(
+    operator: str | Operator | None = None,
+    *,
+    max_disparity: int = 192,
+    inner_channels: int = 64,
+    value_channels: int | None = None,
+    heads: int = 1,
+    first_channels: int = 32,
+) -> PSMNet:
+    """Build PSMNet's basic model, residual blocks in the place of hourglasses; the arguments are `PSMNet`'s.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = psmnet_basic()
+        >>> sum(parameter.numel() for parameter in net.parameters())
+        3672896
+    """
+    options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
+    return PSMNet(
+        "psmnet_basic", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options
+    )
+
+
+class Features(nn.Module):
+    """Features of one image at a quarter of its sides: four stages, attention if there is any, pooling at four sizes.
+
+    Args:
+        channels: Of the first stage, and of the features.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            *activated(3, channels, stride=2), *activated(channels, channels), *activated(channels, channels)
+        )
+        before = channels
+        for place, (factor, blocks, stride, dilation) in enumerate(STAGES, 1):
+            after = factor * channels
+            stage = [BasicBlock(before, after, stride, dilation)]
+            stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
+            self.add_module(f"layer{place}", nn.Sequential(*stage))
+            before = after
+        self.attention: nn.Module = nn.Identity()
+        self.pools = nn.ModuleList(nn.Sequential(*activated(before, channels, kernel=1)) for _ in POOLS)
+        # What layer2, layer4 and the pooled branches have together.
+        together = (STAGES[1][0] + STAGES[3][0] + len(POOLS)) * channels
+        self.last = nn.Sequential(*activated(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False))
+
+    def forward(self, image: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b c h w"]:
+        """Return the features."""
+        early = self.layer2(self.layer1(self.stem(image)))
+        late = self.attention(self.layer4(self.layer3(early)))
+        sides = late.shape[2:]
+        pooled = []
+        for side, pool in zip(POOLS, self.pools, strict=True):
+            # A grid smaller than the window is one window.
+            branch = pool(F.avg_pool2d(late, [min(side, own) for own in sides]))
+            pooled.append(F.interpolate(branch, sides, mode="bilinear", align_corners=False))
+        return self.last(torch.cat([early, late, *pooled], 1))
+
+
+class Hourglasses(nn.Module):
+    """Compare by three hourglasses; each begins at the same grid, and their outputs are sums: "stacked hourglass".
+
+    Args:
+        channels: Of the features; the volume has twice as many.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(*activated(2 * channels, channels, rank=3), *activated(channels, channels, rank=3))
+        self.residual = residual(channels)
+        self.hourglasses = nn.ModuleList(Hourglass(channels) for _ in range(3))
+        self.classifiers = nn.ModuleList(classifier(channels) for _ in range(3))
+
+    def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
+        """Return the score of every disparity by each hourglass."""
+        entered = self.enter(volume)
+        start = entered + self.residual(entered)
+        grid, way_down, way_up = start, None, None
+        scores: list[Tensor] = []
+        for hourglass, classify in zip(self.hourglasses, self.classifiers, strict=True):
+            out, down, way_up = hourglass(grid, way_down, way_up)
+            # Every later way up is joined by the first one's way down.
+            way_down = down if way_down is None else way_down
+            grid = start + out
+            score = classify(grid)
+            scores.append(score + scores[-1] if scores else score)
+        return scores
+
+
+class ResidualBlocks(nn.Module):
+    """Compare by four residual blocks and one output: the "basic" network.
+
+    Args:
+        channels: Of the features; the volume has twice as many.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(*activated(2 * channels, channels, rank=3), *activated(channels, channels, rank=3))
+        self.blocks = nn.ModuleList(residual(channels) for _ in range(4))
+        self.classify = classifier(channels)
+
+    def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
+        """Return the score of every disparity, in a list as the hourglasses do."""
+        grid = self.enter(volume)
+        for block in self.blocks:
+            grid = grid + block(grid)
+        return [self.classify(grid)]
+
+
+def cost_volume(
+    left: Float[Tensor, "b c h w"], right: Float[Tensor, "b c h w"], disparities: int
+) -> Float[Tensor, "b e i h w"]:
+    """Put beside the left features, for every disparity i, the right ones i cells further left: 2 c channels.
+
+    Cells that the right image does not show at this disparity, x < i, are 0 in all channels.
+
+    Example:
+        >>> left, right = torch.tensor([[[[1.0, 2, 3]]]]), torch.tensor([[[[4.0, 5, 6]]]])
+        >>> cost_volume(left, right, 2)[0, :, :, 0]
+        tensor([[[1., 2., 3.],
+                 [0., 2., 3.]],
+        <BLANKLINE>
+                [[4., 5., 6.],
+                 [0., 4., 5.]]])
+    """
+    batch, channels, height, width = left.shape
+    volume = left.new_zeros(batch, 2 * channels, disparities, height, width)
+    for shift in range(min(disparities, width)):
+        volume[:, :channels, shift, :, shift:] = left[..., shift:]
+        volume[:, channels:, shift, :, shift:] = right[..., : width - shift]
+    return volume
+
+
+def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, sides: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
+    """Enlarge scores to all disparities and pixels, and return the mean disparity under their softmax."""
+    # In float32 at least, and without a product that autocast rounds: bfloat16 knows no 129.5.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    enlarged = F.interpolate(scores, (disparities, *sides), mode="trilinear", align_corners=False)[:, 0]
+    values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
+    return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
+
+
+def attention_of(operator: str | Operator, channels: int, heads: int, options: dict[str, Any]) -> GridAttention:
+    """Build attention with linear maps of all that it reads and of its response, the identity at first."""
+    if isinstance(operator, str) and operator not in OPERATORS:
+        raise unknown("models.PSMNet", "operator", operator, OPERATORS)
+    row = OPERATORS[operator] if isinstance(operator, str) else operator
+    project = "qkvo" if row.reads_keys else "qvo"
+    return GridAttention(channels, operator, heads=heads, project=project, residual=True, **options)

@@ -1,0 +1,72 @@
+"""What `farfield predict` writes of stereo pairs: a folder of disparities, as numbers and as colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+from numpy.typing import NDArray
+from PIL import Image
+
+from farfield.tasks.checkpoints import written
+from farfield.tasks.predictions import MaskFolder, beside
+from farfield.tasks.stereo import Matched
+
+# Red, green and blue from far to near, evenly spaced; between them they are interpolated.
+COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
+
+
+class DisparityFolder(MaskFolder):
+    """Write the predictions of `Stereo` to a folder: `disparity/<name>.pfm` and `colours/<name>.png`.
+
+    The PFM files hold pixels, little-endian, and are of the left images' sizes. Colours go from blue, 0, to red, the
+    largest disparity of the pair. How the folder appears, and what it is refused for: see `MaskFolder`.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+    """
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Matched,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the disparities of each pair."""
+        folder = beside(self.place(trainer))
+        for name, values in zip(prediction.names, prediction.disparities, strict=True):
+            disparity = values.numpy()
+            with written(folder / "disparity" / f"{name}.pfm") as file:
+                # Pillow's name for the family that PFM belongs to.
+                Image.fromarray(disparity).save(file, "PPM")
+            with written(folder / "colours" / f"{name}.png") as file:
+                coloured(disparity).save(file, "PNG")
+
+
+def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
+    """Draw disparities in colours, as a palette image: blue 0, red the largest; black where there is no number.
+
+    Args:
+        disparity: `(height, width)`.
+        largest: What is red; the largest finite disparity by default.
+
+    Example:
+        >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
+        (122, 4, 3)
+    """
+    finite = np.isfinite(disparity)
+    if largest is None:
+        largest = float(disparity[finite].max(initial=0))
+    share = np.clip(np.where(finite, disparity, 0) / max(largest, 1e-6), 0, 1)
+    # The first entry of the palette is for what is not known.
+    image = Image.fromarray(np.where(finite, 1 + np.rint(254 * share), 0).astype(np.uint8))
+    stops = np.linspace(0, 1, len(COLOURS))
+    rows = [np.interp(np.linspace(0, 1, 255), stops, channel) for channel in zip(*COLOURS, strict=True)]
+    image.putpalette([0, 0, 0, *np.rint(np.stack(rows, 1)).astype(int).ravel().tolist()])
+    return image

@@ -1,0 +1,228 @@
+"""Stereo: disparities learned over the pixels whose disparity is known and small enough, and how wrong they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+
+from farfield._checks import shape_error
+from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.replay import Replay
+
+# Of the losses of PSMNet's three outputs; a network with fewer has the last of them.
+WEIGHTS = (0.5, 0.7, 1.0)
+# Frames that PSMNet's code measures at a time.
+GROUP = 8
+# What the sides of images are padded to multiples of, where a network does not say.
+MULTIPLES = (16, 16)
+
+
+class Matched(NamedTuple):
+    """What `predict_step` returns for a batch: paths and names of the left images, and their disparities."""
+
+    paths: list[str]
+    names: list[str]
+    disparities: list[Tensor]
+
+
+class Stereo(LightningModule):
+    """Train a network that gives each pixel of the left image of a pair its disparity, with PSMNet's settings.
+
+    `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
+
+    Adam at a constant learning rate. Pixels of unknown disparity, which data give as infinite, and those at or above
+    the largest count nowhere; a batch without any other has a loss of 0. In evaluation pairs are padded at the top and
+    on the right to what the network's strides divide, and the disparities are cropped again. Logged: `train/loss`, for
+    `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and `learning_rate`.
+
+    A checkpoint holds the network's weights and these numbers; never the network's code.
+
+    Args:
+        network: Any module from images `(batch, 3, height, width)`, left and right, to disparities
+            `(batch, outputs, height, width)`, three outputs at most, the last one the best.
+        learning_rate: Of Adam.
+        betas: Of Adam.
+        max_disparity: Below what disparities count; the network's own by default, 192 where it says none.
+
+    Raises:
+        ShapeError: In the first batch, if the network's disparities are not of the images' size.
+
+    Reference: FA §4.2; Chang and Chen 2018.
+
+    Example:
+        >>> from farfield import models
+        >>> module = Stereo(models.psmnet_basic(max_disparity=32, first_channels=8)).eval()
+        >>> module(torch.zeros(1, 3, 30, 50), torch.zeros(1, 3, 30, 50)).shape
+        torch.Size([1, 1, 30, 50])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        max_disparity: int | None = None,
+    ) -> None:
+        super().__init__()
+        # The network itself would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        own = getattr(network, "max_disparity", 192)
+        self.max_disparity: float = own if max_disparity is None else max_disparity
+        self.errors = DisparityErrors(self.max_disparity)
+        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        self.train()
+
+    def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
+        """Return the disparities by each output of the network, for images of any size."""
+        height, width = left.shape[2:]
+        multiples = getattr(self.network, "multiples", MULTIPLES)
+        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
+        dtype = next(self.network.parameters()).dtype
+        images = [padded(image.to(dtype), multiples) for image in (left, right)]
+        disparities = self.network(*images)
+        if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
+            problem = "the network must give (batch, outputs, height, width), of the images' size."
+            fix = "another network, or enlarge its disparities."
+            raise shape_error("Stereo", problem, fix, left=images[0], disparities=disparities)
+        return disparities[..., -height:, :width]
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        left, right, disparity = batch
+        loss = loss_of(self(left, right).float(), disparity, self.max_disparity)
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(left))
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the errors of the pairs before."""
+        self.errors.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        """Measure the errors of a validation pair."""
+        left, right, disparity = batch
+        self.errors.update(self(left, right)[:, -1], disparity)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the errors of all validation pairs."""
+        self._measure("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the errors of all test pairs."""
+        self._measure("test")
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, list[str], list[str]], batch_idx: int) -> Matched:
+        """Return the disparities of the left images."""
+        left, right, paths, names = batch
+        return Matched(list(paths), list(names), list(self(left, right)[:, -1].float().cpu()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        settings = self.hparams
+        return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    def _measure(self, stage: str) -> None:
+        values = self.errors.compute()
+        if not self.errors.measured:
+            rank_zero_warn(f"Stereo: no pixel has a known disparity below {self.max_disparity}; all errors are 0.")
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
+
+
+class DisparityErrors(Metric):
+    """How far disparities are from the true ones, over the pixels whose true one is known and below the largest.
+
+    * `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
+    * `epe_batches_of_8`, as PSMNet's code measures it: the mean over groups of eight frames, in their order, of the
+      mean over the pixels of each; a group without a pixel counts as 0;
+    * `error_3px`: the share of pixels with `|d - d*| > 3`;
+    * `d1`, KITTI's: of those whose error is above 5 % of d* too.
+
+    Without one pixel all are 0. With several processes the groups are of the frames of each, in the order of processes.
+
+    Args:
+        max_disparity: Below what true disparities count.
+
+    Example:
+        >>> errors = DisparityErrors(192)
+        >>> errors.update(torch.tensor([[[1.0, 9.0, 50.0]]]), torch.tensor([[[2.0, 4.0, float("inf")]]]))
+        >>> {name: float(value) for name, value in errors.compute().items()}
+        {'epe': 3.0, 'epe_batches_of_8': 3.0, 'error_3px': 0.5, 'd1': 0.5}
+    """
+
+    full_state_update = False
+    sums: list[Tensor]
+
+    def __init__(self, max_disparity: float) -> None:
+        super().__init__()
+        self.max_disparity, self.measured = max_disparity, False
+        self.add_state("sums", [], dist_reduce_fx="cat")
+
+    def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
+        """Add frames: of each the sum of errors, the wrong pixels by both rules, and the pixels."""
+        known = known_below(truth, self.max_disparity)
+        error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
+        wrong = error > 3
+        outliers = wrong & (error > 0.05 * truth)
+        each = (part.double().flatten(1).sum(1) for part in (error, wrong, outliers, known))
+        self.sums.append(torch.stack(list(each), 1))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the four measures."""
+        sums = self.sums if isinstance(self.sums, Tensor) else torch.cat(self.sums or [torch.zeros(1, 4)])
+        error, wrong, outliers, pixels = sums.sum(0)
+        self.measured, whole = bool(pixels > 0), pixels.clamp(min=1)
+        groups = torch.stack([group.sum(0) for group in sums.split(GROUP)])
+        values = {"epe": error / whole, "epe_batches_of_8": (groups[:, 0] / groups[:, 3].clamp(min=1)).mean()}
+        values |= {"error_3px": wrong / whole, "d1": outliers / whole}
+        return {name: value.float() for name, value in values.items()}
+
+
+def loss_of(
+    disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
+) -> Float[Tensor, ""]:
+    """Sum the smooth L1 losses of all outputs, weighted, over the pixels that count; 0 where none does."""
+    known = known_below(truth, max_disparity)
+    # Picked out, and not multiplied by 0: what is not known is infinite.
+    target, pixels = truth[known], known.sum().clamp(min=1)
+    losses = [
+        weight * functional.smooth_l1_loss(output[known], target, reduction="sum") / pixels
+        for weight, output in zip(WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
+    """Tell the pixels that count: those whose disparity is known, so not infinite, and below the largest."""
+    return truth < max_disparity
+
+
+def padded(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
+    """Pad an image at the top and on the right with 0, which is the mean colour, to multiples of two numbers.
+
+    Example:
+        >>> padded(torch.zeros(1, 3, 540, 960), (16, 16)).shape
+        torch.Size([1, 3, 544, 960])
+    """
+    top, right = (-side % multiple for side, multiple in zip(image.shape[2:], multiples, strict=True))
+    return functional.pad(image, (0, right, top, 0))
