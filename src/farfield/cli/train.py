@@ -3,6 +3,7 @@
     farfield fit --config recipes/digits.yaml
     farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
+    farfield fit --config recipes/sagan_cifar10.yaml # `task: generate` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -29,14 +30,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
+import farfield.data.generate
 import farfield.data.restore
 import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
+from farfield.tasks.generate import Generate
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
+from farfield.tasks.samples import SampleFolder
 from farfield.tasks.segment import Segment
 
 NETWORK = "--model.network"
@@ -54,6 +58,8 @@ TASKS = {
     "classify": Task(Classify, "val/accuracy", "max"),
     "segment": Task(Segment, "val/miou", "max"),
     "restore": Task(Restore, "val/loss", "min"),
+    # No loss of a GAN says how good its images are: the last epoch counts as the best one.
+    "generate": Task(Generate, "epoch", "max"),
 }
 
 
@@ -89,6 +95,8 @@ class Training(LightningCLI):
             parser.add_lightning_class_args(PredictionTable, "predictions")
         elif self.task == "segment":
             parser.add_lightning_class_args(MaskFolder, "predictions")
+        elif self.task == "generate":
+            parser.add_lightning_class_args(SampleFolder, "predictions")
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
@@ -159,7 +167,7 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.task in ("classify", "segment"):
+        if self.task in ("classify", "segment", "generate"):
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":

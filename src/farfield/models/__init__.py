@@ -9,6 +9,7 @@ from farfield.models.catalog import (
     deeplab_compact,
     deeplab_v2,
     from_pretrained,
+    i3d_resnet50,
     kanet,
     kanet_kv,
     kanet_qkv,
@@ -17,6 +18,7 @@ from farfield.models.catalog import (
     mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese,
     register_timm,
+    sagan,
     sanet,
     sanet_local,
     sanet_ones,
@@ -25,15 +27,20 @@ from farfield.models.catalog import (
     unet_care,
     unet_projection,
     unet_residual,
+    video_resnet,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
+from farfield.models.sagan import SAGAN
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
+from farfield.models.video import I3D, VideoResNet
 
 __all__ = [
     "CLASSIFIERS",
+    "I3D",
     "MODELS",
+    "SAGAN",
     "STAGES",
     "VARIANTS",
     "CompactNet",
@@ -43,12 +50,14 @@ __all__ = [
     "Stage",
     "UNet",
     "Variant",
+    "VideoResNet",
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
     "deeplab_compact",
     "deeplab_v2",
     "from_pretrained",
+    "i3d_resnet50",
     "kanet",
     "kanet_kv",
     "kanet_qkv",
@@ -58,6 +67,7 @@ __all__ = [
     "mobilenet_v2_kronecker_kv",
     "mobilenet_v2_siamese",
     "register_timm",
+    "sagan",
     "sanet",
     "sanet_local",
     "sanet_ones",
@@ -66,4 +76,5 @@ __all__ = [
     "unet_care",
     "unet_projection",
     "unet_residual",
+    "video_resnet",
 ]
