@@ -7,7 +7,8 @@
 Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own. Finished runs are not run again; one
 that was killed goes on. There is no Inception network here, so what is measured is not FID: a kernel distance
 (torchmetrics) between features that a small classifier of CIFAR-10 has of samples and of held-out images, and how many
-samples that classifier takes for the class they were drawn as. Both depend on the classifier: compare them within one table.
+samples that classifier takes for the class they were drawn as. Both depend on the classifier: compare them within one
+table.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ def images_of(paths: list[Path]) -> Tensor:
 
 def table(results: dict[str, dict[str, float]]) -> str:
     """Lay out what was measured as Markdown."""
-    lines = ["| attention | steps | kernel distance | taken for its class, % | minutes of a core |", "|---|---|---|---|---|"]
+    lines = [
+        "| attention | steps | kernel distance | taken for its class, % | minutes of a core |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in results.items():
         distance = f"{found['distance']:.2f} ± {found['distance_spread']:.2f}"
         minutes = found.get("processor_minutes", "not counted")

@@ -97,6 +97,8 @@ class Training(LightningCLI):
             parser.add_lightning_class_args(MaskFolder, "predictions")
         elif self.task == "generate":
             parser.add_lightning_class_args(SampleFolder, "predictions")
+            # The norms of the averaged generator are measured at the end of the epoch, after its validation.
+            parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")

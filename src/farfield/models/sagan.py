@@ -1,4 +1,4 @@
-"""SAGAN: a generator of images and its discriminator, residual blocks under spectral norm, attention at a chosen side."""
+"""SAGAN: a generator of images and its discriminator, residual blocks under spectral norm, attention in one place."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         self,
         model: str = "sagan",
         *,
-        operator: str | Operator | None = "softmax_pooled",
+        operator: str | Operator | None = None,
         side: int = 128,
         attention_at: int = 32,
         num_classes: int = 1000,
@@ -309,7 +309,7 @@ def sagan(
         >>> with torch.device("meta"):
         ...     net = sagan()
         >>> sum(parameter.numel() for parameter in net.generator.parameters())
-        42111812
+        42078852
     """
     return SAGAN(
         operator=operator,

@@ -121,10 +121,10 @@ class Bottleneck(nn.Module):
 
 
 class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
-    """Classify clips: ResNet-50 inflated over time, non-local blocks after every other block of its third and fourth stage.
+    """Classify clips: ResNet-50 inflated over time, attention behind every other block of its third and fourth stage.
 
-    A clip of 8 frames of 224x224 attends on (4, 28, 28) cells of 512 channels, FA's example, and on (4, 14, 14) of 1024.
-    28,043,472 parameters without attention and 7,358,464 in its five blocks.
+    A clip of 8 frames of 224x224 attends on (4, 28, 28) cells of 512 channels, FA's example, and on (4, 14, 14) of
+    1024. 28,043,472 parameters without attention and 7,358,464 in its five blocks.
 
     Args:
         model: `"i3d_resnet50"`.
@@ -149,7 +149,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         self,
         model: str = "i3d_resnet50",
         *,
-        operator: str | Operator | None = "softmax_pooled",
+        operator: str | Operator | None = None,
         num_classes: int = 400,
         dropout: float = 0.5,
     ) -> None:
@@ -212,7 +212,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         model: str = "video_resnet",
         *,
         backbone: str = "r3d_18",
-        operator: str | Operator | None = "factorized_gaussian",
+        operator: str | Operator | None = None,
         where: Sequence[str] = ("layer3",),
         channels: int = 64,
         num_classes: int = 400,
@@ -267,10 +267,8 @@ def video_resnet(
     channels: int = 64,
     num_classes: int = 400,
 ) -> VideoResNet:
-    """Build a video ResNet of torchvision with attention behind some of its layers. The arguments are `VideoResNet`'s."""
-    return VideoResNet(
-        backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes
-    )
+    """Build a video ResNet of torchvision, attention behind some of its layers. The arguments are `VideoResNet`'s."""
+    return VideoResNet(backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes)
 
 
 def build_stage(stage: Stage, channels: int, operator: str | Operator | None) -> nn.Sequential:
@@ -303,7 +301,9 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
     """
     own = {name: tensor for name, tensor in net.state_dict().items() if ".attention." not in name}
     own = {name: tensor for name, tensor in own.items() if not name.startswith("fc.")}
-    flat = {name: tensor.shape[:2] + tensor.shape[3:] if tensor.dim() == 5 else tensor.shape for name, tensor in own.items()}
+    flat = {
+        name: tensor.shape[:2] + tensor.shape[3:] if tensor.dim() == 5 else tensor.shape for name, tensor in own.items()
+    }
     wrong = [name for name, shape in flat.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise ValueError(

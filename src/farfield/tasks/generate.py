@@ -98,9 +98,7 @@ class Generate(LightningModule):
             average = get_ema_multi_avg_fn(averaging)
             self.averaged = AveragedModel(self.network.generator, multi_avg_fn=average).requires_grad_(False)
 
-    def forward(
-        self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None
-    ) -> Float[Tensor, "b 3 h w"]:
+    def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None) -> Float[Tensor, "b 3 h w"]:
         """Return images of the generator that samples come from, pixels between -1 and 1."""
         generator = self.network.generator if self.averaged is None else self.averaged
         return generator(noise, labels)
@@ -110,8 +108,8 @@ class Generate(LightningModule):
         classes = getattr(getattr(self.trainer, "datamodule", None), "classes", None)
         if classes and self.num_classes not in (0, len(classes)):
             raise ValueError(
-                f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build it with "
-                f"num_classes={len(classes)}, or 0 to leave classes out (--model.network.num_classes)."
+                f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build it "
+                f"with num_classes={len(classes)}, or 0 to leave classes out (--model.network.num_classes)."
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
