@@ -4,8 +4,8 @@
     python benchmarks/gan.py table                                 # the table again, from what is finished
     python benchmarks/gan.py picture --picture samples.png         # samples of each, one class a column
 
-Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own. Finished runs are not run again; one
-that was killed goes on. There is no Inception network here, so what is measured is not FID: a kernel distance
+Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own; a finished one is not run again,
+and one that was killed goes on. There is no Inception network here, so what is measured is not FID: a kernel distance
 (torchmetrics) between features that a small classifier of CIFAR-10 has of samples and of held-out images, and how many
 samples that classifier takes for the class they were drawn as. Both depend on the classifier: compare them within one
 table.
