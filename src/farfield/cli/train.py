@@ -4,6 +4,7 @@
     farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
     farfield fit --config recipes/middlebury.yaml    # `task: stereo` in it
+    farfield fit --config recipes/sagan_cifar10.yaml # `task: generate` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,6 +31,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
+import farfield.data.generate
 import farfield.data.restore
 import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
@@ -37,9 +39,11 @@ from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.disparities import DisparityFolder
+from farfield.tasks.generate import Generate
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
+from farfield.tasks.samples import SampleFolder
 from farfield.tasks.segment import Segment
 from farfield.tasks.stereo import Stereo
 
@@ -47,18 +51,28 @@ NETWORK = "--model.network"
 
 
 class Task(NamedTuple):
-    """What is trained, and by which of its numbers the best epoch is found."""
+    """What is trained, by which of its numbers the best epoch is found, and what writes its predictions.
+
+    Attributes:
+        module: The task.
+        monitor: What it logs.
+        mode: Whether the most or the least of it is best.
+        predictions: The callback; None if the task writes them itself.
+    """
 
     module: type[LightningModule]
     monitor: str
     mode: str
+    predictions: type[Callback] | None = None
 
 
 TASKS = {
-    "classify": Task(Classify, "val/accuracy", "max"),
-    "segment": Task(Segment, "val/miou", "max"),
+    "classify": Task(Classify, "val/accuracy", "max", PredictionTable),
+    "segment": Task(Segment, "val/miou", "max", MaskFolder),
     "restore": Task(Restore, "val/loss", "min"),
-    "stereo": Task(Stereo, "val/epe", "min"),
+    "stereo": Task(Stereo, "val/epe", "min", DisparityFolder),
+    # No loss of a GAN says how good its images are: the last epoch counts as the best one.
+    "generate": Task(Generate, "epoch", "max", SampleFolder),
 }
 
 
@@ -90,13 +104,12 @@ class Training(LightningCLI):
         """Add `--task`, `--checkpoint` and where predictions go, and the defaults of the trainer."""
         parser.add_argument("--task", default=self.task, choices=list(TASKS), help="what is trained")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        if self.task == "classify":
-            parser.add_lightning_class_args(PredictionTable, "predictions")
-        elif self.task == "segment":
-            parser.add_lightning_class_args(MaskFolder, "predictions")
-        elif self.task == "stereo":
-            parser.add_lightning_class_args(DisparityFolder, "predictions")
-        elif self.task == "restore":
+        if (writer := TASKS[self.task].predictions) is not None:
+            parser.add_lightning_class_args(writer, "predictions")
+        if self.task == "generate":
+            # The norms of the averaged generator are measured at the end of the epoch, after its validation.
+            parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
+        if self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
             parser.add_argument("--tile", type=list[int] | int | None, help="cells a side at a time; null: by memory")
@@ -166,7 +179,7 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.task in ("classify", "segment", "stereo"):
+        if TASKS[self.task].predictions is not None:
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":

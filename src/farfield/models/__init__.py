@@ -9,6 +9,7 @@ from farfield.models.catalog import (
     deeplab_compact,
     deeplab_v2,
     from_pretrained,
+    i3d_resnet50,
     kanet,
     kanet_kv,
     kanet_qkv,
@@ -19,6 +20,7 @@ from farfield.models.catalog import (
     psmnet,
     psmnet_basic,
     register_timm,
+    sagan,
     sanet,
     sanet_local,
     sanet_ones,
@@ -27,16 +29,21 @@ from farfield.models.catalog import (
     unet_care,
     unet_projection,
     unet_residual,
+    video_resnet,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
 from farfield.models.psmnet import PSMNet
+from farfield.models.sagan import SAGAN
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
+from farfield.models.video import I3D, VideoResNet
 
 __all__ = [
     "CLASSIFIERS",
+    "I3D",
     "MODELS",
+    "SAGAN",
     "STAGES",
     "VARIANTS",
     "CompactNet",
@@ -47,12 +54,14 @@ __all__ = [
     "Stage",
     "UNet",
     "Variant",
+    "VideoResNet",
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
     "deeplab_compact",
     "deeplab_v2",
     "from_pretrained",
+    "i3d_resnet50",
     "kanet",
     "kanet_kv",
     "kanet_qkv",
@@ -64,6 +73,7 @@ __all__ = [
     "psmnet",
     "psmnet_basic",
     "register_timm",
+    "sagan",
     "sanet",
     "sanet_local",
     "sanet_ones",
@@ -72,4 +82,5 @@ __all__ = [
     "unet_care",
     "unet_projection",
     "unet_residual",
+    "video_resnet",
 ]

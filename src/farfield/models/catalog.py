@@ -12,8 +12,10 @@ from farfield._checks import unknown
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.psmnet import PSMNet, psmnet, psmnet_basic
+from farfield.models.sagan import SAGAN, sagan
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
+from farfield.models.video import I3D, VideoResNet, i3d_resnet50, video_resnet
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -198,12 +200,16 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     unet_projection=unet_projection,
     psmnet=psmnet,
     psmnet_basic=psmnet_basic,
+    i3d_resnet50=i3d_resnet50,
+    video_resnet=video_resnet,
+    sagan=sagan,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 FAMILIES |= {"psmnet": PSMNet, "psmnet_basic": PSMNet}
+FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 

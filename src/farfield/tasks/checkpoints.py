@@ -160,7 +160,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
 
     Args:
         trainer: The trainer after `fit`.
-        module: A task with a `network`.
+        module: A task with a `network`; its method `exported`, if it has one, returns what is written in its place.
         folder: Where to write.
 
     Returns:
@@ -170,7 +170,8 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     if not (trainer.is_global_zero and best):
         return None
     module.load_state_dict(read(Path(best))["state_dict"])
-    network: Any = module.network
+    exported: Callable[[], Any] | None = getattr(module, "exported", None)
+    network: Any = module.network if exported is None else exported()
     save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
     with tempfile.TemporaryDirectory(dir=_made(folder), prefix=".") as beside:
         if save is None:

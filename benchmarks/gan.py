@@ -1,0 +1,178 @@
+"""Train small SAGANs on CIFAR-10 with and without attention, equal budgets: a table, and samples as a picture.
+
+    python benchmarks/gan.py train --root data/cifar10 --classifier runs/cifar10-mobilenet_v2-1/version_0
+    python benchmarks/gan.py table                                 # the table again, from what is finished
+    python benchmarks/gan.py picture --picture samples.png         # samples of each, one class a column
+
+Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own; a finished one is not run again,
+and one that was killed goes on. There is no Inception network here, so what is measured is not FID: a kernel distance
+(torchmetrics) between features that a small classifier of CIFAR-10 has of samples and of held-out images, and how many
+samples that classifier takes for the class they were drawn as. Both depend on the classifier: compare them within one
+table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "sagan_cifar10.yaml"
+OPERATORS = ["softmax_pooled", "none", "factorized_gaussian"]
+# Samples that are measured, and in how many subsets of how many the kernel distance is averaged.
+SAMPLES, SUBSETS, SUBSET = 2000, 50, 500
+ROWS = 6
+
+
+def run(command: str, *options: str) -> None:
+    """Run a command of farfield; what it prints goes to the log."""
+    subprocess.run([sys.executable, "-m", "farfield.cli", command, *options], check=True)
+
+
+def train(folder: Path, root: Path, classifier: Path, operator: str, seed: int, options: list[str]) -> None:
+    """Fit one network, draw samples, and note what was measured and the minutes a core worked."""
+    result = folder / "result.json"
+    if result.exists():
+        return
+    common = ["--config", str(RECIPE), "--data.root", str(root), "--trainer.default_root_dir", str(folder)]
+    common += ["--model.network.operator", "null" if operator == "none" else operator]
+    resumed = ["--ckpt_path", "last"] if list(folder.glob("version_*/checkpoints/last.ckpt")) else []
+    run("fit", *common, *options, "--seed_everything", str(seed), *resumed)
+    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    spent = {} if resumed else {"processor_minutes": round(processor_minutes(), 1)}
+    drawn = folder / "samples"
+    if not drawn.exists():
+        options = ["--data.samples", str(SAMPLES), "--predictions.path", str(drawn)]
+        run("predict", *common, *options, "--ckpt_path", "last")
+    steps = torch.load(next(folder.glob("version_*/checkpoints/last.ckpt")), weights_only=True)["global_step"]
+    values = measure(drawn, root, classifier)
+    # Both optimizers count.
+    result.write_text(json.dumps({"steps": steps // 2, **spent, **values}, indent=2) + "\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
+
+
+class Features(nn.Module):
+    """A classifier's pooled features of `uint8` images, normed as it was trained."""
+
+    def __init__(self, classifier: Path) -> None:
+        super().__init__()
+        from farfield import models
+
+        net: Any = models.from_pretrained(classifier)
+        self.head, self.body = net.classifier, net
+        net.reset_classifier(0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the features; in parts, which takes less memory."""
+        from farfield.data.classify import IMAGENET
+
+        mean, deviation = (torch.tensor(colour)[:, None, None] for colour in IMAGENET)
+        with torch.no_grad():
+            parts = [self.body((part / 255 - mean) / deviation) for part in images.split(250)]
+        return torch.cat(parts)
+
+
+def measure(drawn: Path, root: Path, classifier: Path) -> dict[str, float]:
+    """Measure samples against held-out images: the kernel distance, and how many are what they were drawn as."""
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    features, random = Features(classifier), np.random.default_rng(0)
+    classes = sorted(path.name for path in (root / "val").iterdir())
+    samples = images_of(sorted(drawn.glob("[0-9]*.png")))
+    held, trained = (
+        images_of([*random.choice(sorted(root.glob(f"{part}/*/*")), SAMPLES, replace=False)])
+        for part in ("val", "train")
+    )
+    values = {}
+    for name, images in {"distance": samples, "distance_of_training_images": trained}.items():
+        torch.manual_seed(0)
+        metric = KernelInceptionDistance(feature=features, subsets=SUBSETS, subset_size=SUBSET)
+        metric.update(held, real=True)
+        metric.update(images, real=False)
+        mean, spread = metric.compute()
+        values |= {name: round(float(mean), 4), f"{name}_spread": round(float(spread), 4)}
+    with torch.no_grad():
+        found = features.head(features(samples)).argmax(1)
+    asked = torch.arange(len(samples)) % len(classes)
+    return values | {"recognised": round(float((found == asked).float().mean()), 4)}
+
+
+def images_of(paths: list[Path]) -> Tensor:
+    """Read images of one size."""
+    return torch.stack([torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) for path in paths])
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Lay out what was measured as Markdown."""
+    lines = [
+        "| attention | steps | kernel distance | taken for its class, % | minutes of a core |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        distance = f"{found['distance']:.2f} ± {found['distance_spread']:.2f}"
+        minutes = found.get("processor_minutes", "not counted")
+        lines.append(f"| `{name}` | {found['steps']} | {distance} | {100 * found['recognised']:.1f} | {minutes} |")
+    any_of = next(iter(results.values()), None)
+    if any_of:
+        distance = f"{any_of['distance_of_training_images']:.2f} ± {any_of['distance_of_training_images_spread']:.2f}"
+        lines.append(f"| training images | | {distance} | | |")
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, Path], file: Path) -> None:
+    """Draw the first samples of each run, never chosen, one class a column."""
+    import matplotlib.pyplot as plt
+
+    from farfield.tasks.generate import sheet
+
+    figure, axes = plt.subplots(1, len(runs), figsize=(4.2 * len(runs), 3), squeeze=False, layout="constrained")
+    for place, (name, folder) in zip(axes[0], runs.items(), strict=True):
+        paths = sorted((folder / "samples").glob("[0-9]*.png"))[: ROWS * 10]
+        place.imshow(sheet(images_of(paths), 10).numpy(), interpolation="nearest")
+        place.set_title(name.replace("-", ", seed "), fontsize=9)
+        place.axis("off")
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    """Train, tabulate or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["train", "table", "picture"])
+    parser.add_argument("--root", type=Path, default=Path("data/cifar10"))
+    parser.add_argument("--classifier", type=Path, help="folder of a classifier of the same images (train)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/gan"))
+    parser.add_argument("--operators", nargs="+", default=OPERATORS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--picture", type=Path, default=Path("samples.png"))
+    arguments, options = parser.parse_known_args()
+    folders = {
+        f"{name}-{seed}": (arguments.runs / f"{name}-{seed}", name, seed)
+        for seed in arguments.seeds  # a whole table of one seed before the next
+        for name in arguments.operators
+    }
+    if arguments.action == "train":
+        for folder, name, seed in folders.values():
+            train(folder, arguments.root, arguments.classifier, name, seed, options)
+    finished = {key: folder for key, (folder, *_) in folders.items() if (folder / "result.json").exists()}
+    if arguments.action == "picture":
+        picture(finished, arguments.picture)
+    else:
+        print(table({key: json.loads((folder / "result.json").read_text()) for key, folder in finished.items()}))
+
+
+if __name__ == "__main__":
+    main()

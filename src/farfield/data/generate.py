@@ -1,0 +1,69 @@
+"""Images to learn to draw, from the folders that classification reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from farfield.data.classify import ImageFolders
+
+
+class RealImages(ImageFolders):
+    """Read images from folders, one a class, as `ImageFolders` does; pixels between -1 and 1, some images mirrored.
+
+    To predict is to draw samples: a batch is their numbers, and no folder is read.
+
+    Args:
+        root: The folder.
+        image_size: Height and width of the network's images: the shorter side becomes it, then the centre is cut.
+        batch_size: Images a batch, on each device.
+        workers: Loader processes; 0 loads in the main process.
+        mirror: Whether half the training images are mirrored.
+        subset: Number of training images to use, drawn with the same share of each class; None uses all.
+        samples: How many samples `predict` draws.
+        seed: Seed of split and subset.
+
+    Raises:
+        FolderError: As `ImageFolders` does.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        image_size: int = 128,
+        batch_size: int = 64,
+        workers: int = 2,
+        mirror: bool = True,
+        subset: int | None = None,
+        samples: int = 80,
+        seed: int = 0,
+    ) -> None:
+        settings: dict[str, Any] = {"image_size": image_size, "batch_size": batch_size, "workers": workers}
+        half = (0.5, 0.5, 0.5)
+        super().__init__(root, augmentation="none", subset=subset, seed=seed, colours=(half, half), **settings)
+        self.samples = samples
+        if mirror:
+            self.training_transform = v2.Compose([self.training_transform, v2.RandomHorizontalFlip()])
+
+    def prepare_data(self) -> None:
+        """Check all folders and decode all files, unless samples are drawn; runs in one process of each machine."""
+        if self.trainer is None or not self.trainer.predicting:
+            super().prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """List the images of train, val and test; there are none to predict."""
+        if stage != "predict":
+            super().setup(stage)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the numbers of the samples to draw."""
+        numbers: Any = range(self.samples)
+        return self._loader(numbers, num_workers=0, persistent_workers=False)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise images on the device; numbers stay what they are."""
+        return batch if isinstance(batch, Tensor) else super().on_after_batch_transfer(batch, dataloader_idx)

@@ -1,0 +1,339 @@
+"""Networks for clips: the non-local I3D-ResNet-50, and torchvision's video ResNets with attention at chosen layers.
+
+Clips are `(batch, 3, frames, height, width)`; attention is over time and both sides of the frames at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import shape_error, unknown
+from farfield.insertion import insert
+from farfield.models.compact import check_whole, name_of
+from farfield.models.storage import Stored
+from farfield.nn.attention import GridAttention
+from farfield.ops.grid import pooled
+from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+
+BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
+# A bottleneck ends with this many times its inner channels.
+EXPANSION = 4
+
+
+class Stage(NamedTuple):
+    """A stage of I3D-ResNet-50: its inner channels, one kernel over time a block, its stride over the frames' sides.
+
+    `attending`: the blocks that a non-local block follows.
+    """
+
+    inner: int
+    temporal: tuple[int, ...]
+    stride: int
+    attending: tuple[int, ...] = ()
+
+
+STAGES = (
+    Stage(inner=64, temporal=(3, 3, 3), stride=1),
+    Stage(inner=128, temporal=(3, 1, 3, 1), stride=2, attending=(1, 3)),
+    Stage(inner=256, temporal=(3, 1, 3, 1, 3, 1), stride=2, attending=(1, 3, 5)),
+    Stage(inner=512, temporal=(1, 3, 1), stride=2),
+)
+
+
+class NonLocalBlock(nn.Module):
+    """Attention in half the channels, batch norm that starts at zero, and the input: at first the identity.
+
+    `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
+
+    Products are divided by the root of the inner channels. `softmax_pooled`, the published block, pools windows of
+    (1, 2, 2) cells of (time, height, width); every other row has the cells it has anywhere.
+
+    Args:
+        channels: Of the grid.
+        operator: A name of `ops.OPERATORS` or an `Operator`.
+
+    Reference: FA §3.4, Wang et al. 2018.
+
+    Example:
+        >>> grid = torch.randn(2, 16, 4, 7, 7)
+        >>> torch.equal(NonLocalBlock(16, "softmax_pooled")(grid), grid)
+        True
+    """
+
+    def __init__(self, channels: int, operator: str | Operator) -> None:
+        super().__init__()
+        row = OPERATORS[operator] if isinstance(operator, str) else operator
+        if operator == "softmax_pooled":
+            row = dataclasses.replace(row, answers=pooled((1, 2, 2)))
+        inner = channels // 2
+        sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
+        if row.coefficients is softmax_of_products:
+            sizes["scale"] = inner**-0.5
+        self.attention = GridAttention(channels, row, project="qkvo" if row.reads_keys else "qvo", **sizes)
+        for linear in self.attention.children():
+            if isinstance(linear, nn.Linear):
+                nn.init.normal_(linear.weight, std=0.01)
+                nn.init.zeros_(linear.bias)
+        self.norm = nn.BatchNorm3d(channels)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b c t h w"]:
+        """Return the grid with what its cells have gathered from all others."""
+        return grid + self.norm(self.attention(grid))
+
+
+class Bottleneck(nn.Module):
+    """Convolutions over time, over the frame and of single cells, each with its batch norm, plus the input.
+
+    The names are those of torchvision's ResNet, whose weights `inflate` reads; `attention` comes last, if there is any.
+    """
+
+    def __init__(self, channels: int, inner: int, temporal: int, stride: int, operator: str | Operator | None) -> None:
+        super().__init__()
+        out, strides = EXPANSION * inner, (1, stride, stride)
+        padding = (temporal // 2, 0, 0)
+        self.conv1 = nn.Conv3d(channels, inner, (temporal, 1, 1), padding=padding, bias=False)
+        self.bn1 = nn.BatchNorm3d(inner)
+        self.conv2 = nn.Conv3d(inner, inner, (1, 3, 3), stride=strides, padding=(0, 1, 1), bias=False)
+        self.bn2 = nn.BatchNorm3d(inner)
+        self.conv3 = nn.Conv3d(inner, out, 1, bias=False)
+        self.bn3 = nn.BatchNorm3d(out)
+        self.downsample = None
+        if channels != out or stride > 1:
+            self.downsample = nn.Sequential(
+                nn.Conv3d(channels, out, 1, stride=strides, bias=False), nn.BatchNorm3d(out)
+            )
+        self.attention = nn.Identity() if operator is None else NonLocalBlock(out, operator)
+
+    def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b d t y x"]:
+        """Return the block's grid."""
+        out = torch.relu(self.bn1(self.conv1(grid)))
+        out = torch.relu(self.bn2(self.conv2(out)))
+        shortcut = grid if self.downsample is None else self.downsample(grid)
+        return self.attention(torch.relu(shortcut + self.bn3(self.conv3(out))))
+
+
+class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
+    """Classify clips: ResNet-50 inflated over time, attention behind every other block of its third and fourth stage.
+
+    A clip of 8 frames of 224x224 attends on (4, 28, 28) cells of 512 channels, FA's example, and on (4, 14, 14) of
+    1024. 28,043,472 parameters without attention and 7,358,464 in its five blocks.
+
+    Args:
+        model: `"i3d_resnet50"`.
+        operator: Of the five blocks: a name of `ops.OPERATORS` or an `Operator`; None leaves them out.
+        num_classes: Classes.
+        dropout: Probability before the classifier.
+
+    Raises:
+        LookupError: For an unknown operator.
+        ValueError: For a number out of range.
+
+    Reference: FA §3.4, Wang et al. 2018.
+
+    Example:
+        >>> from farfield import models
+        >>> net = models.i3d_resnet50("factorized", num_classes=5).eval()
+        >>> net(torch.randn(1, 3, 4, 32, 32)).shape
+        torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        model: str = "i3d_resnet50",
+        *,
+        operator: str | Operator | None = None,
+        num_classes: int = 400,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        check_arguments(model, operator, num_classes)
+        self.config = configuration(model, operator) | {"num_classes": num_classes, "dropout": dropout}
+        self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
+        self.bn1 = nn.BatchNorm3d(64)
+        self.pool1 = nn.MaxPool3d((1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1))
+        # Half the frames are enough from the second stage on.
+        self.pool2 = nn.MaxPool3d((2, 1, 1))
+        channels, stages = 64, []
+        for stage in STAGES:
+            stages.append(build_stage(stage, channels, operator))
+            channels = EXPANSION * stage.inner
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(channels, num_classes)
+
+    def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
+        """Return the score of each class."""
+        check_clip("i3d_resnet50", clip, frames=2)
+        grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
+        grid = self.pool2(self.layer1(grid))
+        grid = self.layer4(self.layer3(self.layer2(grid)))
+        return self.fc(self.dropout(grid.mean((2, 3, 4))))
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The clip whose multiply-adds a model card counts: channels, frames and sides."""
+        return 3, 8, side, side
+
+
+class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
+    """Classify clips by a video ResNet of torchvision, with attention inserted behind some of its layers.
+
+    `layer(grid) + attention(layer(grid))`; attention's last map starts at zero, so that the untrained network is
+    torchvision's, to the bit, and its weights (`.network.load_state_dict(…, strict=False)`) fit.
+
+    Args:
+        model: `"video_resnet"`.
+        backbone: `"r3d_18"`, `"mc3_18"` or `"r2plus1d_18"`.
+        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        where: Paths of the layers, as `insert` reads them.
+        channels: Of queries and keys.
+        num_classes: Classes.
+
+    Raises:
+        LookupError: For an unknown backbone, operator or layer.
+        ValueError: For a number out of range.
+
+    Example:
+        >>> from farfield import models
+        >>> net = models.video_resnet("r3d_18", "kronecker_qkv", where=["layer2", "layer3"], num_classes=5)
+        >>> net.eval()(torch.randn(1, 3, 4, 32, 32)).shape
+        torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        model: str = "video_resnet",
+        *,
+        backbone: str = "r3d_18",
+        operator: str | Operator | None = None,
+        where: Sequence[str] = ("layer3",),
+        channels: int = 64,
+        num_classes: int = 400,
+    ) -> None:
+        from torchvision.models import video
+
+        super().__init__()
+        check_arguments(model, operator, num_classes)
+        check_whole(model, "channels", channels, 1)
+        if backbone not in BACKBONES:
+            raise unknown(model, "backbone", backbone, BACKBONES)
+        self.config = configuration(model, operator) | {"backbone": backbone, "where": list(where)}
+        self.config |= {"channels": channels, "num_classes": num_classes}
+        self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
+        if operator is not None:
+            row = OPERATORS[operator] if isinstance(operator, str) else operator
+            options: dict[str, Any] = {"operator": operator, "inner_channels": channels, "residual": True}
+            make = partial(GridAttention, project="qkvo" if row.reads_keys else "qvo", **options)
+            insert(self.network, list(where), make, example=torch.zeros(1, 3, 4, 32, 32))
+
+    def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
+        """Return the score of each class."""
+        check_clip("video_resnet", clip)
+        return self.network(clip)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The clip whose multiply-adds a model card counts: channels, frames and sides."""
+        return 3, 16, side, side
+
+
+def i3d_resnet50(
+    operator: str | Operator | None = "softmax_pooled", *, num_classes: int = 400, dropout: float = 0.5
+) -> I3D:
+    """Build I3D-ResNet-50 with five non-local blocks of any operator, or without. The arguments are `I3D`'s.
+
+    Reference: FA §3.4, Wang et al. 2018.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = i3d_resnet50()
+        >>> sum(parameter.numel() for parameter in net.parameters())
+        35401936
+    """
+    return I3D(operator=operator, num_classes=num_classes, dropout=dropout)
+
+
+def video_resnet(
+    backbone: str = "r3d_18",
+    operator: str | Operator | None = "factorized_gaussian",
+    *,
+    where: Sequence[str] = ("layer3",),
+    channels: int = 64,
+    num_classes: int = 400,
+) -> VideoResNet:
+    """Build a video ResNet of torchvision, attention behind some of its layers. The arguments are `VideoResNet`'s."""
+    return VideoResNet(backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes)
+
+
+def build_stage(stage: Stage, channels: int, operator: str | Operator | None) -> nn.Sequential:
+    """Build the blocks of a stage, of which the first takes the stride and some attend."""
+    blocks = []
+    for index, temporal in enumerate(stage.temporal):
+        stride, attention = stage.stride if index == 0 else 1, operator if index in stage.attending else None
+        blocks.append(Bottleneck(channels, stage.inner, temporal, stride, attention))
+        channels = EXPANSION * stage.inner
+    return nn.Sequential(*blocks)
+
+
+def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
+    """Fill I3D with the weights of a ResNet-50 for images: each kernel repeated over time and divided by its length.
+
+    Attention and classifier stay as they are.
+
+    Args:
+        net: Changed in place.
+        tensors: The state dict of torchvision's `resnet50`.
+
+    Raises:
+        ValueError: If a weight is missing or of another shape.
+
+    Reference: Wang et al. 2018.
+
+    Example:
+        >>> from torchvision.models import resnet50
+        >>> inflate(i3d_resnet50(), resnet50().state_dict())
+    """
+    own = {name: tensor for name, tensor in net.state_dict().items() if ".attention." not in name}
+    own = {name: tensor for name, tensor in own.items() if not name.startswith("fc.")}
+    flat = {
+        name: tensor.shape[:2] + tensor.shape[3:] if tensor.dim() == 5 else tensor.shape for name, tensor in own.items()
+    }
+    wrong = [name for name, shape in flat.items() if name not in tensors or tensors[name].shape != shape]
+    if wrong:
+        raise ValueError(
+            f"models.video.inflate: {len(wrong)} of {len(own)} weights are missing or of another shape, "
+            f"{wrong[0]} for one; fix: the state dict of torchvision.models.resnet50."
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.dim() == 5:
+                tensor.copy_(tensors[name][:, :, None] / tensor.shape[2])
+            else:
+                tensor.copy_(tensors[name])
+
+
+def configuration(model: str, operator: str | Operator | None) -> dict[str, Any]:
+    """What a saved configuration begins with; `None` in it means an operator without a name."""
+    return {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
+
+
+def check_arguments(model: str, operator: str | Operator | None, num_classes: int) -> None:
+    """Refuse an operator or a number that there is not."""
+    if isinstance(operator, str) and operator not in OPERATORS:
+        raise unknown(model, "operator", operator, OPERATORS)
+    check_whole(model, "num_classes", num_classes, 1)
+
+
+def check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
+    """Refuse what is no batch of clips, or clips too short."""
+    if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
+        least = f", {frames} frames or more" if frames > 1 else ""
+        fix = "clip[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
+        problem = f"clips must be (batch, 3, frames, height, width){least}."
+        raise shape_error(caller, problem, fix, clip=clip)

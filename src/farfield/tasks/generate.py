@@ -1,0 +1,244 @@
+"""Generation of images by a generator and a discriminator that learn from each other: the losses, and samples."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
+from lightning.pytorch import Callback, LightningModule
+from PIL import Image
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from farfield.tasks.checkpoints import check_same_network, written
+from farfield.tasks.replay import Replay
+
+# Images in the picture of an epoch.
+SHOWN = 80
+# Batches and images a batch by which the statistics of the averaged generator's norms are measured.
+SETTLING = (16, 64)
+
+
+class Drawn(NamedTuple):
+    """What `predict_step` returns for a batch: the number of each sample, and its pixels."""
+
+    places: list[int]
+    images: UInt8[Tensor, "b 3 h w"]
+
+
+class Generate(LightningModule):
+    """Train a generator against a discriminator, with the settings of SAGAN as defaults.
+
+    `discriminator: mean max(0, 1 - D(x)) + mean max(0, 1 + D(G(z)))`, `generator: -mean D(G(z))`
+
+    Adam without momentum, the discriminator four times as fast as the generator; classes of generated images are drawn
+    evenly. Images have pixels between -1 and 1. Samples come from an average of the generator's weights, whose batch
+    norms are measured anew at the end of every epoch; the weights that `fit` exports are those. Each epoch leaves a
+    picture, `samples/<epoch>.png`, always of the same noise, one class a column where there are up to twenty.
+
+    Logged: `train/discriminator` and `train/generator`, the losses, and `val/discriminator`, the discriminator's on
+    images it was not trained on. None of them says how good the images are, so the last epoch counts as the best one.
+
+    A checkpoint holds the networks' weights and these numbers; never the networks' code.
+
+    Args:
+        network: A module with a `generator` from noise `(batch, noise_channels)` and labels to images, a
+            `discriminator` from images and labels to scores, `noise_channels`, and `num_classes`, 0 for none.
+        learning_rate: Of the generator.
+        discriminator_rate: Of the discriminator.
+        betas: Of both Adams.
+        discriminator_steps: Steps of the discriminator for one of the generator.
+        averaging: How much of the averaged weights each step keeps; 0 takes samples from the generator itself.
+        sample_seed: Seed of the samples; others draw others.
+        channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
+            processors.
+
+    Raises:
+        ValueError: Before the first step, if the data have other classes than the network.
+
+    Reference: FA §3.4, Zhang et al. 2019.
+
+    Example:
+        >>> from farfield import models
+        >>> network = models.sagan(side=16, attention_at=8, num_classes=2, generator_channels=4)
+        >>> Generate(network).samples([0, 1, 2]).shape
+        torch.Size([3, 3, 16, 16])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 1e-4,
+        discriminator_rate: float = 4e-4,
+        betas: tuple[float, float] = (0.0, 0.9),
+        discriminator_steps: int = 1,
+        averaging: float = 0.999,
+        sample_seed: int = 0,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        if not (0 <= averaging < 1 and discriminator_steps >= 1):
+            raise ValueError(
+                f"Generate: averaging must be from 0 to below 1 and discriminator_steps 1 at least, "
+                f"got {averaging=}, {discriminator_steps=}."
+            )
+        # The networks themselves would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network", "sample_seed"])
+        self.automatic_optimization = False
+        self.network: Any = network.to(memory_format=torch.channels_last) if channels_last else network
+        self.sample_seed, self.num_classes = sample_seed, int(self.network.num_classes)
+        self.averaged: AveragedModel | None = None
+        if averaging:
+            average = get_ema_multi_avg_fn(averaging)
+            self.averaged = AveragedModel(self.network.generator, multi_avg_fn=average).requires_grad_(False)
+
+    def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None) -> Float[Tensor, "b 3 h w"]:
+        """Return images of the generator that samples come from, pixels between -1 and 1."""
+        generator = self.network.generator if self.averaged is None else self.averaged
+        return generator(noise, labels)
+
+    def on_fit_start(self) -> None:
+        """Refuse data of other classes than the network's."""
+        classes = getattr(getattr(self.trainer, "datamodule", None), "classes", None)
+        if classes and self.num_classes not in (0, len(classes)):
+            raise ValueError(
+                f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build it "
+                f"with num_classes={len(classes)}, or 0 to leave classes out (--model.network.num_classes)."
+            )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Take a step of the discriminator and, as often as it is due, one of the generator."""
+        optimizers: Any = self.optimizers()
+        for_generator, for_discriminator = optimizers
+        loss = self._discriminator_loss(batch)
+        self._step(for_discriminator, loss)
+        self._log("train/discriminator", loss, len(batch[0]))
+        if (batch_idx + 1) % self.hparams["discriminator_steps"] == 0:
+            # Without gradients for the discriminator's weights, which this step leaves alone.
+            self.toggle_optimizer(for_generator)
+            labels, images = self._generated(len(batch[0]))
+            loss = -self.network.discriminator(images, labels).mean()
+            self._step(for_generator, loss)
+            self.untoggle_optimizer(for_generator)
+            self._log("train/generator", loss, len(batch[0]))
+            if self.averaged is not None:
+                self.averaged.update_parameters(self.network.generator)
+
+    def on_train_epoch_end(self) -> None:
+        """Measure the norms of the averaged generator and leave a picture of what it draws."""
+        if self.averaged is not None:
+            batches, size = SETTLING
+            update_bn([self._noise(size) for _ in range(batches)], self.averaged)
+        folder = self.trainer.log_dir
+        if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            pixels = sheet(self.samples(range(SHOWN)).cpu(), self.columns)
+            with written(Path(folder) / "samples" / f"{self.current_epoch:04}.png") as file:
+                Image.fromarray(pixels.numpy()).save(file, "PNG")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the discriminator's loss on images that it was not trained on."""
+        self._log("val/discriminator", self._discriminator_loss(batch), len(batch[0]))
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the discriminator's loss on test images."""
+        self._log("test/discriminator", self._discriminator_loss(batch), len(batch[0]))
+
+    def predict_step(self, batch: Int[Tensor, "b"], batch_idx: int) -> Drawn:
+        """Return the samples of some numbers; a number's sample depends on `sample_seed` alone."""
+        places = batch.tolist()
+        return Drawn(places, self.samples(places).cpu())
+
+    @torch.no_grad()
+    def samples(self, places: list[int] | range) -> UInt8[Tensor, "b 3 h w"]:
+        """Draw the samples of some numbers: sample i has its own noise, and class i modulo their number."""
+        noise = torch.stack([self._noise_of(place) for place in places]).to(self.device)
+        labels = torch.tensor([place % max(1, self.num_classes) for place in places], device=self.device)
+        training = self.training
+        self.eval()
+        images = self(noise.to(next(self.network.parameters()).dtype), labels)
+        self.train(training)
+        return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+    @property
+    def columns(self) -> int:
+        """Samples side by side in a picture: one a class, or ten."""
+        return self.num_classes if 1 < self.num_classes <= 20 else 10
+
+    def exported(self) -> nn.Module:
+        """Return the network as it is saved after a fit, its generator the averaged one."""
+        network = copy.deepcopy(self.network)
+        if self.averaged is not None:
+            network.generator.load_state_dict(self.averaged.module.state_dict())
+        return network
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        """Return an Adam for each network."""
+        settings = self.hparams
+        rates = {"generator": settings["learning_rate"], "discriminator": settings["discriminator_rate"]}
+        betas = tuple(settings["betas"])
+        return [Adam(getattr(self.network, part).parameters(), lr=rate, betas=betas) for part, rate in rates.items()]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    def _discriminator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the hinge loss on real images and as many generated ones, scored together."""
+        images, labels = batch
+        with torch.no_grad():
+            drawn, generated = self._generated(len(images))
+        images = torch.cat([images.to(generated.dtype), generated])
+        if self.hparams["channels_last"]:
+            images = images.contiguous(memory_format=torch.channels_last)
+        real, false = self.network.discriminator(images, torch.cat([labels, drawn])).chunk(2)
+        return F.relu(1 - real).mean() + F.relu(1 + false).mean()
+
+    def _generated(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return labels and images of them, by the generator that is trained."""
+        labels = torch.randint(max(1, self.num_classes), (number,), device=self.device)
+        return labels, self.network.generator(self._noise(number), labels)
+
+    def _noise(self, number: int) -> Tensor:
+        like = next(self.network.parameters())
+        return torch.randn(number, self.network.noise_channels, device=self.device, dtype=like.dtype)
+
+    def _noise_of(self, place: int) -> Tensor:
+        random = torch.Generator().manual_seed((self.sample_seed << 32) + place)
+        return torch.randn(self.network.noise_channels, generator=random)
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def _log(self, name: str, loss: Tensor, size: int) -> None:
+        training = name.startswith("train")
+        self.log(name, loss.detach(), prog_bar=True, on_step=training, on_epoch=True, batch_size=size)
+
+
+def sheet(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
+    """Lay images out in rows, a black gap between them.
+
+    Args:
+        images: Of one size.
+        columns: Images a row.
+        gap: Pixels between them.
+
+    Example:
+        >>> sheet(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
+        torch.Size([34, 34, 3])
+    """
+    padded = F.pad(images, (0, gap, 0, gap, 0, 0, 0, -len(images) % columns))
+    rows = padded.unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2)  # (rows, h, columns, w, 3)
+    whole = rows.flatten(2, 3).flatten(0, 1)
+    return whole[: len(whole) - gap, : whole.shape[1] - gap].contiguous()

@@ -1,0 +1,58 @@
+"""What `farfield predict` writes of `Generate`: a folder of samples, and all of them in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from PIL import Image
+
+from farfield.tasks.checkpoints import written
+from farfield.tasks.generate import Drawn, sheet
+from farfield.tasks.predictions import MaskFolder, beside
+
+
+class SampleFolder(MaskFolder):
+    """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
+
+    The folder appears when all are drawn, and one that is there is not overwritten, as with `MaskFolder`. The picture
+    holds what the first process drew.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+
+    Raises:
+        FileExistsError: Before anything is drawn, if the folder is there and not empty.
+        CheckpointError: If a file cannot be written.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(path)
+        self.drawn: dict[int, torch.Tensor] = {}
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Drawn,  # type: ignore[override]
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write each sample."""
+        for place, image in zip(*prediction, strict=True):
+            self.drawn[place] = image
+            with written(beside(self.place(trainer)) / f"{place:05}.png") as file:
+                Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the picture of all and give the folder its name."""
+        columns: Any = pl_module.columns
+        if trainer.is_global_zero:
+            pixels = sheet(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
+            with written(beside(self.place(trainer)) / "samples.png") as file:
+                Image.fromarray(pixels.numpy()).save(file, "PNG")
+        super().on_predict_end(trainer, pl_module)
