@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from farfield._checks import unknown
+from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.storage import load
@@ -195,10 +196,14 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     unet_care=unet_care,
     unet_residual=unet_residual,
     unet_projection=unet_projection,
+    bert_base=bert_base,
+    bert_large=bert_large,
+    bert_small=bert_small,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
+FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
