@@ -3,6 +3,7 @@
     farfield fit --config recipes/digits.yaml
     farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
+    farfield fit --config recipes/text.yaml          # `task: masked_lm` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -29,12 +30,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
+import farfield.data.masked_lm
 import farfield.data.restore
 import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
+from farfield.tasks.filled import FilledTable
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
+from farfield.tasks.masked_lm import MaskedLM
 from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
 from farfield.tasks.segment import Segment
@@ -54,6 +58,7 @@ TASKS = {
     "classify": Task(Classify, "val/accuracy", "max"),
     "segment": Task(Segment, "val/miou", "max"),
     "restore": Task(Restore, "val/loss", "min"),
+    "masked_lm": Task(MaskedLM, "val/loss", "min"),
 }
 
 
@@ -89,6 +94,8 @@ class Training(LightningCLI):
             parser.add_lightning_class_args(PredictionTable, "predictions")
         elif self.task == "segment":
             parser.add_lightning_class_args(MaskFolder, "predictions")
+        elif self.task == "masked_lm":
+            parser.add_lightning_class_args(FilledTable, "predictions")
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
@@ -151,6 +158,9 @@ class Training(LightningCLI):
         """Write the best weights as safetensors, and say where everything is."""
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if export_best(self.trainer, self.model, folder):
+            if self.task == "masked_lm":
+                # For those who use the network without this command line; a checkpoint has its own copy.
+                self.datamodule.tokenizer.save_pretrained(folder / "tokenizer")
             best: Any = self.trainer.checkpoint_callback
             score = f", {best.monitor} {float(best.best_model_score):.4f}" if best.best_model_score is not None else ""
             rank_zero_info(
@@ -159,7 +169,7 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.task in ("classify", "segment"):
+        if self.task in ("classify", "segment", "masked_lm"):
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":
