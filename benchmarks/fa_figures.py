@@ -147,7 +147,11 @@ def draw(points: list[Point], lines: dict[str, Any], sizes: list[int], labels: l
         axes.set_xticks(sizes, labels)
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3, which="both")
-    handles = {label: handle for axes in (memory, time) for handle, label in zip(*axes.get_legend_handles_labels())}
+    handles = {
+        label: handle
+        for axes in (memory, time)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     if points:
         figure.suptitle(f"Lines: the paper's formulas. Points: {points[0]['device']}", fontsize=9)

@@ -46,7 +46,7 @@ def test_with_folders_files_are_parted_by_them(tmp_path: Path) -> None:
     assert [len(data.parts[part]) for part in ("train", "val", "test", "predict")] == [30, 7, 9, 9]
     data = folder(make_texts(tmp_path / "two", {"train": 30, "val": 7}), unit="lines")
     assert [len(data.parts[part]) for part in ("train", "val", "test")] == [30, 7, 7]
-    with pytest.raises(FolderError, match="there is no folder .*one/val"):
+    with pytest.raises(FolderError, match=r"there is no folder .*one/val"):
         folder(make_texts(tmp_path / "one", {"train": 30}))
 
 
@@ -198,7 +198,7 @@ def test_text_that_is_not_utf_8_is_named_with_its_byte(tmp_path: Path) -> None:
     make_texts(tmp_path)
     (tmp_path / "latin.txt").write_bytes("the whale\nna\xefve sea\n".encode("latin-1"))
     (tmp_path / "wide.txt").write_bytes("sea".encode("utf-16"))
-    with pytest.raises(FolderError, match="2 of the 5 files in .* cannot be read") as raised:
+    with pytest.raises(FolderError, match=r"2 of the 5 files in .* cannot be read") as raised:
         folder(tmp_path)
     text = str(raised.value)
     assert "latin.txt is not UTF-8: byte 12 (0xef, line 2): invalid continuation byte; fix: iconv" in text
@@ -214,7 +214,7 @@ def test_utf_8_with_a_mark_and_other_line_ends_is_read(tmp_path: Path) -> None:
 
 
 def test_folders_without_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="there is no folder .*none"):
+    with pytest.raises(FolderError, match=r"there is no folder .*none"):
         folder(tmp_path / "none")
     with pytest.raises(FolderError, match=r"has no text files \(\.txt\); it holds nothing"):
         folder(tmp_path)
@@ -223,7 +223,7 @@ def test_folders_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"has no text files \(\.txt\); it holds a.csv"):
         folder(tmp_path)
     (tmp_path / "a.txt").write_text("\n  \n\n", encoding="utf-8")
-    with pytest.raises(FolderError, match="the train part of .* has no text in its 1 files; fix: longer texts"):
+    with pytest.raises(FolderError, match=r"the train part of .* has no text in its 1 files; fix: longer texts"):
         folder(tmp_path)
     (tmp_path / "a.txt").write_text("one line alone", encoding="utf-8")
     with pytest.raises(FolderError, match="the train part of"):

@@ -178,13 +178,15 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     state = theirs().state_dict()
     net = models.bert_small("softmax", **OURS | {"vocabulary": 98})  # type: ignore[arg-type]
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=r"embeddings.word_embeddings.weight is \(97, 32\) and not \(98, 32\)") as raised:
+    with pytest.raises(
+        ValueError, match=r"embeddings.word_embeddings.weight is \(97, 32\) and not \(98, 32\)"
+    ) as raised:
         models.load_hugging_face(net, state)
     assert "fix: the vocabulary, positions, channels and layers of its config." in str(raised.value)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
-    with pytest.raises(ValueError, match="it lacks cls.predictions.bias"):
+    with pytest.raises(ValueError, match=r"it lacks cls.predictions.bias"):
         models.load_hugging_face(models.bert_small("softmax", **OURS), theirs("BertModel").state_dict())  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match="there are no weights .*none.bin"):
+    with pytest.raises(FileNotFoundError, match=r"there are no weights .*none.bin"):
         models.bert_small(weights=tmp_path / "none.bin")
 
 

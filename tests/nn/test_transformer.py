@@ -157,5 +157,5 @@ def test_errors_name_the_fix() -> None:
         module(torch.randn(2, 16, 9))
     with pytest.raises(ShapeError, match=r"mask must be \(batch, \*sides\) of tokens, \(batch, tokens\)"):
         module(torch.randn(2, 9, 16), mask=torch.ones(2, 8, dtype=torch.bool))
-    with pytest.raises(TypeError, match="mask must be boolean, True where a cell is real, got torch.int64"):
+    with pytest.raises(TypeError, match=r"mask must be boolean, True where a cell is real, got torch.int64"):
         module(torch.randn(2, 9, 16), mask=torch.ones(2, 9, dtype=torch.long))

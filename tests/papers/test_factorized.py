@@ -184,7 +184,7 @@ SLIPS_9 = {
     "FA-Tfm": "11*c**2*s + 4*b*m/h*s - 4*b*m*s",  # 5c² for 16c², and an h too many
     "CA-Tfm": "11*c**2*s",  # 5c² for 16c²
 }
-# b = k = m = c/2.
+# Tables 10 and 11: basis, keys and values have half, and a quarter, of the channels.
 TABLE_10 = {
     "ResBlock": ("5*c*s", "36*c**2*s"),
     "ResBlock-bot": ("5*c*s", "13/2*c**2*s"),
@@ -199,7 +199,7 @@ SLIPS_10 = {
     "CA-dot": "2*c**2*s",  # from Table 9
     "CA-multi": "4*c**2*s - 4*c*s + (c - h*c)*s**2",  # 4cs for 4c²s, and h from Table 9
 }
-# b = k = m = c/4. FA-Tfm's computation is garbled: read c²/(4h) + 7c².
+# FA-Tfm's computation is garbled: read c²/(4h) + 7c².
 TABLE_11 = {
     "FA-multi": ("3*c*s + c**2/(16*h)", "(2*c**2 + c**2/(4*h))*s"),
     "CA-multi": ("3*c*s + h*s**2", "2*c**2*s + (h*c/2 + m/2)*s**2"),
@@ -268,7 +268,7 @@ def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
 
 
 def test_modules_that_do_not_exist() -> None:
-    with pytest.raises(LookupError, match='cost.predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
+    with pytest.raises(LookupError, match=r'cost\.predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
         cost.predict_module("FA-Tmf", channels=64, cells=9)
     with pytest.raises(ValueError, match="cells must be a whole number from 1, got 0"):
         cost.predict_module("FA-dot", channels=64, cells=0)
@@ -279,9 +279,7 @@ def test_modules_that_do_not_exist() -> None:
 # ---- Figure 5: BERT --------------------------------------------------------------------------------------------------
 def test_a_bert_of_8192_tokens_is_impractical_with_conventional_attention_alone() -> None:
     layer = {"channels": 768, "cells": 8192, "basis": 768, "width": 768, "heads": 12}
-    dense, linear = (
-        12 * cost.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm")
-    )
+    dense, linear = (12 * cost.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm"))
     assert dense > 40  # more than any GPU had then
     assert linear < 4
 

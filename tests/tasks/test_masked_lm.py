@@ -173,7 +173,7 @@ def test_gradients_are_shortened(given: float | None, longest: float) -> None:
 
 
 def test_a_warm_up_as_long_as_the_training_is_refused() -> None:
-    with pytest.raises(ValueError, match="warmup_steps=40 are not fewer than the 40 steps .*--model.warmup_steps 4,"):
+    with pytest.raises(ValueError, match=r"warmup_steps=40 are not fewer than the 40 steps .*--model.warmup_steps 4,"):
         fitted(small(warmup_steps=40), Made([texts(2)] * 20))
 
 
@@ -212,9 +212,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     tokenizer = trained_tokenizer(sentences(50), 40)
     words = torch.tensor(tokenizer("the [MASK] sees the [MASK] .")["input_ids"])
     ids = tokenizer.convert_tokens_to_ids(["whale", "sea", "ship", "captain"])
-    filled = Filled(
-        ["line 1"], [words], [torch.tensor(ids).view(2, 2)], [torch.tensor([[0.5, 0.25], [0.75, 0.125]])]
-    )
+    filled = Filled(["line 1"], [words], [torch.tensor(ids).view(2, 2)], [torch.tensor([[0.5, 0.25], [0.75, 0.125]])])
     [sample] = samples_of(filled, tokenizer)
     assert sample["text"] == "the [MASK] sees the [MASK]."
     assert sample["filled"] == "the whale sees the ship."
