@@ -1,9 +1,10 @@
-"""FA's introduction, §3.4, Tables 9-11 and conclusion: memory and computation that come out by formula."""
+"""FA's introduction, §3.4, Tables 8-12, Figures 4-5 and conclusion: memory and computation that come out by formula."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ def ratios(sides: tuple[int, ...], channels: int) -> tuple[float, float]:
 def test_128_by_128() -> None:
     found = fa("softmax", (128, 128))
     assert found.activation_bytes > 1 * GIGA  # "over 1 GB"
+    assert f"{found.activation_bytes / GIGA:.2f}" == "1.09"
+    assert cost.predict_module("CA-dot", channels=64, cells=128**2).activation_bytes == found.activation_bytes
     assert found.coefficients == 128**4
     # "over 50 GMACC", where 1 MACC is one multiplication or one addition: two a multiply-add.
     assert 50 * GIGA < 2 * found.madds < 53 * GIGA
@@ -53,6 +56,8 @@ def test_128_by_128() -> None:
 def test_64_by_64_by_32() -> None:
     found = fa("softmax", (64, 64, 32))
     assert 68 * GIGA < found.activation_bytes < 69 * GIGA  # "over 68 GB"
+    assert f"{found.activation_bytes / GIGA:.1f}" == "68.9"
+    assert cost.predict_module("CA-dot", channels=64, cells=64 * 64 * 32).activation_bytes == found.activation_bytes
     assert 3.2e12 < 2 * found.madds < 3.4e12  # "over 3.2 TMACC"
 
 
@@ -97,7 +102,7 @@ def test_computation_with_the_factor_that_table_9_lacks(sides: tuple[int, ...], 
     assert f"{(2 * dense.madds - maps) / (2 * linear.madds):.2f}" == ratio
 
 
-# ---- Tables 9-11, as far as they are not misprinted (docs/printed-numbers.md) ----------------------------------------
+# ---- Tables 9-11 by the modules of this library, as far as they are not misprinted (docs/printed-numbers.md) ---------
 SIZES = list(itertools.product((12, 64), (8, 24), (16, 40), (1, 4), (30, 200)))
 
 
@@ -137,6 +142,146 @@ def test_table_10_and_11(c: int, h: int, s: int) -> None:
     plain = module("factorized", c, project="qkv", inner=c // 2)
     found = cost.predict(plain, sides=(s,), convention="FA")
     assert (found.activation_bytes / 4, 2 * found.madds) == (4 * c * s + c**2 / 2, 6 * c**2 * s)
+
+
+# ---- Tables 8-12 by `predict_module`, every printed cell -------------------------------------------------------------
+# Name -> Factorized, Value bottleneck, Multi-head, Pointwise Feedforward.
+TABLE_8 = {
+    "FA-dot": (True, False, False, False),
+    "CA-dot": (False, False, False, False),
+    "FA-bot": (True, True, False, False),
+    "CA-bot": (False, True, False, False),
+    "FA-multi": (True, True, True, False),
+    "CA-multi": (False, True, True, False),
+    "FA-Tfm": (True, True, True, True),
+    "CA-Tfm": (False, True, True, True),
+}
+
+
+def test_table_8() -> None:
+    for name, cells in TABLE_8.items():
+        architecture = cost.MODULES[name]
+        assert (architecture.row == "factorized", *architecture[1:]) == cells, name
+    assert set(cost.MODULES) - set(TABLE_8) == {"ResBlock", "ResBlock-bot"}
+
+
+# Name -> memory and computation as printed; k = b. Slips of print: what has to be added to the computation.
+TABLE_9 = {
+    "ResBlock": ("5*c*s", "36*c**2*s"),
+    "ResBlock-bot": ("(4*m + 3*c)*s", "(4*m*c + 18*m**2)*s"),
+    "FA-dot": ("(2*b + 3*c)*s + b*c", "(8*b*c + 2*c**2)*s"),
+    "CA-dot": ("(2*b + 3*c)*s + s**2", "(2*b*c + c**2)*s + (2*b + 2*c)*s**2"),
+    "FA-bot": ("(2*b + 2*m + 2*c)*s + b*m", "(4*b*c + 4*m*c + 4*b*m)*s"),
+    "CA-bot": ("(2*b + 2*m + 2*c)*s + s**2", "(4*b*c + 4*m*c)*s + (2*b + 2*m)*s**2"),
+    "FA-multi": ("(2*b + 2*m + 2*c)*s + b*m/h", "(4*b*c + 4*m*c + 4*b*m/h)*s"),
+    "CA-multi": ("(2*b + 2*m + 2*c)*s + h*s**2", "(4*b*c + 4*m*c)*s + (2*h*b + 2*m)*s**2"),
+    "FA-Tfm": ("(2*b + 2*m + 6*c)*s + b*m/h", "(4*b*c + 4*m*c + 4*b*m/h*h + 5*c**2)*s"),
+    "CA-Tfm": ("(2*b + 2*m + 6*c)*s + h*s**2", "(4*b*c + 4*m*c + 5*c**2)*s + (2*b + 2*m)*s**2"),
+}
+SLIPS_9 = {
+    "CA-dot": "(2*b*c + c**2)*s",  # lacks the factor 2 of all other rows
+    "CA-multi": "(2*b - 2*h*b)*s**2",  # 2hk for 2k: heads divide the channels
+    "FA-Tfm": "11*c**2*s + 4*b*m/h*s - 4*b*m*s",  # 5c² for 16c², and an h too many
+    "CA-Tfm": "11*c**2*s",  # 5c² for 16c²
+}
+# Tables 10 and 11: basis, keys and values have half, and a quarter, of the channels.
+TABLE_10 = {
+    "ResBlock": ("5*c*s", "36*c**2*s"),
+    "ResBlock-bot": ("5*c*s", "13/2*c**2*s"),
+    "FA-dot": ("4*c*s + c**2/2", "6*c**2*s"),
+    "CA-dot": ("4*c*s + s**2", "2*c**2*s + 3*c*s**2"),
+    "FA-bot": ("4*c*s + c**2/4", "5*c**2*s"),
+    "CA-bot": ("4*c*s + s**2", "4*c**2*s + 2*c*s**2"),
+    "FA-multi": ("4*c*s + c**2/(4*h)", "(4*c**2 + c**2/h)*s"),
+    "CA-multi": ("4*c*s + h*s**2", "4*c*s + (h*c + c)*s**2"),
+}
+SLIPS_10 = {
+    "CA-dot": "2*c**2*s",  # from Table 9
+    "CA-multi": "4*c**2*s - 4*c*s + (c - h*c)*s**2",  # 4cs for 4c²s, and h from Table 9
+}
+# FA-Tfm's computation is garbled: read c²/(4h) + 7c².
+TABLE_11 = {
+    "FA-multi": ("3*c*s + c**2/(16*h)", "(2*c**2 + c**2/(4*h))*s"),
+    "CA-multi": ("3*c*s + h*s**2", "2*c**2*s + (h*c/2 + m/2)*s**2"),
+    "FA-Tfm": ("7*c*s + c**2/(16*h)", "(c**2/(4*h) + 7*c**2)*s"),
+    "CA-Tfm": ("7*c*s + h*s**2", "7*c**2*s + c*s**2"),
+}
+SLIPS_11 = {
+    "CA-multi": "(c/2 - h*c/2 + c/2 - m/2)*s**2",  # m/2 for c/2, and h from Table 9
+    "FA-Tfm": "11*c**2*s",
+    "CA-Tfm": "11*c**2*s",
+}
+TABLES = [(TABLE_9, SLIPS_9, None), (TABLE_10, SLIPS_10, 2), (TABLE_11, SLIPS_11, 4)]
+
+
+@pytest.mark.parametrize(("c", "h", "s"), [(64, 1, 30), (64, 4, 200), (128, 8, 77)])
+@pytest.mark.parametrize(
+    ("name", "printed", "slip", "part"),
+    [pytest.param(name, cells, slips.get(name, "0"), part, id=f"{9 + place}-{name}")
+     for place, (table, slips, part) in enumerate(TABLES) for name, cells in table.items()],
+)  # fmt: skip
+def test_tables_9_to_11(
+    name: str, printed: tuple[str, str], slip: str, part: int | None, c: int, h: int, s: int
+) -> None:
+    b, m = (c // part, c // part) if part else (40, 24)
+    found = cost.predict_module(name, channels=c, cells=s, basis=b, width=m, heads=h)
+    sizes = {"b": b, "c": c, "m": m, "h": h, "s": s}
+    memory, computation = (eval(cell, sizes) for cell in printed)
+    assert found.activation_bytes == 4 * memory
+    assert 2 * found.madds == computation + eval(slip, sizes)
+
+
+def test_the_page_says_how_many_cells_come_out() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "printed-numbers.md").read_text(encoding="utf-8")
+    cells, slips = (sum(len(each[place]) for each in TABLES) for place in (0, 1))
+    assert f"| FA Tables 9–11 | memory {cells} of {cells}, computation {cells - slips} of {cells} |" in page
+
+
+TABLE_12 = {"ResBlock": 1, "ResBlock-bot": 1}
+TABLE_12 |= {name: 1 if name.startswith("FA") else 2 for name in TABLE_8}
+
+
+@pytest.mark.parametrize(("name", "power"), TABLE_12.items())
+def test_table_12(name: str, power: int) -> None:
+    found = [cost.predict_module(name, channels=64, cells=s, heads=4) for s in (10**6, 2 * 10**6)]
+    for small, large in (
+        [each.activation_bytes for each in found],
+        [each.madds for each in found],
+    ):
+        assert large / small == pytest.approx(2**power, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TABLE_8)
+def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
+    architecture = cost.MODULES[name]
+    row = "factorized" if architecture.row == "factorized" else "dot"
+    if architecture.feedforward:  # a Transformer's maps keep the channels
+        made: torch.nn.Module = nn.TransformerLayer(32, row, heads=4)
+        norms = 4 * 32
+    else:
+        project, width = ("qkvo", 12) if architecture.bottleneck else ("qkv", None)
+        heads = 4 if architecture.multi_head else 1
+        made, norms = module(row, 32, project=project, inner=16, width=width, heads=heads), 0
+    options = {"basis": 32, "width": 32} if architecture.feedforward else {"basis": 16, "width": 12}
+    found = cost.predict_module(name, channels=32, cells=9, heads=4, **options)
+    assert found.parameters == sum(parameter.numel() for parameter in made.parameters()) - norms
+
+
+def test_modules_that_do_not_exist() -> None:
+    with pytest.raises(LookupError, match=r'cost\.predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
+        cost.predict_module("FA-Tmf", channels=64, cells=9)
+    with pytest.raises(ValueError, match="cells must be a whole number from 1, got 0"):
+        cost.predict_module("FA-dot", channels=64, cells=0)
+    with pytest.raises(ValueError, match="heads=3 does not divide the 32 channels of basis"):
+        cost.predict_module("FA-multi", channels=64, cells=9, heads=3)
+
+
+# ---- Figure 5: BERT --------------------------------------------------------------------------------------------------
+def test_a_bert_of_8192_tokens_is_impractical_with_conventional_attention_alone() -> None:
+    layer = {"channels": 768, "cells": 8192, "basis": 768, "width": 768, "heads": 12}
+    dense, linear = (12 * cost.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm"))
+    assert dense > 40  # more than any GPU had then
+    assert linear < 4
 
 
 # ---- conclusion: BERT ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
     farfield fit --config recipes/middlebury.yaml    # `task: stereo` in it
     farfield fit --config recipes/sagan_cifar10.yaml # `task: generate` in it
+    farfield fit --config recipes/text.yaml          # `task: masked_lm` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -32,6 +33,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
 import farfield.data.generate
+import farfield.data.masked_lm
 import farfield.data.restore
 import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
@@ -40,7 +42,9 @@ from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check
 from farfield.tasks.classify import Classify
 from farfield.tasks.disparities import DisparityFolder
 from farfield.tasks.generate import Generate
+from farfield.tasks.filled import FilledTable
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
+from farfield.tasks.masked_lm import MaskedLM
 from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
 from farfield.tasks.samples import SampleFolder
@@ -73,6 +77,7 @@ TASKS = {
     "stereo": Task(Stereo, "val/epe", "min", DisparityFolder),
     # No loss of a GAN says how good its images are: the last epoch counts as the best one.
     "generate": Task(Generate, "epoch", "max", SampleFolder),
+    "masked_lm": Task(MaskedLM, "val/loss", "min", FilledTable),
 }
 
 
@@ -171,6 +176,9 @@ class Training(LightningCLI):
         """Write the best weights as safetensors, and say where everything is."""
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if export_best(self.trainer, self.model, folder):
+            if self.task == "masked_lm":
+                # For those who use the network without this command line; a checkpoint has its own copy.
+                self.datamodule.tokenizer.save_pretrained(folder / "tokenizer")
             best: Any = self.trainer.checkpoint_callback
             score = f", {best.monitor} {float(best.best_model_score):.4f}" if best.best_model_score is not None else ""
             rank_zero_info(

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion.tokens import attend_tokens, real_cells, refuse_causal, why_not
+from farfield.insertion.tokens import real_cells, refuse_causal, why_not
+from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
 # What models hand on to their attention that does not change it; anything else that is set is refused by its name.

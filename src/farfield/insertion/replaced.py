@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.insertion.tokens import attend_tokens, real_cells, refuse_causal
+from farfield.insertion.tokens import real_cells, refuse_causal
+from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import Operator
 
 

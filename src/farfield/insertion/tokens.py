@@ -1,4 +1,4 @@
-"""Any row of the table on a transformer's queries, keys and values, and what a mask of pairs says about cells.
+"""Which rows of the table a transformer's weights can hold, and what a mask of pairs says about cells.
 
 Tokens are a grid of rank 1. Hosts hand over `(batch, heads, tokens, channels)`, and masks that are made for a matrix of
 pairs; a summary is one for all asking cells, so a mask that differs between those is refused.
@@ -6,18 +6,12 @@ pairs; a summary is one for all asking cells, so a mask that differs between tho
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farfield._checks import shape_error, unknown
-from farfield.ops.grid import ALL, accumulation
-from farfield.ops.summary import Summary, respond, summarize
-from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+from farfield.ops.grid import ALL
+from farfield.ops.table import OPERATORS, Operator
 
 # What an additive mask holds, at most, where a cell is not real: BERT's first masks had -10,000, today's have the
 # dtype's minimum or -inf.
@@ -54,79 +48,6 @@ def why_not(row: Operator) -> str | None:
             "pools neighbours of a grid, and tokens (a class token among them) are none; fix: take factorized_gaussian"
         )
     return None
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-def attend_tokens(
-    row: Operator,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    real: Tensor | None,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    weights: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend by any row of the table.
-
-    Args:
-        row: The operator: queries are its coefficients, keys its basis.
-        query: `(b, h, m, d)`.
-        key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
-        value: `(b, g, n, c)`.
-        real: `(b, 1, 1, n)`, True where an answering cell is real; None if all are. Others may hold anything.
-        scale: Of products under a softmax; other rows have none.
-        dropout: Of the weights of the basis, or, for rows that have none, of the coefficients.
-        weights: Whether the implied matrix is wanted too, which costs what it costs the host: N² numbers.
-
-    Returns:
-        The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
-    """
-    if real is not None:
-        key, value = torch.where(real.mT, key, 0), torch.where(real.mT, value, 0)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
-    if row.score is not None:
-        q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
-    if row.coefficients is softmax_of_products:
-        q = q * scale
-    row = dropping(row, dropout)
-    count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
-    cells = count if real is None else real.to(count.dtype)
-    if not weights:
-        response = respond(row, q, summarize(row, k, v, cells, real is None))  # (b, h, c, m)
-        return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
-    # The response to values that are unit vectors is the matrix itself.
-    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * cells.mT.to(v.dtype)  # (b, 1, n, n)
-    matrix = respond(row, q, summarize(row, k, units.expand(-1, v.shape[1], -1, -1), cells, real is None)).mT
-    return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
-
-
-def dropping(row: Operator, dropout: float) -> Operator:
-    """Drop, at random, weights of answering cells in slots, or of slots in responses where a cell is a slot."""
-    if dropout == 0:
-        return row
-    if row.basis is None:
-        return dataclasses.replace(row, coefficients=partial(dropped_coefficients, row.coefficients, dropout))
-    return dataclasses.replace(row, basis=partial(dropped_basis, row.basis, dropout))
-
-
-def dropped_coefficients(
-    coefficients: Callable[[Tensor, Summary], Tensor], dropout: float, query: Tensor, summary: Summary
-) -> Tensor:
-    """Coefficients of which some are dropped and the others scaled, as softmax attention drops its weights."""
-    return F.dropout(coefficients(query, summary), dropout)
-
-
-def dropped_basis(
-    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A basis of which some weights are dropped: a slot hears fewer cells, and where it is a mean, averages those."""
-    weights, peak = basis(key, real)
-    return F.dropout(weights, dropout), peak
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

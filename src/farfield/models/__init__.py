@@ -1,11 +1,16 @@
 """The papers' networks, by function, by name, and from saved files."""
 
+from farfield.models.bert import Bert
+from farfield.models.bert_weights import load_hugging_face
 from farfield.models.catalog import (
     CLASSIFIERS,
     MODELS,
     attnnet,
     attnnet_averaged,
     attnnet_pooled,
+    bert_base,
+    bert_large,
+    bert_small,
     deeplab_compact,
     deeplab_v2,
     from_pretrained,
@@ -46,6 +51,7 @@ __all__ = [
     "SAGAN",
     "STAGES",
     "VARIANTS",
+    "Bert",
     "CompactNet",
     "DeepLab",
     "Loaded",
@@ -58,6 +64,9 @@ __all__ = [
     "attnnet",
     "attnnet_averaged",
     "attnnet_pooled",
+    "bert_base",
+    "bert_large",
+    "bert_small",
     "deeplab_compact",
     "deeplab_v2",
     "from_pretrained",
@@ -66,6 +75,7 @@ __all__ = [
     "kanet_kv",
     "kanet_qkv",
     "kanet_without_attention",
+    "load_hugging_face",
     "load_torchvision",
     "mobilenet_v2",
     "mobilenet_v2_kronecker_kv",

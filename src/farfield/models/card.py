@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from farfield.cost import count
@@ -30,7 +31,7 @@ def write_card(
         net: A network of the configuration, whose numbers are not read.
         config: The model's name and arguments.
         header: The card's metadata, as YAML.
-        image_size: Side of the image or volume whose multiply-adds are counted.
+        image_size: Side of the image or volume, or tokens of the text, whose multiply-adds are counted.
         training_data: What it was trained on, None if that is not known.
         metrics: Name -> what was measured, None if nothing is known.
 
@@ -38,15 +39,18 @@ def write_card(
         The text, sealed: `is_edited` tells whether somebody has changed it.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
-    # Networks for pairs say how many images they take.
     images: int = getattr(net, "images", 1)  # type: ignore[assignment]
-    cost, operators = count(net, [(1, *shape)] * images), operators_of(net)
-    what = "one image" if images == 1 else f"{images} images"
+    if getattr(net, "reads_words", False):
+        inputs, what = [torch.zeros(1, *shape, dtype=torch.long)], f"one text of {shape[0]} tokens"
+    else:
+        several = "one image" if images == 1 else f"{images} images"
+        inputs, what = [(1, *shape)] * images, f"{several} of {'×'.join(map(str, shape))}"
+    cost, operators = count(net, inputs), operators_of(net)
     rows = {
         "operator": ", ".join(f"`{name}`" for name in operators) or "none",
         "weights": f"{cost.weights:,} (parameters without biases and norms, as the papers count)",
         "parameters": f"{cost.parameters:,}",
-        "multiply-adds": f"{cost.madds:,} for {what} of {'×'.join(map(str, shape))}",
+        "multiply-adds": f"{cost.madds:,} for {what}",
     }
     rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from farfield._checks import unknown
+from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.psmnet import PSMNet, psmnet, psmnet_basic
@@ -203,10 +204,14 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     i3d_resnet50=i3d_resnet50,
     video_resnet=video_resnet,
     sagan=sagan,
+    bert_base=bert_base,
+    bert_large=bert_large,
+    bert_small=bert_small,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
+FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 FAMILIES |= {"psmnet": PSMNet, "psmnet_basic": PSMNet}
 FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}

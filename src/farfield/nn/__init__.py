@@ -3,5 +3,6 @@
 from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.norm import CoefficientNorm
+from farfield.nn.transformer import TransformerLayer
 
-__all__ = ["AttentionBlock", "BaseBlock", "CoefficientNorm", "GridAttention", "SqueezeExcite"]
+__all__ = ["AttentionBlock", "BaseBlock", "CoefficientNorm", "GridAttention", "SqueezeExcite", "TransformerLayer"]

@@ -1,0 +1,119 @@
+"""FA's modules with all that stands around the attention, by formula: residuals, heads, feed-forward layers.
+
+Tables 8 to 12 of the paper, with the factors that its print lacks (`docs/printed-numbers.md` lists those). The paper
+counts memory in numbers, of 4 bytes, and one multiplication or one addition as a MACC: two are a multiply-add.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from farfield._checks import check_heads, unknown
+from farfield.cost.counting import Cost
+from farfield.cost.formulas import FORMULAS, NUMBER, Sizes, fa_bytes
+from farfield.cost.prediction import check_positive, learned
+
+# A feed-forward layer of a Transformer has this many times the channels.
+WIDENING = 4
+
+
+class Architecture(NamedTuple):
+    """A column of FA Table 8.
+
+    Attributes:
+        row: What attends, `"factorized"` or `"dot"`; None for convolutions.
+        bottleneck: Whether values have fewer channels, and an output map brings them back.
+        multi_head: Whether there is more than one head.
+        feedforward: Whether each cell is mapped afterwards, as in a Transformer.
+    """
+
+    row: str | None
+    bottleneck: bool = False
+    multi_head: bool = False
+    feedforward: bool = False
+
+
+MODULES = {
+    "ResBlock": Architecture(None),
+    "ResBlock-bot": Architecture(None, bottleneck=True),
+    "FA-dot": Architecture("factorized"),
+    "CA-dot": Architecture("dot"),
+    "FA-bot": Architecture("factorized", bottleneck=True),
+    "CA-bot": Architecture("dot", bottleneck=True),
+    "FA-multi": Architecture("factorized", bottleneck=True, multi_head=True),
+    "CA-multi": Architecture("dot", bottleneck=True, multi_head=True),
+    "FA-Tfm": Architecture("factorized", bottleneck=True, multi_head=True, feedforward=True),
+    "CA-Tfm": Architecture("dot", bottleneck=True, multi_head=True, feedforward=True),
+}
+
+
+def predict_module(
+    name: str, *, channels: int, cells: int, basis: int | None = None, width: int | None = None, heads: int = 1
+) -> Cost:
+    """Predict by formula what one of FA's modules costs on one sample, as the paper counts.
+
+    | module | memory, in numbers | multiply-adds |
+    |---|---|---|
+    | ResBlock | 5cs | 18c²s |
+    | ResBlock-bot | (4m + 3c)s | (2mc + 9m²)s |
+    | FA-dot | (2b + 3c)s + bc | (4bc + c²)s |
+    | CA-dot | (2b + 3c)s + s² | (2bc + c²)s + (b + c)s² |
+    | FA-bot, -multi | (2b + 2m + 2c)s + bm/h | (2bc + 2mc + 2bm/h)s |
+    | CA-bot, -multi | (2b + 2m + 2c)s + hs² | (2bc + 2mc)s + (b + m)s² |
+    | FA-Tfm, CA-Tfm | and 4cs | and 8c²s |
+
+    Args:
+        name: A name of `MODULES`.
+        channels: Of the grid, c.
+        cells: s, the product of the sides.
+        basis: Channels of basis and coefficients, or keys and queries, b or k; half the grid's by default.
+        width: Channels of the values, m, where there is a bottleneck; half the grid's by default.
+        heads: h, read by the multi-head modules.
+
+    Returns:
+        The cost; `activation_bytes` is the paper's memory.
+
+    Raises:
+        LookupError: For an unknown module.
+        ShapeError: If heads do not divide the channels.
+        ValueError: For a number below 1.
+
+    Reference: FA Table 8–12.
+
+    Example:
+        >>> from farfield import cost
+        >>> dense, linear = (cost.predict_module(name, channels=64, cells=64 * 64) for name in ("CA-dot", "FA-dot"))
+        >>> f"{dense.activation_bytes / linear.activation_bytes:.0f}x, {int(dense.madds / linear.madds)}x"
+        '17x, 32x'
+    """
+    if name not in MODULES:
+        raise unknown("cost.predict_module", "module", name, MODULES)
+    check_positive("cost.predict_module", channels=channels, cells=cells, heads=heads)
+    architecture, c = MODULES[name], channels
+    b, m = (max(1, c // 2) if given is None else given for given in (basis, width))
+    check_positive("cost.predict_module", basis=b, width=m)
+    if architecture.row is None:
+        return convolutions(c, m if architecture.bottleneck else None, cells)
+    h = heads if architecture.multi_head else 1
+    check_heads("cost.predict_module", h, b, "basis")
+    check_heads("cost.predict_module", h, m, "values")
+    project = "qkvo" if architecture.bottleneck else "qkv"
+    sizes = Sizes((cells,), c, b, m if architecture.bottleneck else c, h, project)
+    steps = FORMULAS[architecture.row](sizes)
+    madds, size = steps.printed, fa_bytes(architecture.row, sizes, steps, 1)
+    weights, biases = learned(architecture.row, sizes)
+    if architecture.feedforward:
+        matrices = 2 * WIDENING * c**2
+        madds, size = madds + matrices * cells, size + NUMBER * WIDENING * c * cells
+        weights, biases = weights + matrices, biases + (WIDENING + 1) * c
+    return Cost(madds, weights + biases, weights, size)
+
+
+def convolutions(channels: int, width: int | None, cells: int) -> Cost:
+    """A block of two 3x3 convolutions, or of a 1x1, a 3x3 of fewer channels and a 1x1, with norms and a residual."""
+    c = channels
+    if width is None:
+        weights, held, norms = 2 * 9 * c**2, 5 * c, 4 * c
+    else:
+        weights, held, norms = 2 * width * c + 9 * width**2, 4 * width + 3 * c, 4 * width + 2 * c
+    return Cost(weights * cells, weights + norms, weights, NUMBER * held * cells)

@@ -1,0 +1,164 @@
+"""Text for masked language models: plain text files from a folder, tokens of which some are hidden."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import Dataset
+
+from farfield.data.folders import FolderError
+from farfield.data.loading import Loading
+from farfield.data.texts import CALLER, Text, parted, read_text
+from farfield.data.tokens import (
+    Blanks,
+    Collate,
+    Fixed,
+    TokenSamples,
+    from_text,
+    saved_tokenizer,
+    special_words,
+    tokenised,
+    trained_tokenizer,
+)
+
+Unit = Literal["blocks", "documents", "lines"]
+
+
+class TextFolder(Loading):
+    """Read text files, UTF-8, from a folder: `train/*.txt` and `val/*.txt`, or any `.txt` files below it.
+
+    With folders `train` and `val` (and `test`, where there is one) the files are parted by them; without, the last
+    `val_share` of every file is kept out of training, and `test` measures it too. The tokenizer is one that was saved
+    before, or WordPiece that is trained on the training text: nothing is downloaded. A checkpoint keeps it, so that
+    `test` and `predict` read text as `fit` did. All tokens are held in memory, four bytes each.
+
+    A batch is `Batch(words, mask, labels, names)`. Training tokens are masked anew in every epoch; those that are
+    measured always in the same way.
+
+    Args:
+        root: The folder. Not read, and may be left out, where `predict` is given and predicted from a checkpoint.
+        tokenizer: A folder that a tokenizer's `save_pretrained` wrote; None trains one.
+        vocabulary: Words of a tokenizer that is trained, at most.
+        length: Tokens of a sample at most, its first and last word included; not more than the network's positions.
+        unit: What a sample is: `"blocks"` of that length, across lines, of which only a file's last has padding;
+            `"lines"`; or `"documents"`, which blank lines part.
+        too_long: What becomes of a line or document that is longer: `"split"` or `"refuse"`.
+        share: Of the tokens that are hidden.
+        val_share: Of the text of each file that is kept out of training.
+        batch_size: Samples a batch, on each device.
+        predict: A file of lines in which `[MASK]` stands where words are wanted; None predicts the test samples.
+
+    Raises:
+        FolderError: In `setup` or when a loader is asked for: no folder, no text in it, a file that is not UTF-8 (with
+            the byte), a line that is too long, a tokenizer that has no mask; it names the files.
+        ImportError: If transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        tokenizer: str | None = None,
+        vocabulary: int = 8192,
+        length: int = 128,
+        unit: Unit = "blocks",
+        too_long: Literal["split", "refuse"] = "split",
+        share: float = 0.15,
+        val_share: float = 0.05,
+        batch_size: int = 32,
+        predict: str | None = None,
+    ) -> None:
+        # Masking is cheap: loader processes would cost more than they save.
+        super().__init__(batch_size, workers=0, seed=0)
+        if root is None and predict is None:
+            raise FolderError(f"{CALLER}: give root, a folder of text files, or predict, a file of lines.")
+        if length < 3:
+            raise FolderError(f"{CALLER}: length must be 3 at least, a token between two special ones, got {length}.")
+        for name, value in (("share", share), ("val_share", val_share)):
+            if not 0 < value < 1:
+                raise FolderError(f"{CALLER}: {name} must lie between 0 and 1, got {value}.")
+        self.root, self.predict = (None if path is None else Path(path) for path in (root, predict))
+        self.saved, self.vocabulary = None if tokenizer is None else Path(tokenizer), vocabulary
+        self.length, self.share, self.val_share = length, share, val_share
+        self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
+        self.texts: dict[str, list[Text]] = {}
+        # Not before a checkpoint has been read, which may bring the tokenizer.
+        self.parts = Parts(self.samples)
+        self._tokenizer: Any = None
+
+    def setup(self, stage: str) -> None:
+        """Read the files."""
+        if importlib.util.find_spec("transformers") is None:
+            raise ImportError(f'{CALLER}: it needs transformers; fix: pip install "farfield[text]".')
+        if stage == "predict" and self.predict is not None:
+            self.texts["predict"] = [read_text(self.predict)]
+            if not any(True for _ in self.texts["predict"][0].pieces("lines")):
+                raise FolderError(f"{CALLER}: {self.predict} has no lines.")
+        if self.root is None or self.texts.keys() >= {"train"}:
+            return
+        self.texts |= parted(self.root, self.val_share)
+        if stage == "test" and "test" not in self.texts:
+            rank_zero_info(f"{CALLER}: {self.root} has no folder test; testing on what validates.")
+        self.texts.setdefault("test", self.texts["val"])
+        self.texts.setdefault("predict", self.texts["test"])
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer: a checkpoint's, or the saved one, or one that is trained now on the training text."""
+        if self._tokenizer is None and self.saved is not None:
+            self._tokenizer = saved_tokenizer(self.saved)
+        if self._tokenizer is None:
+            if "train" not in self.texts:
+                raise FolderError(
+                    f"{CALLER}: without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or root."
+                )
+            pieces = (piece.text for text in self.texts["train"] for piece in text.pieces("lines"))
+            self._tokenizer = trained_tokenizer(pieces, self.vocabulary)
+            rank_zero_info(f"{CALLER}: trained a tokenizer of {len(self._tokenizer):,} words.")
+        return self._tokenizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data: the seed of the epochs and the tokenizer."""
+        text = self.tokenizer.backend_tokenizer.to_str()
+        return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed and the tokenizer of a checkpoint, and refuse another tokenizer than that."""
+        super().load_state_dict(state_dict)
+        kept = from_text(state_dict["tokenizer"], state_dict["special"])
+        given = None if self.saved is None else saved_tokenizer(self.saved)
+        if given is not None and given.get_vocab() != kept.get_vocab():
+            raise FolderError(
+                f"{CALLER}: the tokenizer in {self.saved} has other words than the checkpoint's, {len(given):,} and "
+                f"{len(kept):,}; fix: leave tokenizer out, the checkpoint has its own."
+            )
+        self._tokenizer = kept
+
+    def samples(self, part: str) -> Dataset[Any]:
+        """Tokenise a part of the text."""
+        if part == "predict" and self.predict is not None:
+            return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
+        pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
+        found = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
+        if not len(found):
+            raise FolderError(f"{CALLER}: the tokenizer finds no token in the {part} part of {self.root}.")
+        return found if part == "train" else Fixed(found)
+
+    def _loader(self, samples: Dataset[Any], **options: Any) -> Any:
+        return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
+
+
+class Parts(dict[str, Dataset[Any]]):
+    """Parts of the data that are made when they are first asked for."""
+
+    def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Dataset[Any]:
+        self[name] = self.make(name)
+        return self[name]

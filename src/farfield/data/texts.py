@@ -1,0 +1,126 @@
+"""Finding and reading text files: every fault is named, with its file and place, before the first epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from farfield.data.folders import SHOWN, FolderError, files_of
+
+CALLER = "TextFolder"
+
+
+class Piece(NamedTuple):
+    """A stretch of text, and where it stands: its file and the number of its first line, from 1."""
+
+    text: str
+    file: Path
+    line: int
+
+
+class Text(NamedTuple):
+    """A file's lines, without their ends, and the number of the first one."""
+
+    file: Path
+    lines: list[str]
+    first: int = 1
+
+    def cut(self, share: float) -> tuple[Text, Text]:
+        """Part it in two at a line: the second has about that share of the characters."""
+        lengths = [len(line) + 1 for line in self.lines]
+        kept, place, wanted = 0, 0, (1 - share) * sum(lengths)
+        while place < len(lengths) and kept + lengths[place] <= wanted:
+            kept += lengths[place]
+            place += 1
+        return (
+            self._replace(lines=self.lines[:place]),
+            Text(self.file, self.lines[place:], self.first + place),
+        )
+
+    def pieces(self, unit: str) -> Iterator[Piece]:
+        """The lines that are not blank, or the documents, which blank lines part; `"blocks"` are cut from lines."""
+        if unit != "documents":
+            for place, line in enumerate(self.lines, self.first):
+                if line.strip():
+                    yield Piece(line, self.file, place)
+            return
+        start: int | None = None
+        for place, line in enumerate([*self.lines, ""]):
+            if line.strip() and start is None:
+                start = place
+            elif not line.strip() and start is not None:
+                yield Piece("\n".join(self.lines[start:place]), self.file, self.first + start)
+                start = None
+
+
+def texts_of(folder: Path) -> list[Text]:
+    """Read all `.txt` files below a folder, in sorted order.
+
+    Raises:
+        FolderError: If there is no such folder or no such file in it, or one is not UTF-8; it names the byte.
+    """
+    if not folder.is_dir():
+        raise FolderError(f"{CALLER}: there is no folder {folder}.")
+    paths = [path for path in files_of(folder) if path.suffix.lower() == ".txt"]
+    if not paths:
+        held = ", ".join(path.name for path in files_of(folder)[:SHOWN]) or "nothing"
+        raise FolderError(f"{CALLER}: {folder} has no text files (.txt); it holds {held}.")
+    texts, faults = [], []
+    for path in paths:
+        try:
+            texts.append(read_text(path))
+        except FolderError as error:
+            faults.append(str(error).removeprefix(f"{CALLER}: "))
+    if faults:
+        shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
+        raise FolderError(f"{CALLER}: {len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")
+    return texts
+
+
+def read_text(path: Path) -> Text:
+    """Read a text file.
+
+    Raises:
+        FolderError: If it cannot be read or is not UTF-8; it names the byte.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FolderError(f"{CALLER}: cannot read {path}: {error.strerror or error}.") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise FolderError(
+            f"{CALLER}: {path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
+            f"{error.reason}; fix: iconv -f latin1 -t utf-8, or whatever it was written in."
+        ) from error
+    return Text(path, text.removeprefix("\ufeff").splitlines())
+
+
+def parted(root: Path, share: float) -> dict[str, list[Text]]:
+    """Read the parts of a folder: `train`, `val` and `test` below it, or all its files, each cut at a share.
+
+    Raises:
+        FolderError: If a file or a folder is missing, or there is no text in a part.
+    """
+    if (root / "train").is_dir():
+        parts = {name: texts_of(root / name) for name in ("train", "val")}
+        if (root / "test").is_dir():
+            parts["test"] = texts_of(root / "test")
+    else:
+        both = [text.cut(share) for text in texts_of(root)]
+        parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
+    for name, texts in parts.items():
+        check_not_blank(root, name, texts)
+    return parts
+
+
+def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
+    """Refuse a part in which there is nothing to read."""
+    if not any(line.strip() for text in texts for line in text.lines):
+        raise FolderError(
+            f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "
+            f"fix: longer texts, another val_share, or folders train and val."
+        )

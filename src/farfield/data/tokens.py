@@ -1,0 +1,261 @@
+"""Tokenizers: a saved one, or WordPiece trained on the text; and samples of tokens, masked when they are read."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from farfield.data.epochs import Draw, DrawnSamples
+from farfield.data.folders import SHOWN, FolderError
+from farfield.data.texts import CALLER, Piece
+
+SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# Label of tokens that count nowhere, transformers' and torch's.
+IGNORED = -100
+# Pieces that are tokenised at a time.
+MANY = 8192
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
+    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text.
+
+    Args:
+        lines: The text.
+        vocabulary: Words at most, the five special ones included.
+
+    Returns:
+        A tokenizer of transformers.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL["unk"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary, special_tokens=list(SPECIAL.values()), show_progress=False
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in SPECIAL.items()})
+
+
+def from_text(text: str, special: dict[str, str]) -> Any:
+    """Build a tokenizer of transformers from what `tokenizers` writes, and its special words."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(text)
+    first, last = special["cls_token"], special["sep_token"]
+    if tokenizer.post_processor is None:
+        from tokenizers.processors import TemplateProcessing
+
+        ends = [(word, tokenizer.token_to_id(word)) for word in (first, last)]
+        tokenizer.post_processor = TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def saved_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer that `save_pretrained` wrote; nothing is downloaded.
+
+    Raises:
+        FolderError: If there is none, or it has no mask, padding, first or last word.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FolderError(f"{CALLER}: {folder} holds no tokenizer: {error}") from error
+    missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
+    if missing:
+        raise FolderError(
+            f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
+            f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or leave it out to have one trained."
+        )
+    return tokenizer
+
+
+def special_words(tokenizer: Any) -> dict[str, str]:
+    """The special words of a tokenizer, by transformers' names for them."""
+    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """Texts of one length, padded.
+
+    Attributes:
+        words: `(b, n)`, numbers of the vocabulary, some of them masked.
+        mask: `(b, n)`, True where a token is real.
+        labels: `(b, n)`, the words there were where they are to be found again, elsewhere -100.
+        names: Of the samples.
+    """
+
+    words: Tensor
+    mask: Tensor
+    labels: Tensor
+    names: list[str]
+
+
+class Collate:
+    """Pad samples to the longest of a batch."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
+        """Return the batch."""
+        words, labels, names = zip(*samples, strict=True)
+        lengths = torch.tensor([len(each) for each in words])
+        return Batch(
+            pad_sequence(list(words), batch_first=True, padding_value=self.padding),
+            torch.arange(int(lengths.max())) < lengths[:, None],
+            pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+            list(names),
+        )
+
+
+class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
+    """Stretches of a long row of tokens, each between a first and a last word, masked anew whenever it is read.
+
+    `DataCollatorForLanguageModeling` of transformers masks: `share` of the tokens, of which 80 % become the mask, 10 %
+    a random word, and 10 % stay.
+
+    Args:
+        tokens: All tokens, `int32`.
+        bounds: First token of each sample, and one behind its last.
+        names: Of the samples.
+        tokenizer: Of transformers.
+        share: Of the tokens that are to be found again.
+    """
+
+    def __init__(
+        self, tokens: Tensor, bounds: Sequence[tuple[int, int]], names: Sequence[str], tokenizer: Any, share: float
+    ) -> None:
+        from transformers import DataCollatorForLanguageModeling
+
+        self.tokens, self.bounds, self.names = tokens, bounds, names
+        self.first, self.last = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.masking = DataCollatorForLanguageModeling(
+            tokenizer, mlm_probability=share, mask_replace_prob=0.8, random_replace_prob=0.1
+        )
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+        start, end = self.bounds[index]
+        words = torch.full((1, end - start + 2), self.last)
+        words[0, 0], words[0, 1:-1] = self.first, self.tokens[start:end]
+        ends = torch.ones_like(words)
+        ends[0, 1:-1] = 0
+        masked, labels = self.masking.torch_mask_tokens(words, special_tokens_mask=ends)
+        return masked[0], labels[0], self.names[index]
+
+
+class Fixed(Dataset[Any]):
+    """Samples that are masked in the same way whenever they are read: what is measured on them can be compared."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.drawn = DrawnSamples(samples)
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.drawn[Draw(index, index)]
+
+
+class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
+    """Lines in which somebody has written the mask, to be filled; no labels."""
+
+    def __init__(self, lines: Sequence[Piece], tokenizer: Any, length: int) -> None:
+        self.lines = lines
+        found = tokenizer([piece.text for piece in lines])["input_ids"]
+        blank = [piece.line for piece, words in zip(lines, found, strict=True) if tokenizer.mask_token_id not in words]
+        if blank:
+            raise FolderError(
+                f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+                f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
+            )
+        check_lengths(lines, [len(words) - 2 for words in found], length)
+        self.words = [torch.tensor(words) for words in found]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+        words = self.words[index]
+        return words, torch.full_like(words, IGNORED), f"line {self.lines[index].line}"
+
+
+def tokenised(
+    pieces: Iterator[Piece], tokenizer: Any, *, length: int, unit: str, too_long: str
+) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
+    """Tokenise pieces of text and cut them into samples.
+
+    Args:
+        pieces: Of the texts, in order.
+        tokenizer: Of transformers.
+        length: Tokens of a sample at most, the first and the last word included.
+        unit: `"blocks"` join the pieces of a file, and are all full but its last; else a piece is a sample.
+        too_long: What becomes of a piece that is no block and longer: `"split"` or `"refuse"`.
+
+    Returns:
+        All tokens, the bounds of the samples, and their names.
+
+    Raises:
+        FolderError: For a piece that is too long, if that is refused.
+    """
+    room, tokens = length - 2, array("i")
+    bounds: list[tuple[int, int]] = []
+    names: list[str] = []
+    stretches: list[tuple[Piece, int, int]] = []
+    while some := list(islice(pieces, MANY)):
+        found = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        if unit != "blocks" and too_long == "refuse":
+            check_lengths(some, [len(encoding.ids) for encoding in found], length)
+        for piece, encoding in zip(some, found, strict=True):
+            if not encoding.ids:
+                continue
+            start, end = len(tokens), len(tokens) + len(encoding.ids)
+            tokens.extend(encoding.ids)
+            if unit == "blocks" and stretches and stretches[-1][0].file == piece.file:
+                first, begin, _ = stretches[-1]
+                stretches[-1] = (first, begin, end)
+            else:
+                stretches.append((piece, start, end))
+    for piece, start, end in stretches:
+        for place in range(start, end, room):
+            bounds.append((place, min(place + room, end)))
+            part = f" + {place - start} tokens" if place > start else ""
+            names.append(f"{piece.file}: line {piece.line}{part}")
+    return torch.tensor(tokens, dtype=torch.int32), bounds, names
+
+
+def check_lengths(pieces: Sequence[Piece], lengths: Sequence[int], length: int) -> None:
+    """Refuse pieces of more tokens than a sample has room for."""
+    found = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
+    if found:
+        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in found[:SHOWN]]
+        lines = "\n  ".join(shown + ["..."] * (len(found) > SHOWN))
+        raise FolderError(
+            f"{CALLER}: {len(found)} texts are longer than length={length} tokens.\n  {lines}\n"
+            f"  fix: a larger length, as far as the network has positions, or too_long=split."
+        )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """The first few of some numbers."""
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

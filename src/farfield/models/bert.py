@@ -1,0 +1,260 @@
+"""BERT with any row of the table as its attention: conventional, or FA's factorized Transformer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from farfield._checks import shape_error, unknown
+from farfield.models.bert_weights import fill_from_file
+from farfield.models.compact import check_whole, name_of
+from farfield.models.storage import Stored
+from farfield.nn import TransformerLayer
+from farfield.ops.table import OPERATORS, Operator
+
+HEADS = ("words", "pooled")
+EPSILON, DEVIATION = 1e-12, 0.02
+
+
+class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask"):
+    """Read words, and give each place one logit a word of the vocabulary, or all places one vector.
+
+    `tokens = norm(words + positions + types)`, `layers` times `nn.TransformerLayer`, then the head
+
+    The shapes are BERT's, for every operator: weights of a conventional BERT fill a factorized one, whose coefficients
+    and basis are its queries and keys (`weights`, `models.load_hugging_face`). It computes another function then, and
+    needs training. The word head is tied: it multiplies by the embedding of the words.
+
+    Args:
+        model: The name under which it is saved: `"bert_base"`, `"bert_large"` or `"bert_small"`.
+        operator: A name of `ops.OPERATORS` or an `Operator`; products under a softmax are divided by the root of a
+            head's channels, as transformers do, others are not.
+        head: `"words"`, for masked language models, or `"pooled"`, a layer and tanh of the first token.
+        vocabulary: Words.
+        positions: Tokens a text can have at most.
+        channels: Of each token; the feed-forward layers have four times as many.
+        layers: How many.
+        heads: Of the attention.
+        dropout: Of embeddings and of what each layer adds, in training.
+        attention_dropout: See `nn.TransformerLayer`; BERT's own is 0.1, which forms N×N numbers for `"softmax"`.
+
+    Raises:
+        LookupError: For an unknown operator or head.
+        ShapeError: If heads do not divide the channels.
+        ValueError: For a number out of range.
+
+    Reference: Devlin et al. 2019, FA Figure 5.
+
+    Example:
+        >>> from farfield import models
+        >>> net = models.bert_small("factorized_gaussian", vocabulary=1000)
+        >>> net(torch.randint(1000, (2, 50))).shape
+        torch.Size([2, 50, 1000])
+    """
+
+    # What a model card counts is a text, and not an image.
+    reads_words = True
+
+    def __init__(
+        self,
+        model: str = "bert_base",
+        *,
+        operator: str | Operator = "factorized_gaussian",
+        head: str = "words",
+        vocabulary: int = 30522,
+        positions: int = 512,
+        channels: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
+        sizes |= {"layers": layers, "heads": heads}
+        for name, number in sizes.items():
+            check_whole(model, name, number, 1)
+        if head not in HEADS:
+            raise unknown(model, "head", head, HEADS)
+        if isinstance(operator, str) and operator not in OPERATORS:
+            raise unknown(model, "operator", operator, OPERATORS)
+        self.name, self.vocabulary = model, vocabulary
+        self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "head": head, **sizes}
+        self.config |= {"dropout": dropout, "attention_dropout": attention_dropout}
+        self.words, self.positions = nn.Embedding(vocabulary, channels), nn.Embedding(positions, channels)
+        self.types, self.norm = nn.Embedding(2, channels), nn.LayerNorm(channels, EPSILON)
+        self.dropout = nn.Dropout(dropout)
+        options: dict[str, Any] = {"heads": heads, "dropout": dropout, "attention_dropout": attention_dropout}
+        self.layers = nn.ModuleList(
+            TransformerLayer(channels, operator, **options, epsilon=EPSILON) for _ in range(layers)
+        )
+        self.head = WordHead(channels, vocabulary) if head == "words" else Pooled(channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights as BERT does, from a normal distribution cut at two deviations; siamese vectors keep theirs."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.trunc_normal_(module.weight, std=DEVIATION, a=-2 * DEVIATION, b=2 * DEVIATION)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The text whose multiply-adds a model card counts, in tokens."""
+        return (min(side, self.positions.num_embeddings),)
+
+    def encode(
+        self, words: Int[Tensor, "b n"], *, mask: Bool[Tensor, "b n"] | None = None, types: Tensor | None = None
+    ) -> Float[Tensor, "b n c"]:
+        """Return what the last layer says of each token; `types`: 0 or 1, which of two texts it is in."""
+        if words.dim() != 2 or words.is_floating_point():
+            raise shape_error(self.name, "words must be whole numbers (batch, tokens).", "words[None].", words=words)
+        longest = self.positions.num_embeddings
+        if words.shape[1] > longest:
+            problem = f"{words.shape[1]} tokens are more than the network's {longest} positions."
+            fix = f"split the text, or build it with positions={words.shape[1]}."
+            raise shape_error(self.name, problem, fix, words=words)
+        types = torch.zeros_like(words) if types is None else types
+        tokens = self.words(words) + self.types(types) + self.positions.weight[: words.shape[1]]
+        tokens = self.dropout(self.norm(tokens))
+        for layer in self.layers:
+            tokens = layer(tokens, mask=mask)
+        return tokens
+
+    def forward(
+        self,
+        words: Int[Tensor, "b n"],
+        *,
+        mask: Bool[Tensor, "b n"] | None = None,
+        types: Int[Tensor, "b n"] | None = None,
+        chosen: Bool[Tensor, "b n"] | None = None,
+    ) -> Tensor:
+        """Return the logits of the words, or the pooled vectors.
+
+        Args:
+            words: Numbers of the vocabulary.
+            mask: True where a token is real; others may be any words and change nothing.
+            types: Which of two texts a token is in, 0 or 1; 0 by default.
+            chosen: Where logits are wanted; training asks for the masked tokens alone, a seventh of the work and
+                memory. Everywhere by default; the pooled head reads the first token whatever it says.
+
+        Returns:
+            `(b, n, vocabulary)`, or `(tokens chosen, vocabulary)`; of the pooled head `(b, channels)`.
+
+        Raises:
+            ShapeError: If there are more tokens than positions.
+        """
+        tokens = self.encode(words, mask=mask, types=types)
+        if isinstance(self.head, Pooled):
+            return self.head(tokens)
+        return self.head(tokens if chosen is None else tokens[chosen], self.words.weight)
+
+
+class WordHead(nn.Module):
+    """BERT's masked-language head: a layer, GELU, a norm, products with the embedding of the words, and a bias."""
+
+    def __init__(self, channels: int, vocabulary: int) -> None:
+        super().__init__()
+        self.transform, self.norm = nn.Linear(channels, channels), nn.LayerNorm(channels, EPSILON)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, tokens: Tensor, words: Tensor) -> Tensor:
+        """Return the logits of tokens `(…, channels)`; `words` is the embedding `(vocabulary, channels)`."""
+        return functional.linear(self.norm(functional.gelu(self.transform(tokens))), words, self.bias)
+
+
+class Pooled(nn.Module):
+    """BERT's pooler: a layer and tanh of the first token."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(channels, channels)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return `(b, channels)`."""
+        return self.dense(tokens[:, 0]).tanh()
+
+
+def bert_base(
+    operator: str | Operator = "factorized_gaussian",
+    *,
+    head: str = "words",
+    vocabulary: int = 30522,
+    positions: int = 512,
+    dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    weights: str | Path | None = None,
+) -> Bert:
+    """Build BERT base, of 12 layers and 768 channels, with any operator.
+
+    The arguments are `Bert`'s, and `weights`: a file of Hugging Face's BERT (`model.safetensors`,
+    `pytorch_model.bin`) or of our own; None draws them at random.
+
+    Reference: Devlin et al. 2019.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     counts = [sum(p.numel() for p in bert_base(head=head).parameters()) for head in ("pooled", "words")]
+        >>> counts
+        [109482240, 109514298]
+    """
+    options: dict[str, Any] = {"operator": operator, "head": head, "vocabulary": vocabulary, "positions": positions}
+    net = Bert("bert_base", **options, dropout=dropout, attention_dropout=attention_dropout)
+    return net if weights is None else fill_from_file(net, Path(weights))
+
+
+def bert_large(
+    operator: str | Operator = "factorized_gaussian",
+    *,
+    head: str = "words",
+    vocabulary: int = 30522,
+    positions: int = 512,
+    dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    weights: str | Path | None = None,
+) -> Bert:
+    """Build BERT large, of 24 layers, 1024 channels and 16 heads, with any operator.
+
+    The arguments are those of `bert_base`.
+
+    Reference: Devlin et al. 2019.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     counts = [sum(p.numel() for p in bert_large(head=head).parameters()) for head in ("pooled", "words")]
+        >>> counts
+        [335141888, 335174458]
+    """
+    options: dict[str, Any] = {"operator": operator, "head": head, "vocabulary": vocabulary, "positions": positions}
+    options |= {"dropout": dropout, "attention_dropout": attention_dropout}
+    net = Bert("bert_large", channels=1024, layers=24, heads=16, **options)
+    return net if weights is None else fill_from_file(net, Path(weights))
+
+
+def bert_small(
+    operator: str | Operator = "factorized_gaussian",
+    *,
+    vocabulary: int = 8192,
+    positions: int = 128,
+    channels: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    dropout: float = 0.1,
+    weights: str | Path | None = None,
+) -> Bert:
+    """Build a BERT of any size, a small one by default, with the word head.
+
+    The arguments are those of `Bert` and of `bert_base`.
+
+    Example:
+        >>> sum(parameter.numel() for parameter in bert_small("softmax").parameters())
+        1883520
+    """
+    sizes: dict[str, Any] = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
+    net = Bert("bert_small", operator=operator, **sizes, layers=layers, heads=heads, dropout=dropout)
+    return net if weights is None else fill_from_file(net, Path(weights))

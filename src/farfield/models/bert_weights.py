@@ -1,0 +1,125 @@
+"""Weights of Hugging Face's BERT in ours: the same shapes under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from farfield.models.bert import Bert
+
+# Parts of our names -> those of Hugging Face's.
+EMBEDDINGS = {
+    "words": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "types": "embeddings.token_type_embeddings",
+    "norm": "embeddings.LayerNorm",
+}
+LAYER = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.output": "attention.output.dense",
+    "norm": "attention.output.LayerNorm",
+    "expand": "intermediate.dense",
+    "contract": "output.dense",
+    "feedforward_norm": "output.LayerNorm",
+}
+HEAD = {
+    "head.transform": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+    "head.dense": "pooler.dense",
+}
+# Files that TensorFlow's checkpoints were converted to name the two parameters of a norm so.
+OLD = {".gamma": ".weight", ".beta": ".bias"}
+
+
+def load_hugging_face(net: Bert, state_dict: Mapping[str, Tensor]) -> Bert:
+    """Copy the weights of Hugging Face's `BertForMaskedLM`, `BertForPreTraining` or `BertModel` into a network.
+
+    Queries, keys and values become coefficients, basis and values where the operator is a factorized one. Of the state
+    dict what this network has no place for is left: the other head, the tied copy of the embedding.
+
+    Args:
+        net: The network, changed in place.
+        state_dict: Of the model, or of a file of it.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: If something is missing or of another shape; nothing is copied then.
+
+    Example:
+        >>> import transformers
+        >>> from farfield import models
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+        >>> theirs = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes))
+        >>> net = models.bert_small("softmax", vocabulary=100, positions=512, channels=32, layers=2)
+        >>> models.load_hugging_face(net, theirs.state_dict()) is net
+        True
+    """
+    theirs = {renewed(name): tensor for name, tensor in state_dict.items()}
+    own, found = net.state_dict(), {}
+    problems = []
+    for name, mine in own.items():
+        source = source_of(name)
+        tensor = theirs.get(source)
+        if tensor is None:
+            problems.append(f"it lacks {source}")
+        elif tensor.shape != mine.shape:
+            problems.append(f"{source} is {tuple(tensor.shape)} and not {tuple(mine.shape)}")
+        else:
+            found[name] = tensor
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"load_hugging_face: for {net.name} the state dict must be that of a BERT of its sizes: "
+            f"{'; '.join(problems[:3])}{more}. fix: the vocabulary, positions, channels and layers of its config."
+        )
+    net.load_state_dict(found)
+    return net
+
+
+def renewed(name: str) -> str:
+    """A name of Hugging Face's without the model it is part of, as today's versions have it."""
+    name = name.removeprefix("bert.")
+    for old, new in OLD.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return name
+
+
+def source_of(name: str) -> str:
+    """The name of Hugging Face's for one of ours."""
+    if name == "head.bias":
+        return "cls.predictions.bias"
+    module, _, leaf = name.rpartition(".")
+    if module.startswith("layers."):
+        _, number, part = module.split(".", 2)
+        return f"encoder.layer.{number}.{LAYER.get(part, part)}.{leaf}"
+    return f"{(EMBEDDINGS | HEAD).get(module, module)}.{leaf}"
+
+
+def fill_from_file(net: Bert, path: Path) -> Bert:
+    """Copy a file's weights into a network: Hugging Face's, or our own `model.safetensors`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is another network's.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{net.name}: there are no weights {path}; fix: the path of a .safetensors or pytorch_model.bin file."
+        )
+    if path.suffix == ".safetensors":
+        tensors = load_file(path)
+    else:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    if set(tensors) == set(net.state_dict()):
+        tensors = {source_of(name): tensor for name, tensor in tensors.items()}
+    return load_hugging_face(net, tensors)

@@ -1,0 +1,131 @@
+"""A transformer's encoder layer with any row of the table as its attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from farfield._checks import check_mask, shape_error
+from farfield.nn.attention import GridAttention
+from farfield.nn.tokens import attend_tokens
+from farfield.ops.grid import ALL, hide
+from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+
+
+class TransformerLayer(nn.Module):
+    """Attend over tokens, then map each token: BERT's encoder layer, the norms behind the sums.
+
+    `x = norm(tokens + attention(tokens))`, `response = feedforward_norm(x + contract(GELU(expand(x))))`
+
+    With a factorized row this is FA's factorized Transformer: per head queries are the coefficients C, keys the basis
+    B, and the response is C (Bᵀ V), so that memory and time are linear in the tokens. Weights have the shapes of
+    conventional attention, whose queries, keys and values are coefficients, basis and values here.
+
+    Args:
+        channels: Of each token.
+        operator: A row's name in `ops.OPERATORS`, or an `ops.Operator` of one's own.
+        heads: Channels are split into this many groups.
+        hidden: Channels of the feed-forward layer; four times as many by default.
+        dropout: Of what attention and the feed-forward layer answer, in training.
+        attention_dropout: In training: of the weights of the basis, or of the N×N coefficients where each token is a
+            slot, which are then formed. For rows that hear every token and have no vector of their own.
+        epsilon: Of the norms.
+
+    Raises:
+        LookupError: If there is no such operator.
+        ShapeError: If heads do not divide the channels.
+        ValueError: If there is dropout for a row that has no weights of tokens.
+
+    Cost:
+        For N tokens of c channels and d = c/heads, factorized: N·12·c² multiply-adds and what the slots take; kept for
+        the backward pass are some grids of N·c numbers and the feed-forward layer's, and no N² numbers.
+
+    Reference: FA Table 8, FA Eq. 5.
+
+    Example:
+        >>> import torch
+        >>> from farfield.nn import TransformerLayer
+        >>> layer = TransformerLayer(64, "factorized_gaussian", heads=4)
+        >>> tokens, mask = torch.randn(2, 50, 64), torch.arange(50) < torch.tensor([[50], [20]])
+        >>> layer(tokens, mask=mask).shape
+        torch.Size([2, 50, 64])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        operator: str | Operator = "factorized_gaussian",
+        *,
+        heads: int = 1,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        epsilon: float = 1e-12,
+    ) -> None:
+        super().__init__()
+        row = OPERATORS.get(operator) if isinstance(operator, str) else operator
+        softmax = row is not None and row.coefficients is softmax_of_products
+        self.attention = GridAttention(
+            channels,
+            operator,
+            heads=heads,
+            project="qkvo" if row is None or row.reads_keys else "qvo",
+            # The papers have none; transformers do, and only products under a softmax need it.
+            scale=(channels // heads) ** -0.5 if softmax and heads > 0 else 1.0,
+        )
+        if attention_dropout and not drops(self.attention.operator):
+            raise ValueError(
+                f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
+                f"pools tokens or reads them through a vector; fix: attention_dropout=0."
+            )
+        hidden = 4 * channels if hidden is None else hidden
+        self.norm = nn.LayerNorm(channels, epsilon)
+        self.expand, self.contract = nn.Linear(channels, hidden), nn.Linear(hidden, channels)
+        self.feedforward_norm = nn.LayerNorm(channels, epsilon)
+        self.dropout, self.attention_dropout = nn.Dropout(dropout), attention_dropout
+
+    def forward(self, tokens: Float[Tensor, "b n c"], *, mask: Bool[Tensor, "b n"] | None = None) -> Tensor:
+        """Return the response of each token.
+
+        Args:
+            tokens: With channels last, as transformers have them.
+            mask: True where a token is real. Others may hold anything, and change no response and no gradient.
+
+        Returns:
+            `(b, n, c)`; of tokens that are not real something finite.
+
+        Raises:
+            ShapeError: If the tokens have not the layer's channels, or the mask is another's.
+        """
+        channels = self.attention.channels
+        if tokens.dim() != 3 or tokens.shape[2] != channels:
+            problem = f"tokens must be (batch, tokens, {channels})."
+            raise shape_error("TransformerLayer", problem, "channels come last, e.g. grid.mT.", tokens=tokens)
+        check_mask("TransformerLayer", "mask", mask, "tokens, (batch, tokens)", tokens.mT)
+        # A norm would hand on what is not real to its own gradient.
+        tokens = hide(tokens.mT, mask).mT
+        tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
+        inner = functional.gelu(self.expand(tokens))
+        return self.feedforward_norm(tokens + self.dropout(self.contract(inner)))
+
+    def attend(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend within tokens `(b, n, c)`, as a grid of one side; with dropout as token attention does it."""
+        attention = self.attention
+        if not (self.training and self.attention_dropout):
+            return attention(tokens.mT, mask=mask).mT
+        maps = (attention.query, attention.key, attention.value)
+        parts = [
+            (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
+            for part in maps
+        ]
+        real = None if mask is None else mask[:, None, None]
+        scale, dropout = attention.scale, self.attention_dropout
+        response, _ = attend_tokens(attention.operator, *parts, real, scale=scale, dropout=dropout)
+        response = response.flatten(2)
+        return response if attention.output is None else attention.output(response)
+
+
+def drops(row: Operator) -> bool:
+    """Whether a row weighs every token, by no vector of its own: what dropout of attention needs."""
+    return row.score != "learned" and row.answers == row.asks == ALL

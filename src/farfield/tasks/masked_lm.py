@@ -1,0 +1,245 @@
+"""Masked language models: the loss where words are hidden, BERT's optimiser and schedule, and perplexity."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+from torchmetrics.text import Perplexity
+
+from farfield._checks import shape_error
+from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.replay import Replay
+
+# Label of tokens that count nowhere.
+IGNORED = -100
+
+
+class Masked(Protocol):
+    """What a batch has: numbers of words, which of them are real, the hidden words or -100, and names."""
+
+    words: Tensor
+    mask: Tensor
+    labels: Tensor
+    names: list[str]
+
+
+class Filled(NamedTuple):
+    """What `predict_step` returns for a batch.
+
+    Attributes:
+        names: Of the samples.
+        words: The words of each, as they were read, without padding.
+        found: For each sample `(blanks, top)`, the likeliest words of each blank, the likeliest first.
+        probabilities: Of those.
+    """
+
+    names: list[str]
+    words: list[Tensor]
+    found: list[Tensor]
+    probabilities: list[Tensor]
+
+
+class MaskedLM(LightningModule):
+    """Train a network that gives each hidden token one logit a word, with BERT's settings as defaults.
+
+    `loss = mean over hidden tokens of -log softmax(logits)[word]`
+
+    AdamW; the learning rate rises over the first steps and falls to 0 at the last, both linearly; matrices decay, norms
+    and biases do not; gradients longer than `clip` are shortened. The network is asked for logits of hidden tokens
+    alone. A batch without one has the loss 0. Logged: `train/loss`, `learning_rate`, and `val/loss`, `val/perplexity`,
+    `val/accuracy` over all hidden tokens of the part, the same for `test`.
+
+    A checkpoint holds the network's weights and these numbers; never the network's code.
+
+    Args:
+        network: Any module `(words, mask=…, chosen=…) -> logits`, as `models.Bert`; `words` and the boolean `mask` and
+            `chosen` are `(batch, tokens)`, and of the tokens chosen it returns `(tokens, vocabulary)`.
+        learning_rate: The highest.
+        warmup_steps: Steps over which it rises.
+        betas: Of AdamW.
+        epsilon: Of AdamW.
+        weight_decay: Of matrices, the embeddings among them.
+        clip: Longest gradient, of all parameters together; the trainer's `gradient_clip_val` comes before it.
+        top: How many words `predict` gives for each blank.
+        blank: Number of the word that stands for a hidden one, where no data module says it.
+
+    Raises:
+        ShapeError: If the tokenizer has more words than the network.
+
+    Reference: Devlin et al. 2019.
+
+    Example:
+        >>> from farfield import models
+        >>> task = MaskedLM(models.bert_small(vocabulary=100))
+        >>> words = torch.randint(100, (2, 9))
+        >>> task(words, torch.ones_like(words, dtype=torch.bool), words > 50).shape[1]
+        100
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        learning_rate: float = 1e-4,
+        warmup_steps: int = 10_000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-6,
+        weight_decay: float = 0.01,
+        clip: float = 1.0,
+        top: int = 5,
+        blank: int | None = None,
+    ) -> None:
+        super().__init__()
+        # The network itself would be pickled into every checkpoint, and run on loading.
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        self.measures = nn.ModuleDict(
+            {"loss": MeanMetric(), "perplexity": Perplexity(ignore_index=IGNORED), "accuracy": MeanMetric()}
+        )
+        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        self.train()
+
+    def forward(self, words: Tensor, mask: Tensor, chosen: Tensor) -> Tensor:
+        """Return the logits of the chosen tokens."""
+        return self.network(words, mask=mask, chosen=chosen)
+
+    def training_step(self, batch: Masked, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        if batch_idx == 0:
+            self._check_vocabulary(batch.words)
+        logits, labels = self._hidden(batch)
+        loss = loss_of(logits, labels)
+        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=max(1, len(labels)))
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Masked, batch_idx: int) -> None:
+        """Count what a validation batch says."""
+        self._evaluate(batch, batch_idx)
+
+    def test_step(self, batch: Masked, batch_idx: int) -> None:
+        """Count what a test batch says."""
+        self._evaluate(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log loss, perplexity and accuracy over all hidden tokens."""
+        self._measure("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log loss, perplexity and accuracy over all hidden tokens."""
+        self._measure("test")
+
+    def predict_step(self, batch: Masked, batch_idx: int) -> Filled:
+        """Return the likeliest words of each blank."""
+        if batch_idx == 0:
+            self._check_vocabulary(batch.words)
+        data = getattr(self._trainer, "datamodule", None)
+        blank = self.hparams["blank"] if data is None else data.tokenizer.mask_token_id
+        chosen = (batch.words == blank) & batch.mask
+        logits = self(batch.words, batch.mask, chosen).float()
+        probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
+        blanks = chosen.sum(1).tolist()
+        words = [each[real].cpu() for each, real in zip(batch.words, batch.mask, strict=True)]
+        return Filled(
+            list(batch.names), words, list(found.cpu().split(blanks)), list(probabilities.cpu().split(blanks))
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW on two groups of parameters, of which one decays, and the schedule, a step a step."""
+        settings = self.hparams
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trained if parameter.dim() > 1]},
+            {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(
+            groups,
+            lr=settings["learning_rate"],
+            betas=tuple(settings["betas"]),
+            eps=settings["epsilon"],
+            weight_decay=settings["weight_decay"],
+        )
+        steps, warmup = int(self.trainer.estimated_stepping_batches), settings["warmup_steps"]
+        if warmup >= steps:
+            raise ValueError(
+                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training; "
+                f"fix: --model.warmup_steps {steps // 10}, a tenth of them, or more steps."
+            )
+        schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Shorten gradients that are longer than the trainer says, or else `clip`."""
+        longest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
+        self.clip_gradients(optimizer, longest, gradient_clip_algorithm or "norm")
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what makes an epoch depend on the seed and its number alone."""
+        return [Replay()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another network, naming what differs."""
+        check_same_network(self.state_dict(), checkpoint["state_dict"])
+
+    def _hidden(self, batch: Masked) -> tuple[Tensor, Tensor]:
+        chosen = batch.labels != IGNORED
+        return self(batch.words, batch.mask, chosen), batch.labels[chosen]
+
+    def _evaluate(self, batch: Masked, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._check_vocabulary(batch.words)
+        logits, labels = self._hidden(batch)
+        if not len(labels):
+            return
+        logits = logits.float()
+        self.measures["loss"].update(loss_of(logits, labels), len(labels))
+        self.measures["perplexity"].update(logits[None], labels[None])
+        self.measures["accuracy"].update(logits.argmax(1) == labels)
+
+    def _measure(self, stage: str) -> None:
+        if not float(self.measures["loss"].weight):
+            values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
+        else:
+            values = {name: float(measure.compute()) for name, measure in self.measures.items()}
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True, sync_dist=False)
+        for measure in self.measures.values():
+            measure.reset()
+
+    def _check_vocabulary(self, words: Tensor) -> None:
+        """Refuse a network with fewer words than the tokenizer, before an index is out of range."""
+        has = getattr(self.network, "vocabulary", None)
+        tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
+        needs = int(words.max()) + 1 if tokenizer is None else len(tokenizer)
+        if has is not None and has < needs:
+            problem = f"the tokenizer has {needs:,} words, and the network {has:,}."
+            fix = f"build it with vocabulary={needs} or more (--model.network.vocabulary {needs})."
+            raise shape_error("MaskedLM", problem, fix, words=words)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of `(tokens, vocabulary)`, averaged over the tokens; 0 where there is none."""
+    return functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
+
+
+def rate_of(step: int, warmup: int, steps: int) -> float:
+    """Share of the highest learning rate: up over the warm-up, then down to 0 behind the last step.
+
+    Example:
+        >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(0.0, (steps - step) / (steps - warmup))

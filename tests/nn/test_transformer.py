@@ -1,0 +1,161 @@
+"""The transformer layer: BERT's steps with any row, padding that changes nothing, dropout that is right on average."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield import ShapeError, ops
+from farfield.nn import GridAttention, TransformerLayer
+from farfield.ops import OPERATORS
+from farfield.ops.table import keys, queries
+from token_products import EPS, ROWS, product, relative, worst_gradient
+
+REAL = torch.arange(11) < torch.tensor([[11], [7], [1]])
+
+
+def layer(row: str, **options: float) -> TransformerLayer:
+    made = TransformerLayer(16, row, heads=4, **options).double().eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return made
+
+
+def heads_of(linear: nn.Module, tokens: Tensor) -> Tensor:
+    return linear(tokens).unflatten(2, (4, 4)).transpose(1, 2)
+
+
+def by_hand(module: TransformerLayer, row: str, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+    """Attention as the product of its matrices, then BERT's steps one by one."""
+    attention, scale = module.attention, 0.5
+    parts = [heads_of(linear, tokens) for linear in (attention.query, attention.key, attention.value)]
+    response = product(row, *parts, real, scale).transpose(1, 2).flatten(2)
+    tokens = module.norm(tokens + attention.output(response))
+    inner = module.expand(tokens)
+    inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
+    return module.feedforward_norm(tokens + module.contract(inner))
+
+
+# ---- the equations ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("row", ROWS)
+def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, masked: bool) -> None:
+    module, tokens = layer(row), torch.randn(3, 11, 16, dtype=torch.float64, requires_grad=True)
+    real = REAL if masked else None
+    found, wanted = module(tokens, mask=real), by_hand(module, row, tokens, real)
+    assert relative(found[REAL], wanted[REAL]) < 50 * EPS
+    gradients = [tokens, *module.parameters()]
+    assert worst_gradient(found[REAL], wanted[REAL], gradients) < 200 * EPS
+
+
+@pytest.mark.parametrize("row", OPERATORS)
+def test_every_row_runs_and_padding_changes_nothing(row: str) -> None:
+    module, tokens = layer(row), torch.randn(3, 11, 16, dtype=torch.float64)
+    other = torch.where(REAL[..., None], tokens, torch.nan)
+    outputs, gradients = [], []
+    for each in (tokens, other):
+        found = module(each, mask=REAL)
+        assert found.isfinite().all()
+        outputs.append(found[REAL])
+        gradients.append(torch.autograd.grad(found[REAL].square().sum(), list(module.parameters())))
+    assert torch.equal(*outputs)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("row", ["softmax", "factorized_gaussian", "dot", "averaged", "siamese"])
+def test_tokens_in_another_order_give_responses_in_that_order(row: str) -> None:
+    module, tokens, order = layer(row), torch.randn(2, 11, 16, dtype=torch.float64), torch.randperm(11)
+    assert relative(module(tokens[:, order]), module(tokens)[:, order]) < 20 * EPS
+
+
+def test_a_text_of_padding_alone_is_finite_and_hears_nothing() -> None:
+    for row in OPERATORS:
+        module = layer(row)
+        tokens = torch.randn(1, 5, 16, dtype=torch.float64)
+        found = module(tokens, mask=torch.zeros(1, 5, dtype=torch.bool))
+        assert found.isfinite().all()
+        found.sum().backward()
+        assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+def test_kept_for_backward_is_linear_in_the_tokens() -> None:
+    from farfield.cost import saved_bytes
+
+    kept = {}
+    for row in ("factorized_gaussian", "dot"):
+        module = TransformerLayer(16, row, heads=4)
+        kept[row] = [saved_bytes(module, torch.randn(1, n, 16, requires_grad=True)) for n in (256, 512, 1024)]
+    # From a line: the slots do not grow.
+    first, second, third = kept["factorized_gaussian"]
+    assert abs((third - second) - 2 * (second - first)) < 0.01 * third
+    first, second, third = kept["dot"]
+    assert (third - second) > 3.5 * (second - first)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+def test_products_under_a_softmax_are_scaled_and_others_are_not() -> None:
+    assert {row: TransformerLayer(64, row, heads=4).attention.scale for row in OPERATORS} == {
+        row: 0.25 if row in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv") else 1.0 for row in OPERATORS
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("row", ROWS)
+def test_attention_dropout_is_right_on_average_and_off_in_evaluation(row: str) -> None:
+    module, tokens = layer(row, attention_dropout=0.4), torch.randn(1, 11, 16, dtype=torch.float64)
+    plain = layer(row)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(module(tokens), plain(tokens))
+    module.train()
+    many = module.attend(tokens.expand(4000, -1, -1), None)
+    assert not torch.equal(many[0], many[1])
+    # A slot of the Gaussian row is a mean over what is left: a ratio, which is right in the limit of many tokens.
+    if row != "factorized_gaussian":
+        error = (many.mean(0) - plain.attention(tokens.mT).mT[0]).abs() / (many.std(0) / 4000**0.5)
+        assert float(error.max()) < 6
+
+
+def test_dropout_of_what_layers_add() -> None:
+    module, tokens = layer("factorized_gaussian", dropout=0.5), torch.randn(1, 11, 16, dtype=torch.float64)
+    assert torch.equal(module(tokens), module(tokens))
+    module.train()
+    assert not torch.equal(module(tokens), module(tokens))
+
+
+def test_an_operator_of_ones_own() -> None:
+    row = ops.Operator(coefficients=queries, basis=keys, per=OPERATORS["averaged"].per)
+    module, named = TransformerLayer(16, row, heads=2), TransformerLayer(16, "averaged", heads=2)
+    named.load_state_dict(module.state_dict())
+    tokens = torch.randn(2, 9, 16)
+    assert torch.equal(module(tokens), named(tokens))
+    assert isinstance(module.attention, GridAttention)
+
+
+def test_siamese_local_reads_no_keys() -> None:
+    assert TransformerLayer(16, "siamese_local").attention.key is None
+
+
+@pytest.mark.parametrize("row", ["softmax", "factorized_gaussian"])
+def test_it_compiles_without_a_break(row: str) -> None:
+    module, tokens = layer(row).float(), torch.randn(3, 11, 16)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, mask=REAL), module(tokens, mask=REAL))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+def test_errors_name_the_fix() -> None:
+    with pytest.raises(LookupError, match='GridAttention: no operator "gaussian"; nearest: factorized_gaussian'):
+        TransformerLayer(16, "gaussian")
+    with pytest.raises(ShapeError, match="heads=3 does not divide the 16 channels of query; try heads=2"):
+        TransformerLayer(16, "softmax", heads=3)
+    with pytest.raises(ValueError, match=r"attention_dropout=0.1 drops weights of tokens, and siamese pools .* fix: "):
+        TransformerLayer(16, "siamese", attention_dropout=0.1)
+    module = TransformerLayer(16, heads=2)
+    with pytest.raises(ShapeError, match=r"tokens must be \(batch, tokens, 16\)\.\n  tokens  \(2, 16, 9\)\n  fix: "):
+        module(torch.randn(2, 16, 9))
+    with pytest.raises(ShapeError, match=r"mask must be \(batch, \*sides\) of tokens, \(batch, tokens\)"):
+        module(torch.randn(2, 9, 16), mask=torch.ones(2, 8, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"mask must be boolean, True where a cell is real, got torch.int64"):
+        module(torch.randn(2, 9, 16), mask=torch.ones(2, 9, dtype=torch.long))
