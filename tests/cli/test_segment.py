@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from farfield import ShapeError, models
 from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from farfield.data.segment import normalized, read
+from farfield.streaming.outputs import hold
 from farfield.tasks.predictions import PALETTE
 from made_masks import CLASSES, make_pair, make_sbd, make_voc
 
@@ -27,7 +29,6 @@ SMALL = {
     "trainer.enable_progress_bar": "false",
     "trainer.enable_model_summary": "false",
     "trainer.max_epochs": 1,
-    "trainer.check_val_every_n_epoch": 1,
     "trainer.limit_train_batches": 2,
     "trainer.log_every_n_steps": 1,
     "trainer.default_root_dir": "runs",
@@ -105,7 +106,9 @@ def test_the_small_recipe_runs_two_steps_with_any_output_layer(tmp_path: Path, o
     farfield("fit", **CAMVID, **{"data.root": make_voc(tmp_path / "voc"), "model.network.output": output})
     assert models.from_pretrained("runs/version_0").config["output"] == output
     text = Path("runs/version_0/metrics.csv").read_text()
+    # The recipe validates every third epoch, a shorter run its last one.
     assert all(name in text for name in ("val/miou", "val/accuracy", "train/loss_epoch", "learning_rate"))
+    assert Path("runs/version_0/checkpoints/best.ckpt").is_file()
 
 
 # ---- from end to end -------------------------------------------------------------------------------------------------
@@ -167,6 +170,19 @@ def test_predictions_that_exist_are_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in Path("runs/predictions").iterdir()] == ["mine.txt"]
     with pytest.raises(FileExistsError, match=r"mine\.txt exists"):
         farfield("predict", config=config, ckpt_path="best", **{"predictions.path": "runs/predictions/mine.txt"})
+
+
+def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    options = {**CAMVID, "data.root": make_voc(tmp_path / "voc"), "predictions.path": "new"}
+    Path(".new.partial").mkdir()
+    (Path(".new.partial") / "theirs.png").touch()
+    lock = hold("another process", Path(".new.partial"), Path("new"))
+    with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):
+        farfield("predict", **options)
+    assert [path.name for path in Path(".new.partial").iterdir()] == ["theirs.png"]
+    os.close(lock)
+    farfield("predict", **options)
+    assert Path("new/masks").is_dir()
 
 
 KILLER = """

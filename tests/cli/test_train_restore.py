@@ -146,6 +146,14 @@ def test_a_folder_of_stacks_is_restored_beside_them_or_into_a_folder(tmp_path: P
     options = {**SMALL, "data.root": folder}
     farfield("predict", **options, output="restored")
     assert sorted(path.name for path in Path("restored").iterdir()) == ["0.tif", "1.tif"]
+    # Of a folder that was cut off after its first stack the others are restored.
+    first, second = Path("restored/0.tif"), Path("restored/1.tif")
+    whole, kept = second.read_bytes(), first.stat().st_mtime_ns
+    second.unlink()
+    with pytest.raises(FileExistsError, match=r"restored/0\.tif exists; fix: .*overwrite=true.* or overwrite=skip"):
+        farfield("predict", **options, output="restored")
+    farfield("predict", **options, output="restored", overwrite="skip")
+    assert (first.stat().st_mtime_ns, second.read_bytes()) == (kept, whole)
     farfield("predict", **options)
     assert sorted(path.name for path in folder.iterdir()) == [
         *("0-restored.tif", "0.tif", "1-restored.tif", "1.tif"),
@@ -185,15 +193,21 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "flat.tif", np.full(SIDES, 9, np.uint16))
     with pytest.raises(ValueError, match="the stack is as good as constant"):
         farfield("predict", **SMALL, data__root=tmp_path / "flat.tif", output="b.tif")
-    with pytest.raises(CheckpointError, match="no run in runs has"):
+    with pytest.raises(
+        CheckpointError, match=r"no run in runs has checkpoints/best\.ckpt; fix: --trainer\.default_root"
+    ):
+        farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
+    Path("runs/version_0/checkpoints").mkdir(parents=True)
+    Path("runs/version_0/checkpoints/last.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last: no epoch was validated yet, or the"):
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     assert not Path("b.tif").exists()
 
 
 def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
-    stack = write(tmp_path / "a.tif", made_pair(0, (16, 96, 96))[0])
+    stack = write(tmp_path / "a.tif", made_pair(0, (8, 64, 64))[0])
     words = [sys.executable, "-m", "farfield.cli", "predict", f"--config={CARE3D}", f"--data.root={stack}"]
-    words += [f"--{name}={value}" for name, value in SMALL.items()] + ["--tile=16"]
+    words += [f"--{name}={value}" for name, value in SMALL.items()] + ["--tile=32"]
     started = subprocess.Popen([*words, "--output=a.zarr"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     unfinished: list[Path] = []
     while started.poll() is None and not unfinished:

@@ -132,14 +132,14 @@ CHILD = """
     from farfield.streaming import driving, predict_whole, respond_whole
     from streamed_nets import Hourglass, attention, settled
 
-    kill, out = int(sys.argv[1]), sys.argv[2]
+    kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     taken, read = 0, driving.Stream.read
 
     def counted(*arguments):
         global taken
         taken += 1
         if taken == kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return read(*arguments)
 
     driving.Stream.read = counted
@@ -153,10 +153,14 @@ CALLS = {
 }
 
 
-def run(call: str, kill: int, out: Path) -> subprocess.CompletedProcess[str]:
+def command(call: str, kill: int, out: Path, how: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Of a process that makes a call and gets a signal when it reads a tile for the `kill`th time."""
     script = textwrap.dedent(CHILD).format(tests=str(Path(__file__).parents[1]), call=CALLS[call])
-    command = [sys.executable, "-c", script, str(kill), str(out)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return [sys.executable, "-c", script, str(kill), str(out), str(int(how))]
+
+
+def run(call: str, kill: int, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(call, kill, out), capture_output=True, text=True, check=False)
 
 
 def fingerprint(path: Path) -> dict[str, str]:
@@ -197,6 +201,23 @@ def test_killed_at_any_tile(call: str, volume: np.ndarray, tmp_path: Path) -> No
         assert run(call, kill, out).returncode == -signal.SIGKILL
         assert run(call, 0, out).returncode == 0
         assert fingerprint(out) == fingerprint(plain)
+
+
+def test_two_processes_do_not_write_to_one_path(volume: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "volume.npy", volume)
+    out = tmp_path / "out.npy"
+    first = subprocess.Popen(command("predict", 5, out, signal.SIGSTOP), stdout=subprocess.DEVNULL)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
+        held = fingerprint(tmp_path)
+        second = run("predict", 0, out)
+        assert f'BlockingIOError: predict_whole: another process is writing "{out}"; fix: wait' in second.stderr
+        assert fingerprint(tmp_path) == held
+    finally:
+        first.kill()
+        first.wait()
+    # A process that was killed holds nothing, and what it did is gone on with.
+    assert run("predict", 0, out).returncode == 0
 
 
 class StopError(Exception):

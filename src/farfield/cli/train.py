@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -116,7 +116,8 @@ class Training(LightningCLI):
             parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
         if self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
-            parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
+            said = "of predict: replace what is there, or skip it"
+            parser.add_argument("--overwrite", type=Literal["skip"] | bool, default=False, help=said)
             parser.add_argument("--tile", type=list[int] | int | None, help="cells a side at a time; null: by memory")
             for name in ("output", "overwrite", "tile"):
                 parser.link_arguments(name, f"model.{name}")
@@ -137,15 +138,19 @@ class Training(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find the folder of the run, and in it what `--ckpt_path last` and `best` mean."""
         config = self.config[str(self.subcommand)]
+        epochs, every = config.trainer.max_epochs, config.trainer.check_val_every_n_epoch
+        if epochs and every and 0 < epochs < every:
+            # A run shorter than its recipe's is validated too, at its end; without that it would have no best epoch.
+            config.trainer.check_val_every_n_epoch = epochs
         root = Path(config.trainer.default_root_dir)
         self.folder = next_run(root)
         if config.ckpt_path in ("last", "best"):
             file = f"checkpoints/{config.ckpt_path}.ckpt"
             found = newest_run(root, file)
             if found is None and self.subcommand != "fit":
-                raise CheckpointError(
-                    f"no run in {root} has {file}; fix: --trainer.default_root_dir, or the file's path."
-                )
+                last = newest_run(root, "checkpoints/last.ckpt")
+                fix = "--ckpt_path last: no epoch was validated yet" if last else "--trainer.default_root_dir"
+                raise CheckpointError(f"no run in {root} has {file}; fix: {fix}, or the file's path.")
             if found is None:
                 rank_zero_warn(f"farfield fit: {root} has no run to resume; starting a new one.")
             self.folder = found or self.folder
@@ -214,6 +219,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # Lightning fears that the caller's command line is meant for another program; here it is the caller's.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        # Runs are evaluated, and resumed, from the folder they lie in; and Lightning's own use of torch is its own.
+        warnings.filterwarnings("ignore", message="The dirpath has changed")
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
         words = _with_full_names(sys.argv[1:] if argv is None else argv)
         Training(words, _task_of(words))
 

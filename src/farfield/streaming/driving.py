@@ -57,7 +57,9 @@ class Stream:
     def run(self, passes: Sequence[tuple[str, Take]], quiet: bool) -> Any:
         """Run the passes that are left, each over the tiles of a volume; return what the output is."""
         path = self.output.path if isinstance(self.output, FileOutput) else None
-        with torch.no_grad(), full_disk_says(self.caller, path) if path else contextlib.nullcontext():
+        said = full_disk_says(self.caller, path) if path else contextlib.nullcontext()
+        with torch.no_grad(), said, contextlib.ExitStack() as stack:
+            stack.callback(self.output.let_go)
             self.resume()
             counts = [len(self.volumes[name].tiles) for name, _ in passes]
             first = sum(counts[: self.progress.stage]) + self.progress.tile

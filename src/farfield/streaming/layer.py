@@ -63,6 +63,7 @@ def respond_whole(
         ValueError: If the layer's norm is in training, or what it reads is not finite; if the summary, which for
             softmax and softmax_pooled is the grid, takes more than half of the free memory.
         FileExistsError: If the path exists.
+        BlockingIOError: If another process is writing to it.
         OSError: If the disk is full; finished tiles are kept.
 
     Cost:

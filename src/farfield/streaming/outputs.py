@@ -17,6 +17,11 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield.streaming.arrays import Region, release
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Bytes of a chunk, about, of a zarr array: a file each.
 CHUNK = 2**24
@@ -137,6 +142,22 @@ class FileOutput:
         self.format = FORMATS[path.suffix.lower()]
         self.growing = self.folder / path.name
         self.array: Any = None
+        self.lock: int | None = None
+
+    def hold(self) -> None:
+        """Keep other processes from writing to the path until `let_go`, or until this one ends.
+
+        Raises:
+            BlockingIOError: If another one does.
+        """
+        self.folder.mkdir(exist_ok=True)
+        self.lock = hold(self.caller, self.folder, self.path)
+
+    def let_go(self) -> None:
+        """Let other processes write to the path."""
+        if self.lock is not None:
+            os.close(self.lock)
+        self.lock = None
 
     def make(self) -> None:
         """Make the file, with room for all of it where it is one piece."""
@@ -178,6 +199,39 @@ class FileOutput:
         return self.format.open(self.path, "r")
 
 
+def hold(caller: str, folder: Path, path: Path) -> int | None:
+    """Lock a folder in which the contents of `path` grow, until what is returned is closed or this process ends.
+
+    A killed process ends too, so no lock outlives the one that took it. None where the system knows no such locks.
+
+    Raises:
+        BlockingIOError: If another process has it.
+    """
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BlockingIOError(
+            f'{caller}: another process is writing "{path}"; fix: wait until it is done, or another path.'
+        ) from None
+    except OSError:  # some network drives
+        os.close(handle)
+        return None
+    return handle
+
+
+def emptied(folder: Path) -> None:
+    """Remove what is in a folder, and not the folder, which may be locked."""
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
+
+
 class ArrayOutput:
     """An array that takes slices: the caller's, or one in memory.
 
@@ -192,6 +246,9 @@ class ArrayOutput:
         """Write a box."""
         self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else to_numpy(box)
         release(self.array)
+
+    def let_go(self) -> None:
+        """Nothing is kept from others."""
 
     def finish(self) -> Any:
         """Return the array."""

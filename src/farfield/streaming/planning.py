@@ -104,7 +104,8 @@ class Plan:
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
         text = [f"volume {sides} cells" + (" (padded)" if any(map(any, self.padding)) else "")]
         size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
-        text.append(f"{len(self.cores)} tiles of {tile} cells that read {halo} more, {size}")
+        count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
+        text.append(f"{count} of {tile} cells that read {halo} more, {size}")
         for index, each in enumerate(self.passes):
             heard = [self.calls[call] for call in each.calls]
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)

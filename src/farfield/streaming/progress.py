@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield.streaming.outputs import FileOutput, unfinished
+from farfield.streaming.outputs import FileOutput, emptied, unfinished
 
 STATE = "progress.pt"
 # Saving may take one part in this many of the time.
@@ -72,11 +71,24 @@ class Progress:
 def begin(
     caller: str, output: FileOutput, identity: dict[str, str], cells: tuple[int, ...], overwrite: bool
 ) -> Progress:
-    """Begin a prediction, or go on with one that was begun on the same.
+    """Begin a prediction, or go on with one that was begun on the same; the output is held from here.
 
     Raises:
         ValueError: If an unfinished one is of something else and may not be overwritten.
+        BlockingIOError: If another process is at it.
     """
+    output.hold()
+    try:
+        return begun(caller, output, identity, cells, overwrite)
+    except BaseException:
+        output.let_go()
+        raise
+
+
+def begun(
+    caller: str, output: FileOutput, identity: dict[str, str], cells: tuple[int, ...], overwrite: bool
+) -> Progress:
+    """Progress of an output that is held."""
     progress, state = Progress(output.folder, identity, cells), output.folder / STATE
     if state.is_file() and output.growing.exists():
         was = torch.load(state, weights_only=True)["identity"]
@@ -90,7 +102,7 @@ def begin(
                 f'{caller}: "{output.folder}" holds an unfinished prediction with another {" and ".join(changed)}; '
                 f"fix: call it with the same to finish that, or overwrite=True to begin anew."
             )
-    shutil.rmtree(output.folder, ignore_errors=True)
+    emptied(output.folder)
     output.make()
     progress.save()
     return progress

@@ -64,6 +64,7 @@ def predict_whole(
         ValueError: If the model is in training, has a layer beside attention that needs the whole grid, or reads a
             number that is not finite; if the volume changed; if what is unfinished at the path is of something else.
         FileExistsError: If the path exists.
+        BlockingIOError: If another process is writing to it.
         OSError: If the disk is full; finished tiles are kept.
 
     Cost:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
 
+from farfield.streaming.outputs import emptied, hold
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -72,12 +72,14 @@ class MaskFolder(BasePredictionWriter):
 
     Raises:
         FileExistsError: Before anything is predicted, if the folder is there and not empty.
+        BlockingIOError: Then too, if another process is writing to it.
         CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="batch")
         self.path = path
+        self.lock: int | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a folder that holds something, and clear what an interrupted prediction left."""
@@ -88,7 +90,9 @@ class MaskFolder(BasePredictionWriter):
                 "fix: remove it, or name another by --predictions.path."
             )
         if trainer.is_global_zero:
-            shutil.rmtree(beside(place), ignore_errors=True)
+            beside(place).mkdir(parents=True, exist_ok=True)
+            self.lock = hold("farfield predict", beside(place), place)
+            emptied(beside(place))
         trainer.strategy.barrier()
 
     def write_on_batch_end(
@@ -118,6 +122,17 @@ class MaskFolder(BasePredictionWriter):
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             os.replace(beside(self.place(trainer)), self.place(trainer))
+        self.let_go()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let other processes write there."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give up the lock, in the process that has it."""
+        if self.lock is not None:
+            os.close(self.lock)
+        self.lock = None
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the folder."""

@@ -43,7 +43,7 @@ class Restore(LightningModule):
         patience: For how many epochs it may not fall.
         output: Where `predict` writes, .tif or .zarr; a folder for several stacks, or where there is no suffix. None
             writes `<name>-restored.tif` beside each.
-        overwrite: Whether files that are there are replaced.
+        overwrite: Whether files that are there are replaced; "skip" leaves them and goes on with the other stacks.
         tile: Cells a side that are restored at a time; None for what memory allows. The result is the same.
 
     Raises:
@@ -67,7 +67,7 @@ class Restore(LightningModule):
         factor: float = 0.5,
         patience: int = 10,
         output: str | None = None,
-        overwrite: bool = False,
+        overwrite: Literal["skip"] | bool = False,
         tile: list[int] | int | None = None,
     ) -> None:
         super().__init__()
@@ -110,15 +110,22 @@ class Restore(LightningModule):
             self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
-        """Restore a whole stack, write it, and return where.
+        """Restore a whole stack, write it, and say where.
 
         Raises:
             FileExistsError: If something is there already.
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
+        if output.exists() and self.overwrite == "skip":
+            return f"{output}, which was there"
+        if output.exists() and not self.overwrite:
+            raise FileExistsError(
+                f"{output} exists; fix: another output, overwrite=true to replace it, or overwrite=skip to go on with "
+                "the other stacks."
+            )
         output.parent.mkdir(parents=True, exist_ok=True)
-        restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite, quiet=False)
+        restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
         return str(output)
 
     def place(self, path: Path, name: str) -> Path:
