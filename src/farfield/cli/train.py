@@ -3,6 +3,7 @@
     farfield fit --config recipes/digits.yaml
     farfield fit --config recipes/camvid.yaml        # `task: segment` in it
     farfield fit --config recipes/care3d.yaml        # `task: restore` in it
+    farfield fit --config recipes/balloon.yaml       # `task: detect` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -29,11 +30,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
+import farfield.data.detect
 import farfield.data.restore
 import farfield.data.segment  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
+from farfield.tasks.detect import Detect
+from farfield.tasks.detections import DetectionFolder
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
@@ -54,6 +58,7 @@ TASKS = {
     "classify": Task(Classify, "val/accuracy", "max"),
     "segment": Task(Segment, "val/miou", "max"),
     "restore": Task(Restore, "val/loss", "min"),
+    "detect": Task(Detect, "val/box_ap", "max"),
 }
 
 
@@ -89,6 +94,8 @@ class Training(LightningCLI):
             parser.add_lightning_class_args(PredictionTable, "predictions")
         elif self.task == "segment":
             parser.add_lightning_class_args(MaskFolder, "predictions")
+        elif self.task == "detect":
+            parser.add_lightning_class_args(DetectionFolder, "predictions")
         elif self.task == "restore":
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             parser.add_argument("--overwrite", type=bool, default=False, help="of predict: replace what is there")
@@ -159,7 +166,7 @@ class Training(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the predictions are."""
-        if self.task in ("classify", "segment"):
+        if self.task in ("classify", "segment", "detect"):
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":

@@ -8,11 +8,13 @@ from farfield.models.catalog import (
     attnnet_pooled,
     deeplab_compact,
     deeplab_v2,
+    faster_rcnn,
     from_pretrained,
     kanet,
     kanet_kv,
     kanet_qkv,
     kanet_without_attention,
+    mask_rcnn,
     mobilenet_v2,
     mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese,
@@ -28,6 +30,7 @@ from farfield.models.catalog import (
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
+from farfield.models.detector import Detector, Setup
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
 
@@ -38,8 +41,10 @@ __all__ = [
     "VARIANTS",
     "CompactNet",
     "DeepLab",
+    "Detector",
     "Loaded",
     "ProjectionUNet",
+    "Setup",
     "Stage",
     "UNet",
     "Variant",
@@ -48,12 +53,14 @@ __all__ = [
     "attnnet_pooled",
     "deeplab_compact",
     "deeplab_v2",
+    "faster_rcnn",
     "from_pretrained",
     "kanet",
     "kanet_kv",
     "kanet_qkv",
     "kanet_without_attention",
     "load_torchvision",
+    "mask_rcnn",
     "mobilenet_v2",
     "mobilenet_v2_kronecker_kv",
     "mobilenet_v2_siamese",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from farfield.cost import count
+from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
 UNKNOWN = "Not recorded. Say it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
@@ -38,12 +39,14 @@ def write_card(
         The text, sealed: `is_edited` tells whether somebody has changed it.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
-    cost, operators = count(net, (1, *shape)), operators_of(net)
+    part: nn.Module = net.card_part()  # type: ignore[operator]
+    weights, parameters = (sum(weight.numel() for weight in those) for those in (weights_of(net), net.parameters()))
+    alone = "" if part is net else f", in its {type(part).__name__} alone"
     rows = {
-        "operator": ", ".join(f"`{name}`" for name in operators) or "none",
-        "weights": f"{cost.weights:,} (parameters without biases and norms, as the papers count)",
-        "parameters": f"{cost.parameters:,}",
-        "multiply-adds": f"{cost.madds:,} for one image of {'×'.join(map(str, shape))}",
+        "operator": ", ".join(f"`{name}`" for name in operators_of(net)) or "none",
+        "weights": f"{weights:,} (parameters without biases and norms, as the papers count)",
+        "parameters": f"{parameters:,}",
+        "multiply-adds": f"{count(part, (1, *shape)).madds:,} for one image of {'×'.join(map(str, shape))}{alone}",
     }
     rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())

@@ -11,6 +11,7 @@ from torch import nn
 from farfield._checks import unknown
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
+from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.ops.table import OPERATORS, Operator
@@ -195,10 +196,13 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     unet_care=unet_care,
     unet_residual=unet_residual,
     unet_projection=unet_projection,
+    mask_rcnn=mask_rcnn,
+    faster_rcnn=faster_rcnn,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
+FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
