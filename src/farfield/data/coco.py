@@ -187,7 +187,7 @@ def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
 def has_masks(part: Annotated) -> bool:
     """Whether the objects have masks: not if none has one, or if each is no more than the rectangle of its box."""
     objects = [each for several in part.objects.values() for each in several]
-    return any(each.get("segmentation") and not is_rectangle(each) for each in objects)
+    return not objects or any(each.get("segmentation") and not is_rectangle(each) for each in objects)
 
 
 def is_rectangle(each: Mapping[str, Any]) -> bool:

@@ -133,8 +133,8 @@ class CocoFolders(Loading):
         if not with_masks:
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
+        parts["train"] = trained(parts["train"], self.leave_out)
         self.parts |= {name: Labelled(part, name == "train", with_masks) for name, part in parts.items()}
-        self.parts["train"] = Labelled(trained(parts["train"], self.leave_out), True, with_masks)
         if "test" not in parts:
             if stage == "test":
                 rank_zero_info(f"CocoFolders: {self.root} has no split {self.splits[2]}; testing on {self.splits[1]}.")
@@ -239,11 +239,11 @@ class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
     def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
         self.part, self.masks, self.training = part, masks, training
         self.labels = {category: label for label, category in enumerate(part.categories, 1)}
-        # Boxes that stick out by a rounding error are cut; what has no size then is left out.
+        # Boxes that stick out are cut; what is smaller than a pixel then is left out.
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
-                v2.SanitizeBoundingBoxes(min_size=1e-3, labels_getter=labels_in),
+                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
                 v2.RandomHorizontalFlip(),
                 v2.ToPureTensor(),
             ]

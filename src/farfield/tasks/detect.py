@@ -179,7 +179,7 @@ class Detect(LightningModule):
         )
         schedule = MultiStepLR(optimizer, list(settings["milestones"]))
         warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
-        return {"optimizer": optimizer, "lr_scheduler": schedule}, {"scheduler": warmup, "interval": "step"}  # type: ignore[return-value]
+        return [optimizer], [schedule, {"scheduler": warmup, "interval": "step"}]
 
     def rate(self) -> float:
         """The learning rate: as it is given, or that of an image times the images of a step."""
