@@ -6,6 +6,7 @@
     farfield fit --config recipes/middlebury.yaml    # `task: stereo` in it
     farfield fit --config recipes/sagan_cifar10.yaml # `task: generate` in it
     farfield fit --config recipes/text.yaml          # `task: masked_lm` in it
+    farfield fit --config recipes/balloon.yaml       # `task: detect` in it
     farfield fit --config recipes/digits.yaml --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
@@ -32,6 +33,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 # Once they are imported, `--data Digits` needs no module.
 import farfield.data.classify
+import farfield.data.detect
 import farfield.data.generate
 import farfield.data.masked_lm
 import farfield.data.restore
@@ -40,9 +42,11 @@ import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
+from farfield.tasks.detect import Detect
+from farfield.tasks.detections import DetectionFolder
 from farfield.tasks.disparities import DisparityFolder
-from farfield.tasks.generate import Generate
 from farfield.tasks.filled import FilledTable
+from farfield.tasks.generate import Generate
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 from farfield.tasks.masked_lm import MaskedLM
 from farfield.tasks.predictions import MaskFolder, PredictionTable
@@ -78,6 +82,7 @@ TASKS = {
     # No loss of a GAN says how good its images are: the last epoch counts as the best one.
     "generate": Task(Generate, "epoch", "max", SampleFolder),
     "masked_lm": Task(MaskedLM, "val/loss", "min", FilledTable),
+    "detect": Task(Detect, "val/box_ap", "max", DetectionFolder),
 }
 
 

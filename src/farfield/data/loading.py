@@ -39,7 +39,7 @@ class Loading(LightningDataModule):
             ranks, rank = self.trainer.world_size, self.trainer.global_rank
             # A resumed run asks for its loader before it sets the sampler's epoch.
             epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        order = EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
+        order = self._order(samples, ranks, rank)
         order.set_epoch(epoch)
         # A last batch of one image has no batch statistics; there is no last batch to drop where there is only one.
         return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
@@ -71,6 +71,9 @@ class Loading(LightningDataModule):
     def run_seed(self) -> int:
         """The seed of order and augmentation: that of `seed_everything`, or of the checkpoint a run resumes from."""
         return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
+
+    def _order(self, samples: Dataset[Any], ranks: int, rank: int) -> EpochSampler:
+        return EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
         # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.

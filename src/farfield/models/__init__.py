@@ -13,12 +13,14 @@ from farfield.models.catalog import (
     bert_small,
     deeplab_compact,
     deeplab_v2,
+    faster_rcnn,
     from_pretrained,
     i3d_resnet50,
     kanet,
     kanet_kv,
     kanet_qkv,
     kanet_without_attention,
+    mask_rcnn,
     mobilenet_v2,
     mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese,
@@ -38,6 +40,7 @@ from farfield.models.catalog import (
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
+from farfield.models.detector import Detector, Setup
 from farfield.models.psmnet import PSMNet
 from farfield.models.sagan import SAGAN
 from farfield.models.transfer import Loaded, load_torchvision
@@ -54,9 +57,11 @@ __all__ = [
     "Bert",
     "CompactNet",
     "DeepLab",
+    "Detector",
     "Loaded",
     "PSMNet",
     "ProjectionUNet",
+    "Setup",
     "Stage",
     "UNet",
     "Variant",
@@ -69,6 +74,7 @@ __all__ = [
     "bert_small",
     "deeplab_compact",
     "deeplab_v2",
+    "faster_rcnn",
     "from_pretrained",
     "i3d_resnet50",
     "kanet",
@@ -77,6 +83,7 @@ __all__ = [
     "kanet_without_attention",
     "load_hugging_face",
     "load_torchvision",
+    "mask_rcnn",
     "mobilenet_v2",
     "mobilenet_v2_kronecker_kv",
     "mobilenet_v2_siamese",

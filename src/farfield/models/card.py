@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from farfield.cost import count
+from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
 UNKNOWN = "Not recorded. Say it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
@@ -39,18 +40,20 @@ def write_card(
         The text, sealed: `is_edited` tells whether somebody has changed it.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
+    part: nn.Module = net.card_part()  # type: ignore[operator]
     images: int = getattr(net, "images", 1)  # type: ignore[assignment]
     if getattr(net, "reads_words", False):
         inputs, what = [torch.zeros(1, *shape, dtype=torch.long)], f"one text of {shape[0]} tokens"
     else:
         several = "one image" if images == 1 else f"{images} images"
         inputs, what = [(1, *shape)] * images, f"{several} of {'×'.join(map(str, shape))}"
-    cost, operators = count(net, inputs), operators_of(net)
+    alone = "" if part is net else f", in its {type(part).__name__} alone"
+    weights, parameters = (sum(weight.numel() for weight in those) for those in (weights_of(net), net.parameters()))
     rows = {
-        "operator": ", ".join(f"`{name}`" for name in operators) or "none",
-        "weights": f"{cost.weights:,} (parameters without biases and norms, as the papers count)",
-        "parameters": f"{cost.parameters:,}",
-        "multiply-adds": f"{cost.madds:,} for {what}",
+        "operator": ", ".join(f"`{name}`" for name in operators_of(net)) or "none",
+        "weights": f"{weights:,} (parameters without biases and norms, as the papers count)",
+        "parameters": f"{parameters:,}",
+        "multiply-adds": f"{count(part, inputs).madds:,} for {what}{alone}",
     }
     rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())

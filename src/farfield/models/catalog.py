@@ -12,6 +12,7 @@ from farfield._checks import unknown
 from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
+from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
 from farfield.models.psmnet import PSMNet, psmnet, psmnet_basic
 from farfield.models.sagan import SAGAN, sagan
 from farfield.models.storage import load
@@ -207,11 +208,14 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     bert_base=bert_base,
     bert_large=bert_large,
     bert_small=bert_small,
+    mask_rcnn=mask_rcnn,
+    faster_rcnn=faster_rcnn,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
+FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 FAMILIES |= {"psmnet": PSMNet, "psmnet_basic": PSMNet}
 FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}

@@ -6,7 +6,7 @@ Letters as in the papers: D channels that the attention output layer attends wit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield.insertion.places import CHILD
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
@@ -251,22 +252,28 @@ def build_head(
 
 def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     """Copy a file's weights into a backbone: all it has, from what other parts the file may hold."""
+    # torchvision's segmentation networks, and DeepLab itself, keep their backbone under this name.
+    tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
+    fill(model, path, backbone, tensors)
+
+
+def read_weights(model: str, path: Path) -> dict[str, Tensor]:
+    """Read a state dict from a `.pth` or `.safetensors` file; nothing in it is executed."""
     if not path.is_file():
         raise FileNotFoundError(f"{model}: there are no weights {path}; fix: the path of a .pth or .safetensors file.")
-    if path.suffix == ".safetensors":
-        tensors = load_file(path)
-    else:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    # torchvision's segmentation networks, and DeepLab itself, keep their backbone under this name.
-    tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
-    own = backbone.state_dict()
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+
+
+def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights into a part of a network, all that it has but for what was inserted into it."""
+    own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:
         raise ValueError(
             f"{model}: {path} holds the weights of another backbone: {len(wrong)} of {len(own)} are missing or of "
             f"another shape, {listed(wrong)}; fix: the same backbone and width as it was trained with."
         )
-    backbone.load_state_dict({name: tensors[name] for name in own})
+    part.load_state_dict({name: tensors[name] for name in own}, strict=False)
 
 
 def listed(names: Sequence[str], shown: int = 3) -> str:

@@ -34,6 +34,10 @@ class Stored(PyTorchModelHubMixin):
 
     config: dict[str, Any]
 
+    def card_part(self) -> Any:
+        """What of the network a model card counts the multiply-adds of: all of it."""
+        return self
+
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | Path,

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from farfield.tasks.checkpoints import written
-from farfield.tasks.predictions import MaskFolder, beside
+from farfield.tasks.predictions import PredictionFolder, beside
 from farfield.tasks.stereo import Matched
 
 # Red, green and blue from far to near, evenly spaced; between them they are interpolated.
 COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
 
 
-class DisparityFolder(MaskFolder):
+class DisparityFolder(PredictionFolder):
     """Write the predictions of `Stereo` to a folder: `disparity/<name>.pfm` and `colours/<name>.png`.
 
     The PFM files hold pixels, little-endian, and are of the left images' sizes. Colours go from blue, 0, to red, the
-    largest disparity of the pair. How the folder appears, and what it is refused for: see `MaskFolder`.
+    largest disparity of the pair. How the folder appears, and what it is refused for: see `PredictionFolder`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.

@@ -60,12 +60,11 @@ def _rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, 
     return list(zip(predicted.names, names, chances, strict=True))
 
 
-class MaskFolder(BasePredictionWriter):
-    """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
+class PredictionFolder(BasePredictionWriter):
+    """Write predictions to a folder, batch by batch.
 
-    Masks are index images with PASCAL VOC's palette, of the images' own sizes; overlays are the images, half covered
-    by those colours. The folder appears when all images are predicted; until then it has a hidden name beside its
-    place, so that an interrupted prediction leaves nothing that looks finished. Run it again to finish it.
+    The folder appears when all images are predicted; until then it has a hidden name beside its place, so that an
+    interrupted prediction leaves nothing that looks finished. Run it again to finish it.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
@@ -95,6 +94,35 @@ class MaskFolder(BasePredictionWriter):
             emptied(beside(place))
         trainer.strategy.barrier()
 
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the folder its name."""
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            os.replace(beside(self.place(trainer)), self.place(trainer))
+        self.let_go()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let other processes write there."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give up the lock, in the process that has it."""
+        if self.lock is not None:
+            os.close(self.lock)
+        self.lock = None
+
+    def place(self, trainer: Trainer) -> Path:
+        """Return the path of the folder."""
+        return Path(self.path or Path(trainer.default_root_dir) / "predictions")
+
+
+class MaskFolder(PredictionFolder):
+    """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
+
+    Masks are index images with PASCAL VOC's palette, of the images' own sizes; overlays are the images, half covered
+    by those colours.
+    """
+
     def write_on_batch_end(
         self,
         trainer: Trainer,
@@ -116,27 +144,6 @@ class MaskFolder(BasePredictionWriter):
                 mask.save(file, "PNG")
             with written(folder / "overlays" / f"{name}.jpg") as file:
                 overlay.save(file, "JPEG", quality=90)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the folder its name."""
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            os.replace(beside(self.place(trainer)), self.place(trainer))
-        self.let_go()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let other processes write there."""
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Give up the lock, in the process that has it."""
-        if self.lock is not None:
-            os.close(self.lock)
-        self.lock = None
-
-    def place(self, trainer: Trainer) -> Path:
-        """Return the path of the folder."""
-        return Path(self.path or Path(trainer.default_root_dir) / "predictions")
 
 
 def beside(place: Path) -> Path:

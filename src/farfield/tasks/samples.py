@@ -11,13 +11,13 @@ from PIL import Image
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.generate import Drawn, sheet
-from farfield.tasks.predictions import MaskFolder, beside
+from farfield.tasks.predictions import PredictionFolder, beside
 
 
-class SampleFolder(MaskFolder):
+class SampleFolder(PredictionFolder):
     """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
 
-    The folder appears when all are drawn, and one that is there is not overwritten, as with `MaskFolder`. The picture
+    The folder appears when all are drawn, and one that is there is not overwritten, as with `PredictionFolder`. The picture
     holds what the first process drew.
 
     Args:

@@ -1,0 +1,173 @@
+"""Train a small Mask R-CNN on nuclei and balloons, with attention at different places, several seeds: a table, a picture.
+
+    python benchmarks/detection.py --dsb2018 data/dsb2018 --balloon data/balloon
+    python benchmarks/detection.py --dsb2018 data/dsb2018 --places none fpn_all --seeds 1
+    python benchmarks/detection.py --dsb2018 data/dsb2018 --balloon data/balloon --collect    # table and picture again
+
+Each run is one `farfield fit` of recipes/dsb2018.yaml or balloon.yaml in a folder of its own. Finished runs are not run
+again, and a run that was killed goes on from its last epoch. The table has the last epoch of finished runs, and not the
+best one, which would be chosen on the images that it is measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from farfield import models
+from farfield.data.coco import masks_of
+from farfield.data.detect import read
+from farfield.tasks.detect import entries_of
+from farfield.tasks.detections import drawn
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SETS = ("dsb2018", "balloon")
+PLACES = ["none", "fpn_all"]
+# Below this average precision of boxes a network has hardly learned.
+FLOOR = 0.2
+# Of the picture, by their place among the validation images.
+SHOWN = (0, 5, 11)
+
+
+def train(arguments: argparse.Namespace, name: str, place: str, seed: int, folder: Path) -> None:
+    """Run one `farfield fit`, or what is left of it, and note its minutes; leave a finished run as it is."""
+    if (folder / "finished").exists():
+        return
+    command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPES / f"{name}.yaml")]
+    options = {
+        "model.network.attention": json.dumps([] if place == "none" else place.split("+")),
+        "data.root": getattr(arguments, name),
+        "data.workers": arguments.workers,
+        "trainer.max_epochs": arguments.epochs,
+        "trainer.default_root_dir": folder,
+        "trainer.enable_progress_bar": "false",
+        "seed_everything": seed,
+        "ckpt_path": "last" if list(folder.glob("version_*/checkpoints/last.ckpt")) else None,
+    }
+    for option, value in options.items():
+        if value is not None:
+            command += [f"--{option}", str(value)]
+    started = processor_minutes()
+    try:
+        subprocess.run(command, check=True)
+        (folder / "finished").touch()
+    finally:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "minutes").open("a") as file:
+            file.write(f"{processor_minutes() - started:.2f}\n")
+
+
+def processor_minutes() -> float:
+    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60
+
+
+def last(folder: Path) -> dict[str, float]:
+    """Read the last epoch that was measured, and the core minutes."""
+    (log,) = sorted(folder.glob("version_*/metrics.csv"))[-1:]
+    with log.open() as lines:
+        row = [row for row in csv.DictReader(lines) if row.get("val/box_ap")][-1]
+    minutes = sum(float(line) for line in (folder / "minutes").read_text().split())
+    return {name: float(row[f"val/{name}"]) for name in ("box_ap", "mask_ap", "box_ap50")} | {"minutes": minutes}
+
+
+def table(runs: dict[tuple[str, str], list[Path]]) -> str:
+    """Lay out average precision of boxes and masks in percent, and the minutes, as Markdown."""
+    lines = [
+        "| images | attention | parameters | box AP of each seed | mean | mask AP of each seed | mean | box AP50 | core minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, place), folders in runs.items():
+        measured = [last(folder) for folder in folders]
+        boxes, masks, loose = ([100 * each[key] for each in measured] for key in ("box_ap", "mask_ap", "box_ap50"))
+        net = models.from_pretrained(next(folders[0].glob("version_*")))
+        mean = statistics.mean(boxes)
+        cells = [name, place + ("" if mean >= 100 * FLOOR else " (under-trained)")]
+        cells += [f"{sum(weight.numel() for weight in net.parameters()):,}"]
+        cells += [", ".join(f"{value:.1f}" for value in boxes), f"{mean:.1f}"]
+        cells += [", ".join(f"{value:.1f}" for value in masks), f"{statistics.mean(masks):.1f}"]
+        cells += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in measured)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def as_found(objects: list[dict[str, Any]], masks: Tensor) -> dict[str, Tensor]:
+    """Annotations as if a network had found them, all of them surely."""
+    boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    sure = torch.ones(len(objects))
+    return {"boxes": boxes, "labels": sure.long(), "scores": sure, "masks": masks}
+
+
+def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
+    """Draw some validation images: what is there, and what each network finds."""
+    import matplotlib.pyplot as plt
+
+    annotations = json.loads((root / "annotations" / "instances_val.json").read_text())
+    images = [annotations["images"][place] for place in SHOWN if place < len(annotations["images"])]
+    nets = {place: models.from_pretrained(next(folder.glob("version_*"))) for place, folder in runs.items()}
+    figure, grid = plt.subplots(len(images), 1 + len(nets), squeeze=False, layout="constrained")
+    figure.set_size_inches(3 * (1 + len(nets)), 3 * len(images))
+    for row, image in zip(grid, images, strict=True):
+        path = root / "val" / image["file_name"]
+        there = [each for each in annotations["annotations"] if each["image_id"] == image["id"]]
+        masks = masks_of(there, image["height"], image["width"])[:, None].float()
+        found = {"annotated": entries_of(as_found(there, masks))}
+        with torch.no_grad():
+            for place, net in nets.items():
+                found[f"found, attention: {place}"] = entries_of(net([read(path).float() / 255])[0])
+        for axes, (title, entries) in zip(row, found.items(), strict=True):
+            axes.imshow(drawn(str(path), entries, ["nucleus"], 0.5).permute(1, 2, 0))
+            axes.set_title(title, fontsize=9)
+            axes.axis("off")
+    figure.savefig(file, dpi=110)
+    with Image.open(file) as drawing:
+        drawing.convert("RGB").quantize(256).save(file, optimize=True)
+
+
+def main() -> None:
+    """Train what is not trained yet, then print the table and draw what is found by what is finished."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dsb2018", type=Path, help="folder of the nuclei; left out without")
+    parser.add_argument("--balloon", type=Path, help="folder of the balloons; left out without")
+    parser.add_argument("--places", nargs="+", default=PLACES, help="none, fpn_all, fpn1, fpn_all+res4 and so on")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--collect", action="store_true", help="train nothing")
+    arguments = parser.parse_args()
+    folders = {
+        (name, place): [arguments.runs / f"{name}-{place}-{seed}" for seed in arguments.seeds]
+        for name in SETS
+        if getattr(arguments, name)
+        for place in arguments.places
+    }
+    if not arguments.collect:
+        for index, seed in enumerate(arguments.seeds):  # a whole table of one seed before the next
+            for (name, place), runs in folders.items():
+                train(arguments, name, place, seed, runs[index])
+    finished = {key: [run for run in runs if (run / "finished").exists()] for key, runs in folders.items()}
+    finished = {key: runs for key, runs in finished.items() if runs}
+    print(table(finished))
+    nuclei = {place: runs[0] for (name, place), runs in finished.items() if name == "dsb2018"}
+    if nuclei:
+        file = arguments.runs / "nuclei.png"
+        picture(arguments.dsb2018, nuclei, file)
+        print(f"picture: {file}")
+
+
+if __name__ == "__main__":
+    main()

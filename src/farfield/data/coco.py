@@ -1,0 +1,226 @@
+"""Annotations in COCO's format: reading them, finding their faults, and turning polygons and RLE into masks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from pycocotools import mask as coco
+from torch import Tensor
+
+from farfield.data.folders import SHOWN, FolderError, images_of
+
+# By how many pixels a box may stick out of its image: annotators' coordinates are rounded.
+ROUNDING = 1.0
+SECTIONS = ("images", "annotations", "categories")
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """The images of one file of annotations, and the objects in each.
+
+    Attributes:
+        file: The file of annotations.
+        folder: Where its images lie.
+        images: Entries of its images: `id`, `file_name`, `width`, `height`.
+        objects: Of each image's id, the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
+        categories: Names by id, in the order of the ids.
+    """
+
+    file: Path
+    folder: Path
+    images: list[dict[str, Any]]
+    objects: dict[int, list[dict[str, Any]]]
+    categories: dict[int, str]
+
+    def path(self, image: Mapping[str, Any]) -> Path:
+        """Return the path of an image."""
+        return self.folder / image["file_name"]
+
+
+def read_annotated(root: Path, name: str) -> Annotated:
+    """Read `root/annotations/instances_<name>.json`; images lie in `root/<name>`, `root/images/<name>` or `root/images`.
+
+    Raises:
+        FolderError: If there is no such file or folder, or the file is not in COCO's format.
+    """
+    file = root / "annotations" / f"instances_{name}.json"
+    if not file.is_file():
+        there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
+        raise FolderError(
+            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n  fix: --data.splits."
+        )
+    places = [root / name, root / "images" / name, root / "images"]
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        raise FolderError(
+            f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
+            "  fix: put its images into one of these folders."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FolderError(f"CocoFolders: {file} is not JSON: {error}.") from error
+    lacking = [section for section in SECTIONS if not isinstance(content, dict) or section not in content]
+    if lacking:
+        raise FolderError(f"CocoFolders: {file} is not in COCO's format, it has no {', '.join(lacking)}.")
+    check_entries(file, content)
+    objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
+    for each in content["annotations"]:
+        objects[each["image_id"]].append(each)
+    categories = {each["id"]: each["name"] for each in sorted(content["categories"], key=lambda each: each["id"])}
+    return Annotated(file, folder, content["images"], objects, categories)
+
+
+def check_entries(file: Path, content: Mapping[str, Any]) -> None:
+    """Refuse a file without images, with entries that lack what they need, or that point nowhere.
+
+    Raises:
+        FolderError: With the first few faults.
+    """
+    if not content["images"] or not content["categories"]:
+        raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
+    needed = {
+        "images": ("id", "file_name", "width", "height"),
+        "annotations": ("id", "image_id", "category_id", "bbox"),
+        "categories": ("id", "name"),
+    }
+    faults = [
+        f"{section}[{place}] has no {key}"
+        for section, keys in needed.items()
+        for place, each in enumerate(content[section])
+        for key in keys
+        if key not in each
+    ]
+    refuse(file, "entries are not whole", faults, "COCO's format has all of these.")
+    for section in SECTIONS:
+        counted = Counter(each["id"] for each in content[section])
+        twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
+        refuse(file, "ids are given more than once", twice, "give each entry an id of its own.")
+    images, categories = ({each["id"] for each in content[section]} for section in ("images", "categories"))
+    lost = [
+        f"annotation {each['id']} is of image {each['image_id']!r}"
+        for each in content["annotations"]
+        if each["image_id"] not in images
+    ]
+    refuse(file, "annotations are of images that it does not list", lost, "list the images, or leave these out.")
+    known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
+    strange = [
+        f"annotation {each['id']} has category {each['category_id']!r}"
+        for each in content["annotations"]
+        if each["category_id"] not in categories
+    ]
+    refuse(file, "annotations have unknown categories", strange, f"the ids under categories: {known}.")
+
+
+def check_files(part: Annotated) -> None:
+    """Refuse listed images that are not there, and images of the split's own folder that are not listed.
+
+    Raises:
+        FolderError: With the first few.
+    """
+    listed = {part.path(image) for image in part.images}
+    absent = sorted(str(path) for path in listed if not path.is_file())
+    refuse(part.file, "listed images are not there", absent, "put them there, or take them out of the file.")
+    if part.folder.name != "images":
+        extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
+        fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
+        refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
+
+
+def faults_of_boxes(part: Annotated) -> Iterator[str]:
+    """Say which boxes have no size or lie outside their image."""
+    for image in part.images:
+        for each in part.objects[image["id"]]:
+            found = fault_of_box(each["bbox"], image["width"], image["height"])
+            if found:
+                yield f"annotation {each['id']} in {image['file_name']}: {found}"
+
+
+def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
+    """Say what is wrong with a box `(x, y, width, height)`, None if nothing.
+
+    Example:
+        >>> fault_of_box([90, 10, 20, 5], 100, 50)
+        'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
+    """
+    if len(box) != 4 or not all(isinstance(number, int | float) and math.isfinite(number) for number in box):
+        return f"box {box} is not x, y, width and height"
+    x, y, wide, high = box
+    if wide <= 0 or high <= 0:
+        return f"box {box} has no size"
+    if min(x, y) < -ROUNDING or x + wide > width + ROUNDING or y + high > height + ROUNDING:
+        return f"box {box} lies outside the image of {width}x{height} pixels"
+    return None
+
+
+def faults_of_masks(part: Annotated) -> Iterator[str]:
+    """Say which segmentations are not polygons of three points and more, or RLE of their image's size."""
+    for image in part.images:
+        for each in part.objects[image["id"]]:
+            found = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
+            if found:
+                yield f"annotation {each['id']} in {image['file_name']}: {found}"
+
+
+def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
+    """Say what is wrong with a segmentation, None if nothing."""
+    if isinstance(segmentation, Mapping):
+        size = list(segmentation.get("size", ()))
+        if "counts" not in segmentation or size != [height, width]:
+            return f"its RLE has the size {size}, and the image has {[height, width]}"
+        return None
+    if not segmentation:
+        return "it has no segmentation"
+    short = [polygon for polygon in segmentation if len(polygon) < 6 or len(polygon) % 2]
+    return f"a polygon has {len(short[0])} numbers, and three points have 6" if short else None
+
+
+def has_masks(part: Annotated) -> bool:
+    """Whether the objects have masks: not if none has one, or if each is no more than the rectangle of its box."""
+    objects = [each for several in part.objects.values() for each in several]
+    return not objects or any(each.get("segmentation") and not is_rectangle(each) for each in objects)
+
+
+def is_rectangle(each: Mapping[str, Any]) -> bool:
+    """Whether the segmentation of an object is the rectangle of its box, as in files that were made of boxes alone."""
+    segmentation = each["segmentation"]
+    if isinstance(segmentation, Mapping) or len(segmentation) != 1 or len(segmentation[0]) != 8:
+        return False
+    points, (x, y, wide, high) = np.reshape(segmentation[0], (4, 2)), each["bbox"]
+    corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
+    return all(np.abs(points - corner).max(1).min() < ROUNDING / 2 for corner in corners)
+
+
+def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
+    """Turn polygons and RLE, compressed or not, into masks of ones.
+
+    Example:
+        >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
+        >>> masks_of([{"segmentation": [square]}, {"segmentation": {"size": [4, 5], "counts": [8, 4, 8]}}], 4, 5).sum((1, 2))
+        tensor([4, 4])
+    """
+    masks = np.zeros((len(objects), height, width), np.uint8)
+    for place, each in enumerate(objects):
+        segmentation = each["segmentation"]
+        if isinstance(segmentation, Mapping) and not isinstance(segmentation["counts"], list):
+            rle = segmentation
+        else:
+            rle = coco.frPyObjects(segmentation, height, width)
+        masks[place] = coco.decode(coco.merge(rle) if isinstance(rle, list) else rle)
+    return torch.from_numpy(masks)
+
+
+def refuse(file: Path, problem: str, faults: Sequence[str], fix: str) -> None:
+    """Raise an error with the first few faults, if there are any."""
+    if faults:
+        shown = "\n  ".join([*faults[:SHOWN], *["..."] * (len(faults) > SHOWN)])
+        raise FolderError(f"CocoFolders: {file}: {len(faults)} {problem}.\n  {shown}\n  fix: {fix}")

@@ -1,0 +1,343 @@
+"""Images and the objects in them, in COCO's format: COCO itself, or your own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as images
+
+from farfield.data.coco import (
+    Annotated,
+    check_files,
+    fault_of_box,
+    faults_of_boxes,
+    faults_of_masks,
+    has_masks,
+    masks_of,
+    read_annotated,
+    refuse,
+)
+from farfield.data.epochs import Draw, EpochSampler
+from farfield.data.folders import (
+    SHOWN,
+    Check,
+    FolderError,
+    check_each,
+    check_images,
+    fault_of,
+    images_of,
+    note_of,
+    read_image,
+)
+from farfield.data.loading import Loading
+
+LeftOut = Literal["images_without_objects", "faulty_boxes"]
+# Width over height of an image, which are batched together between two of these: seven groups, as torchvision's.
+SHAPES = 2 ** np.linspace(-1, 1, 7)
+
+
+class CocoFolders(Loading):
+    """Read `root/annotations/instances_<split>.json` and the images in `root/<split>`, or `root/images`.
+
+    Category ids may be any numbers: in order they become the labels 1 to K, 0 is the background, and predictions have
+    the file's own ids again. Segmentations may be polygons or RLE. Regions marked `iscrowd` are not trained on; in
+    evaluation what is found in them is neither right nor wrong, as in COCO's own evaluation. Images without objects
+    are trained on as background.
+
+    A batch is `(images, targets)`, two lists: images `(3, height, width)` with values from 0 to 1, and for each
+    `boxes` as x, y, x, y, `labels`, `masks` if there are any, and in evaluation `iscrowd` and `area`.
+
+    Args:
+        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
+        splits: Names for training, validation and test; without a file for the last, validation is tested.
+        masks: Whether there are masks; None looks: not where no object has one, or each is its box's rectangle.
+        leave_out: What of the training images is left out: "images_without_objects", "faulty_boxes". Without the latter
+            boxes of no size or outside their image are an error.
+        group_by_shape: Whether images of like width over height are batched together, which pads them less.
+        batch_size: Training images a batch, on each device; evaluated one by one.
+        workers: Loader processes; 0 loads in the main process.
+        predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
+        check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
+
+    Raises:
+        FolderError: In `prepare_data` and `setup`: files that are missing, damaged or not in COCO's format, images
+            without entries or the reverse, unknown categories, faulty boxes and masks; it names them.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        splits: tuple[str, str, str] = ("train", "val", "test"),
+        masks: bool | None = None,
+        leave_out: Sequence[LeftOut] = (),
+        group_by_shape: bool = False,
+        batch_size: int = 2,
+        workers: int = 2,
+        predict: str | None = None,
+        check: Check = "once",
+    ) -> None:
+        super().__init__(batch_size, workers, seed=0)
+        if root is None and predict is None:
+            raise FolderError("CocoFolders: give root, a folder in COCO's format, or predict, one of images.")
+        self.root = None if root is None else Path(root)
+        self.splits, self.masks, self.leave_out, self.check = tuple(splits), masks, tuple(leave_out), check
+        self.group_by_shape = group_by_shape
+        self.predict = None if predict is None else Path(predict)
+        # Ids of the categories, of which the first is label 1.
+        self.category_ids: list[int] = []
+
+    def prepare_data(self) -> None:
+        """Check annotations and files, and decode these; runs in one process of each machine."""
+        if self.predict is not None:
+            check_images([self.predict], self.check, "CocoFolders")
+            return
+        parts = self._read()
+        with_masks = self._with_masks(parts)
+        for part in parts.values():
+            check_files(part)
+            if "faulty_boxes" not in self.leave_out:
+                fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
+                refuse(part.file, "boxes are faulty", list(faults_of_boxes(part)), fix)
+            if with_masks:
+                fix = "correct them, or train boxes alone: --data.masks false."
+                refuse(part.file, "masks are faulty", list(faults_of_masks(part)), fix)
+            files = [part.path(image) for image in part.images]
+            fault = partial(fault_of_image, part)
+            note = note_of(part.folder, [*files, part.file])
+            fix = "correct or leave out these images, or their entries."
+            check_each("CocoFolders", part.images, fault, self.check, note, f"images of {part.file}", fix)
+
+    def setup(self, stage: str) -> None:
+        """List the images of train, val and test, or those to predict."""
+        if stage == "predict" and self.predict is not None:
+            paths = images_of(self.predict, "CocoFolders")
+            names = [path.relative_to(self.predict).as_posix() for path in paths]
+            self.parts["predict"] = Unlabelled(paths, names, range(1, len(paths) + 1))
+            return
+        parts = self._read()
+        with_masks = self._with_masks(parts)
+        if not with_masks:
+            rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
+        self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
+        parts["train"] = trained(parts["train"], self.leave_out)
+        self.parts |= {name: Labelled(part, name == "train", with_masks) for name, part in parts.items()}
+        if "test" not in parts:
+            if stage == "test":
+                rank_zero_info(f"CocoFolders: {self.root} has no split {self.splits[2]}; testing on {self.splits[1]}.")
+            self.parts["test"] = self.parts["val"]
+        if stage == "predict":
+            part = parts.get("test", parts["val"])
+            paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
+            self.parts["predict"] = Unlabelled(paths, names, [image["id"] for image in part.images])
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation images, one a batch."""
+        return self._loader(self.parts["val"], batch_size=1)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test images, one a batch."""
+        return self._loader(self.parts["test"], batch_size=1)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the images to predict, one a batch."""
+        return self._loader(self.parts["predict"], batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data: also the ids of the categories."""
+        return super().state_dict() | {"category_ids": list(self.category_ids)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a run; other images to predict have the categories that it was trained on."""
+        super().load_state_dict(state_dict)
+        self.category_ids = list(state_dict["category_ids"])
+
+    def _read(self) -> dict[str, Annotated]:
+        """Read train, val and, if there is such a split, test; refuse splits of different categories."""
+        if self.root is None or not self.root.is_dir():
+            raise FolderError(f"CocoFolders: there is no folder {self.root}.")
+        train, val, test = self.splits
+        named = {"train": train, "val": val}
+        if (self.root / "annotations" / f"instances_{test}.json").is_file():
+            named["test"] = test
+        parts = {name: read_annotated(self.root, split) for name, split in named.items()}
+        for part in parts.values():
+            expected = parts["train"]
+            if part.categories != expected.categories:
+                only = dict(part.categories.items() ^ expected.categories.items())
+                raise FolderError(
+                    f"CocoFolders: {part.file} and {expected.file} have different categories, in one alone: {only}.\n"
+                    "  fix: list the same ids and names in all, used or not."
+                )
+        return parts
+
+    def _with_masks(self, parts: Mapping[str, Annotated]) -> bool:
+        return all(map(has_masks, parts.values())) if self.masks is None else self.masks
+
+    def _order(self, samples: Dataset[Any], ranks: int, rank: int) -> EpochSampler:
+        if not self.group_by_shape:
+            return super()._order(samples, ranks, rank)
+        part: Any = self.parts["train"]
+        groups = np.digitize([image["width"] / image["height"] for image in part.part.images], SHAPES)
+        return GroupedSampler(samples, groups.tolist(), self.batch_size, seed=self.run_seed, ranks=ranks, rank=rank)
+
+    def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        return super()._loader(samples, collate_fn=side_by_side, **options)
+
+
+class GroupedSampler(EpochSampler):
+    """Shuffle samples so that those of one group follow each other, a batch at a time.
+
+    Args:
+        samples: The dataset; only its length is read.
+        groups: The group of each sample.
+        batch_size: How many follow each other; at the end of an epoch what is left of all groups.
+        seed: Seed of the run.
+        ranks: Number of processes that share the samples.
+        rank: Which of them this is.
+
+    Example:
+        >>> sampler = GroupedSampler(range(8), [0, 1] * 4, 2, seed=0)
+        >>> [(one.place - other.place) % 2 for one, other in zip(*[iter(sampler)] * 2)]
+        [0, 0, 0, 0]
+    """
+
+    def __init__(
+        self, samples: Any, groups: Sequence[int], batch_size: int, *, seed: int, ranks: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(samples, seed=seed, ranks=ranks, rank=rank)
+        self.groups, self.batch_size = groups, batch_size
+
+    def __iter__(self) -> Iterator[Draw]:
+        """Yield the draws of this replica for the epoch that was set last."""
+        waiting: dict[int, list[Draw]] = defaultdict(list)
+        for draw in super().__iter__():
+            group = waiting[self.groups[draw.place]]
+            group.append(draw)
+            if len(group) == self.batch_size:
+                yield from group
+                group.clear()
+        yield from chain.from_iterable(waiting.values())
+
+
+class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
+    """Images with their objects: mirrored every second time and without crowds in training, as they are otherwise."""
+
+    def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
+        self.part, self.masks, self.training = part, masks, training
+        self.labels = {category: label for label, category in enumerate(part.categories, 1)}
+        # Boxes that stick out are cut; what is smaller than a pixel then is left out.
+        self.view = v2.Compose(
+            [
+                v2.ClampBoundingBoxes(),
+                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
+                v2.RandomHorizontalFlip(),
+                v2.ToPureTensor(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.part.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        entry = self.part.images[index]
+        image, target = read(self.part.path(entry)), self._target(entry)
+        if self.training:
+            image, target = self.view(image, target)
+        return images.to_dtype(image, torch.float32, scale=True), target
+
+    def _target(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        objects = self.part.objects[entry["id"]]
+        if self.training:
+            objects = [each for each in objects if not each.get("iscrowd")]
+        sides = (entry["height"], entry["width"])
+        boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target: dict[str, Any] = {"boxes": boxes}
+        target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
+        if self.masks:
+            target["masks"] = masks_of(objects, *sides)
+        if self.training:
+            target["boxes"] = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=sides)  # type: ignore[call-overload]
+            return target | {name: tv_tensors.Mask(masks) for name, masks in target.items() if name == "masks"}
+        target["iscrowd"] = torch.tensor([each.get("iscrowd", 0) for each in objects], dtype=torch.int64)
+        areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in objects]
+        return target | {"area": torch.tensor(areas, dtype=torch.float32)}
+
+
+class Unlabelled(Dataset[tuple[Tensor, str, str, int]]):
+    """Images to predict: the image, its path, its name below the folder, and its number."""
+
+    def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
+        self.paths, self.names, self.numbers = paths, names, numbers
+        stems = [Path(name).with_suffix("").as_posix() for name in names]
+        twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+        if twice:
+            raise FolderError(
+                f"CocoFolders: several images have one name, {', '.join(twice[:SHOWN])}, whose pictures would be one "
+                "file.\n  fix: rename them."
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
+        image = images.to_dtype(read(self.paths[index]), torch.float32, scale=True)
+        return image, str(self.paths[index]), self.names[index], self.numbers[index]
+
+
+def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+    """Leave out of the training images what is not to be trained on."""
+    kept, objects = part.images, part.objects
+    if "faulty_boxes" in leave_out:
+        objects = {
+            image["id"]: [
+                each
+                for each in objects[image["id"]]
+                if fault_of_box(each["bbox"], image["width"], image["height"]) is None
+            ]
+            for image in kept
+        }
+    if "images_without_objects" in leave_out:
+        kept = [image for image in kept if any(not each.get("iscrowd") for each in objects[image["id"]])]
+    return Annotated(part.file, part.folder, kept, objects, part.categories)
+
+
+def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
+    """Decode an image and compare its size with that in its entry; return what is wrong, None if nothing."""
+    path = part.path(image)
+    found = fault_of(path)
+    if found is None:
+        with Image.open(path) as opened:
+            if opened.size != (image["width"], image["height"]):
+                sizes = "x".join(map(str, opened.size)), f"{image['width']}x{image['height']}"
+                return f"{path}: has {sizes[0]} pixels, and {sizes[1]} by its entry"
+    return found
+
+
+def read(path: Path) -> tv_tensors.Image:
+    """Read an image as `uint8` `(3, height, width)`."""
+    return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
+
+
+def labels_in(sample: Any) -> Tensor:
+    """The labels of a sample, which are left out with their boxes."""
+    return sample[1]["labels"]
+
+
+def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Batch samples of different sizes: a list of each of their parts."""
+    return [list(part) for part in zip(*samples, strict=True)]

@@ -1,0 +1,268 @@
+"""torchvision's Mask R-CNN and Faster R-CNN on a ResNet and its pyramid, with attention at any of their stages.
+
+Letters as in the papers: b is the number of basis channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import unknown
+from farfield.insertion import detector_places, insert
+from farfield.models.compact import check_whole, name_of
+from farfield.models.deeplab import fill, read_weights
+from farfield.models.storage import Stored
+from farfield.nn.attention import GridAttention
+from farfield.ops.table import OPERATORS, Operator
+
+RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
+# What depends on the number of classes, and of a file with other classes is left out.
+PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a detector is built with beside its backbone, the papers' as defaults: smaller for smaller machines.
+
+    Attributes:
+        channels: Of the pyramid and of the mask head; the box head has four times as many.
+        frozen: Whether the backbone is a pretrained one: its norms are constants and its first two stages are not
+            trained. Otherwise all of it is, with group norms.
+        shorter_side: To which images are resized, in pixels.
+        longer_side: Which they do not exceed then.
+        anchors: Side of the anchors of the finest level, in pixels; twice as long at each level above.
+        proposals: Regions that an image keeps for the heads, twice as many in training.
+        regions: Of these, how many are drawn for the loss.
+        detections: Objects that are found in an image at most.
+    """
+
+    channels: int = 256
+    frozen: bool = True
+    shorter_side: int = 800
+    longer_side: int = 1333
+    anchors: int = 32
+    proposals: int = 1000
+    regions: int = 512
+    detections: int = 100
+
+
+class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-detection"):
+    """Find the objects of images: torchvision's R-CNN, with attention behind chosen stages and pyramid levels.
+
+    Called as torchvision's detectors are: with a list of images, and in training their targets. The network itself is
+    `rcnn`, whose weights have torchvision's names; those of attention are `…farfield.*`. Attention is the identity at
+    first (its last map is zero), so a pretrained detector is unchanged until it is trained.
+
+    Each level of the pyramid is attended by itself: the path from coarse to fine, and fpn5, which is made from fpn4 as
+    it was, hear nothing of it. Attention at a stage is heard by the stages after it and by the pyramid.
+
+    Args:
+        model: The name under which it is saved: `"mask_rcnn"`, or `"faster_rcnn"`, which finds boxes without masks.
+        backbone: `"resnet50"`, `"resnet101"`, `"resnext101_32x8d"`, or for machines without a GPU `"resnet18"`.
+        attention: Where it attends: any of `"res1"` to `"res4"` and `"fpn1"` to `"fpn5"`, or `"fpn_all"`; see
+            `farfield.insertion.detector_places`.
+        operator: A name of `ops.OPERATORS` or an `Operator`. Those that compare all cells with all take 20 GB at fpn1.
+        basis: b, the channels of queries and keys.
+        heads: Heads of the attention.
+        num_classes: Classes of objects, without the background.
+        setup: Sizes and limits; `Setup`'s fields.
+        weights: A file to start from: a state dict of torchvision's ResNet, which fills the backbone, or of its Mask
+            or Faster R-CNN, which fills all but attention, and the predictors if its classes are others. None draws
+            them at random.
+
+    Raises:
+        LookupError: For an unknown backbone, place or operator.
+        ShapeError: If heads do not divide the channels.
+        ValueError: For a number out of range, or weights of another network.
+        FileNotFoundError: If there are no such weights.
+
+    Cost:
+        At 800x1333 pixels the backbone and pyramid of ResNet-50 take 88 billion multiply-adds; attention at all five
+        levels and both last stages adds 8 % to them.
+
+    Reference: FA Table 1.
+
+    Example:
+        >>> from farfield import models
+        >>> small = models.Setup(channels=32, frozen=False, shorter_side=64, longer_side=96)
+        >>> net = models.mask_rcnn("resnet18", ["fpn1", "res4"], num_classes=2, setup=small).eval()
+        >>> sorted(net([torch.rand(3, 64, 80)])[0])
+        ['boxes', 'labels', 'masks', 'scores']
+    """
+
+    def __init__(
+        self,
+        model: str = "mask_rcnn",
+        *,
+        backbone: str = "resnet50",
+        attention: Sequence[str] = (),
+        operator: str | Operator = "factorized_gaussian",
+        basis: int = 64,
+        heads: int = 1,
+        num_classes: int = 80,
+        setup: Setup | Mapping[str, Any] = Setup(),
+        weights: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        setup = setup if isinstance(setup, Setup) else Setup(**setup)
+        for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
+            check_whole(model, name, value, 0 if name == "frozen" else 1)
+        if isinstance(operator, str) and operator not in OPERATORS:
+            raise unknown(model, "operator", operator, OPERATORS)
+        self.name, self.num_classes, self.setup = model, num_classes, setup
+        self.config: dict[str, Any] = {"model": model, "backbone": backbone, "attention": list(attention)}
+        self.config |= {"operator": name_of(operator), "basis": basis, "heads": heads}
+        self.config |= {"num_classes": num_classes, "setup": asdict(setup)}
+        pyramid = build_pyramid(model, backbone, setup)
+        self.rcnn = build_rcnn(model, pyramid, num_classes, setup)
+        # Inserted last: what is drawn at random for the rest does not depend on where attention is.
+        places = [place.removeprefix("backbone.") for place in detector_places(*attention)]
+        if places:
+            row = OPERATORS[operator] if isinstance(operator, str) else operator
+            options = {"heads": heads, "inner_channels": basis, "project": "qkvo" if row.reads_keys else "qvo"}
+            make = partial(GridAttention, operator=operator, residual=True, **options)
+            insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
+        if weights is not None:
+            fill_rcnn(model, self.rcnn, Path(weights), setup)
+
+    def card_shape(self, side: int) -> tuple[int, ...]:
+        """The image whose multiply-adds a model card counts: channels and sides."""
+        return (3, side, side)
+
+    def card_part(self) -> nn.Module:
+        """What of the network a model card counts: the heads' work depends on what is found."""
+        return self.rcnn.backbone
+
+    def forward(
+        self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        """Return the losses in training; in evaluation boxes, labels, scores and masks of each image.
+
+        Args:
+            images: With values from 0 to 1, of any sizes.
+            targets: In training, for each image `boxes` (objects, 4) as x, y, x, y, `labels` from 1 and `masks`.
+        """
+        return self.rcnn(images, targets)
+
+
+def mask_rcnn(
+    backbone: str = "resnet50",
+    attention: Sequence[str] = (),
+    operator: str | Operator = "factorized_gaussian",
+    *,
+    basis: int = 64,
+    heads: int = 1,
+    num_classes: int = 80,
+    setup: Setup = Setup(),
+    weights: str | Path | None = None,
+) -> Detector:
+    """Build Mask R-CNN with a pyramid, attention at any of its places.
+
+    The arguments are `Detector`'s.
+
+    Reference: FA Table 1.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = mask_rcnn(num_classes=90)
+        >>> sum(parameter.numel() for parameter in net.parameters())
+        44401393
+    """
+    options: dict[str, Any] = {"basis": basis, "heads": heads, "num_classes": num_classes, "setup": setup}
+    options |= {"operator": operator, "weights": weights}
+    return Detector("mask_rcnn", backbone=backbone, attention=attention, **options)
+
+
+def faster_rcnn(
+    backbone: str = "resnet50",
+    attention: Sequence[str] = (),
+    operator: str | Operator = "factorized_gaussian",
+    *,
+    basis: int = 64,
+    heads: int = 1,
+    num_classes: int = 80,
+    setup: Setup = Setup(),
+    weights: str | Path | None = None,
+) -> Detector:
+    """Build Faster R-CNN with a pyramid, which finds boxes without masks, for annotations that have none.
+
+    The arguments are `Detector`'s.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = faster_rcnn("resnet50", ["fpn_all"], num_classes=90)
+        >>> "mask_head" in dict(net.rcnn.roi_heads.named_children())
+        False
+    """
+    options: dict[str, Any] = {"basis": basis, "heads": heads, "num_classes": num_classes, "setup": setup}
+    options |= {"operator": operator, "weights": weights}
+    return Detector("faster_rcnn", backbone=backbone, attention=attention, **options)
+
+
+def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
+    """Build a ResNet and its pyramid, whose places have the names that `detector_places` gives behind "backbone."."""
+    if backbone not in RESNETS:
+        raise unknown(model, "backbone", backbone, RESNETS)
+    from torchvision.models import resnet
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.ops import FrozenBatchNorm2d
+    from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+    norm = FrozenBatchNorm2d if setup.frozen else partial(nn.GroupNorm, 32)
+    body = getattr(resnet, backbone)(norm_layer=norm)
+    if setup.frozen:
+        for stage in (body.conv1, body.layer1):
+            stage.requires_grad_(False)
+    stages = {f"layer{stage + 1}": str(stage) for stage in range(4)}
+    channels = [body.inplanes // 8 * 2**stage for stage in range(4)]
+    return BackboneWithFPN(body, stages, channels, setup.channels, extra_blocks=LastLevelMaxPool())
+
+
+def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
+    """Build torchvision's R-CNN on a pyramid; at 256 channels it is torchvision's own, name by name."""
+    from torchvision.models.detection import FasterRCNN, MaskRCNN
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+    from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+
+    channels, outputs = setup.channels, num_classes + 1
+    sizes = tuple((setup.anchors * 2**level,) for level in range(5))
+    options: dict[str, Any] = {
+        "min_size": setup.shorter_side,
+        "max_size": setup.longer_side,
+        "rpn_anchor_generator": AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 5),
+        "rpn_post_nms_top_n_train": 2 * setup.proposals,
+        "rpn_post_nms_top_n_test": setup.proposals,
+        "box_head": TwoMLPHead(channels * 7 * 7, 4 * channels),
+        "box_predictor": FastRCNNPredictor(4 * channels, outputs),
+        "box_batch_size_per_image": setup.regions,
+        "box_detections_per_img": setup.detections,
+    }
+    if model == "faster_rcnn":
+        return FasterRCNN(pyramid, **options)
+    options["mask_head"] = MaskRCNNHeads(channels, (channels,) * 4, 1)
+    options["mask_predictor"] = MaskRCNNPredictor(channels, channels, outputs)
+    return MaskRCNN(pyramid, **options)
+
+
+def fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
+    """Copy a file's weights into a detector: those of a ResNet into its backbone, those of a detector into all of it."""
+    tensors = read_weights(model, path)
+    if not setup.frozen:
+        raise ValueError(f"{model}: weights are for a frozen backbone, a new one has group norms; fix: frozen=True.")
+    if not any(name.startswith("backbone.body.") for name in tensors):
+        fill(model, path, rcnn.backbone.body, tensors)
+        return
+    own = rcnn.state_dict()
+    classes = "roi_heads.box_predictor.cls_score.weight"
+    if classes in tensors and tensors[classes].shape != own[classes].shape:
+        tensors |= {name: tensor for name, tensor in own.items() if name.startswith(PREDICTORS)}
+    fill(model, path, rcnn, tensors)

@@ -1,0 +1,354 @@
+"""CocoFolders: polygons, RLE and boxes become what training and evaluation need, and every fault is named."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pycocotools.coco import COCO
+
+from farfield.data.coco import fault_of_box, fault_of_mask, is_rectangle, masks_of, read_annotated
+from farfield.data.detect import CocoFolders, GroupedSampler
+from farfield.data.folders import FolderError
+from made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def prepared(root: Path, stage: str = "fit", **options: Any) -> CocoFolders:
+    data = CocoFolders(str(root), workers=0, **options)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+def test_polygons_and_both_kinds_of_rle_are_the_masks_they_were_made_of(tmp_path: Path) -> None:
+    data = prepared(make_coco(tmp_path / "made"))
+    for place, (images, targets) in enumerate(data.val_dataloader()):
+        [image], [target] = images, targets
+        _, objects = make_scene(3000 + place, 64 + place, 80)
+        assert (tuple(image.shape), image.dtype) == ((3, 64 + place, 80), torch.float32)
+        assert 0 <= image.min() < image.max() <= 1
+        # Category 3 comes first of the ids, so it is label 1; 7 is label 2.
+        assert target["labels"].tolist() == [{3: 1, 7: 2}[category] for category, _ in objects]
+        # A rectangle as a polygon, a disc as RLE, a rectangle as compressed RLE: all of them exact.
+        for index, (_, mask) in enumerate(objects):
+            assert np.array_equal(target["masks"][index].numpy(), mask)
+            rows, columns = np.nonzero(mask)
+            box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert target["boxes"][index].tolist() == box
+    assert (data.classes, data.category_ids) == (["rectangle", "disc"], [3, 7])
+
+
+def test_masks_are_those_of_pycocotools(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made", crowd=True)
+    part, theirs = read_annotated(root, "val"), COCO(str(root / "annotations" / "instances_val.json"))
+    for image in part.images:
+        objects = part.objects[image["id"]]
+        ours = masks_of(objects, image["height"], image["width"]).numpy()
+        assert all(np.array_equal(mask, theirs.annToMask(each)) for mask, each in zip(ours, objects, strict=True))
+
+
+def test_crowds_are_not_trained_on_and_stay_marked_in_evaluation(tmp_path: Path) -> None:
+    data = prepared(make_coco(tmp_path / "made", crowd=True), batch_size=4)
+    _, targets = next(iter(data.train_dataloader()))
+    assert [len(target["boxes"]) for target in targets] == [2] * 4
+    assert all(sorted(target) == ["boxes", "labels", "masks"] for target in targets)
+    _, [target] = next(iter(data.val_dataloader()))
+    assert target["iscrowd"].tolist() == [0, 0, 1]
+    assert (
+        target["area"].tolist()
+        == [each["area"] for each in read_annotations(tmp_path / "made", "val")["annotations"]][:3]
+    )
+
+
+def test_a_mirrored_image_has_its_boxes_and_masks_mirrored(tmp_path: Path) -> None:
+    data = prepared(make_coco(tmp_path / "made"))
+    part: Any = data.parts["train"]
+    seen = set()
+    for turn in range(12):
+        torch.manual_seed(turn)
+        image, target = part[0]
+        plain = torch.from_numpy(make_scene(5000, 64, 80)[0]).permute(2, 0, 1) / 255
+        flipped = not torch.equal(image, plain)
+        assert torch.equal(image.flip(-1) if flipped else image, plain)
+        seen.add(flipped)
+        for box, mask in zip(target["boxes"], target["masks"], strict=True):
+            rows, columns = np.nonzero(mask.numpy())
+            assert box.tolist() == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        assert {type(part) for part in target.values()} == {torch.Tensor}
+    assert seen == {True, False}
+
+
+def test_images_without_objects_are_background_or_left_out(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made", empty=2)
+    data = prepared(root)
+    assert len(data.parts["train"]) == 6  # type: ignore[arg-type]
+    part: Any = data.parts["train"]
+    _, target = part[5]
+    assert {name: tuple(value.shape) for name, value in target.items()} == {
+        "boxes": (0, 4), "labels": (0,), "masks": (0, 69, 80)
+    }  # fmt: skip
+    data = prepared(root, leave_out=["images_without_objects"])
+    assert (len(data.parts["train"]), len(data.parts["val"])) == (4, 5)  # type: ignore[arg-type]
+
+
+def test_boxes_alone(tmp_path: Path) -> None:
+    data = prepared(make_coco(tmp_path / "made", kinds=["box"]))
+    _, [target] = next(iter(data.val_dataloader()))
+    assert sorted(target) == ["area", "boxes", "iscrowd", "labels"]
+    _, targets = next(iter(data.train_dataloader()))
+    assert all(sorted(target) == ["boxes", "labels"] for target in targets)
+
+
+def test_rectangles_are_no_masks_unless_they_are_said_to_be(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made", kinds=["box"])
+    for split in ("train", "val"):
+        content = read_annotations(root, split)
+        for each in content["annotations"]:
+            x, y, wide, high = each["bbox"]
+            each["segmentation"] = [[x, y, x + wide, y, x + wide, y + high, x, y + high]]
+        write_annotations(root, split, content)
+    assert not prepared(root).parts["train"].masks  # type: ignore[attr-defined]
+    assert prepared(root, masks=True).parts["train"].masks  # type: ignore[attr-defined]
+    assert not prepared(make_coco(tmp_path / "other"), masks=False).parts["train"].masks  # type: ignore[attr-defined]
+    assert not is_rectangle({"bbox": [0, 0, 10, 10], "segmentation": [[0, 0, 10, 0, 10, 10, 5, 10]]})
+
+
+def test_a_split_test_and_images_to_predict(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made", {"train": 2, "val": 2, "test": 3})
+    data = prepared(root, "test")
+    assert len(data.test_dataloader()) == 3
+    data.setup("predict")
+    images, paths, names, numbers = next(iter(data.predict_dataloader()))
+    assert (names, numbers, paths) == (["test_0.png"], [5], [str(root / "test" / "test_0.png")])
+    assert tuple(images[0].shape) == (3, 64, 80)
+    other = CocoFolders(predict=str(root / "val"), workers=0)
+    other.prepare_data()
+    other.setup("predict")
+    assert [batch[2:] for batch in other.predict_dataloader()] == [[["val_0.png"], [1]], [["val_1.png"], [2]]]
+    assert len(prepared(make_coco(tmp_path / "two"), "test").test_dataloader()) == 3
+
+
+def test_images_in_one_folder(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made")
+    (root / "images").mkdir()
+    for split in ("train", "val"):
+        for path in (root / split).iterdir():
+            path.rename(root / "images" / path.name)
+        (root / split).rmdir()
+    assert len(prepared(root).parts["train"]) == 4  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_keeps_the_categories(tmp_path: Path) -> None:
+    state = prepared(make_coco(tmp_path / "made")).state_dict()
+    other = CocoFolders(predict=str(tmp_path), workers=0)
+    other.load_state_dict(state)
+    assert (other.category_ids, other.classes) == ([3, 7], ["rectangle", "disc"])
+
+
+# ---- batches of like shape -------------------------------------------------------------------------------------------
+def test_batches_have_images_of_like_shape(tmp_path: Path) -> None:
+    groups = [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
+    sampler = GroupedSampler(range(11), groups, 2, seed=3)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        draws = list(sampler)
+        assert draws == list(sampler)
+        assert sorted(draw.place for draw in draws) == list(range(11))
+        orders.append([draw.place for draw in draws])
+        pairs = list(zip(orders[-1][:10:2], orders[-1][1:10:2], strict=True))
+        assert sum(groups[one] != groups[other] for one, other in pairs) == 0
+    assert orders[0] != orders[1] != orders[2]
+    root = make_coco(tmp_path / "made", {"train": 4, "val": 1})
+    wide = Image.open(root / "train" / "train_1.png").resize((160, 65))
+    content = read_annotations(root, "train")
+    wide.save(root / "train" / "train_1.png")
+    content["images"][1]["width"] = 160
+    content["annotations"] = [each for each in content["annotations"] if each["image_id"] != 15]
+    write_annotations(root, "train", content)
+    data = prepared(root, group_by_shape=True, batch_size=3)
+    assert len(list(data.train_dataloader())) == 1
+    shapes = [image.shape[2] for images, _ in data.train_dataloader() for image in images]
+    assert shapes == [80, 80, 80]
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+def change(root: Path, how: Callable[[dict[str, Any]], None], split: str = "train") -> Path:
+    content = read_annotations(root, split)
+    how(content)
+    write_annotations(root, split, content)
+    return root
+
+
+def first(content: dict[str, Any], **values: Any) -> None:
+    content["annotations"][0].update(values)
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "annotations without images": (
+        lambda content: first(content, image_id=99),
+        r"1 annotations are of images that it does not list[\s\S]*annotation 1 is of image 99[\s\S]*fix: list the images",
+    ),
+    "an unknown category": (
+        lambda content: first(content, category_id=4),
+        r"1 annotations have unknown categories[\s\S]*annotation 1 has category 4[\s\S]*7 disc, 3 rectangle",
+    ),
+    "a box outside the image": (
+        lambda content: first(content, bbox=[70.0, 10.0, 20.0, 10.0]),
+        r"1 boxes are faulty[\s\S]*annotation 1 in train_0\.png: box \[70\.0, 10\.0, 20\.0, 10\.0\] lies outside the "
+        r"image of 80x64 pixels[\s\S]*leave_out",
+    ),
+    "a box of no size": (
+        lambda content: first(content, bbox=[7.0, 10.0, 0.0, 10.0]),
+        r"1 boxes are faulty[\s\S]*box \[7\.0, 10\.0, 0\.0, 10\.0\] has no size",
+    ),
+    "a box of three numbers": (lambda content: first(content, bbox=[7, 10, 2]), r"is not x, y, width and height"),
+    "a polygon of two points": (
+        lambda content: first(content, segmentation=[[1, 2, 3, 4]]),
+        r"1 masks are faulty[\s\S]*a polygon has 4 numbers, and three points have 6[\s\S]*--data\.masks false",
+    ),
+    "no mask where others have one": (
+        lambda content: first(content, segmentation=[]),
+        r"1 masks are faulty[\s\S]*it has no segmentation",
+    ),
+    "RLE of another size": (
+        lambda content: first(content, segmentation={"size": [4, 5], "counts": [20]}),
+        r"its RLE has the size \[4, 5\], and the image has \[64, 80\]",
+    ),
+    "an id given twice": (
+        lambda content: first(content, id=2),
+        r"1 ids are given more than once[\s\S]*annotations: id 2, 2 times",
+    ),
+    "an entry without its box": (
+        lambda content: content["annotations"][0].pop("bbox"),
+        r"1 entries are not whole[\s\S]*annotations\[0\] has no bbox",
+    ),
+    "no images": (lambda content: content.update(images=[], annotations=[]), r"lists no images"),
+    "no categories": (lambda content: content.pop("categories"), r"not in COCO's format, it has no categories"),
+    "other categories": (
+        lambda content: content.update(categories=[*CATEGORIES, {"id": 9, "name": "star"}]),
+        r"instances_val\.json and .*instances_train\.json have different categories, in one alone: \{9: 'star'\}",
+    ),
+    "another size than the image": (
+        lambda content: content["images"][0].update(width=90),
+        r"train_0\.png: has 80x64 pixels, and 90x64 by its entry",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_annotations_are_named(tmp_path: Path, fault: str) -> None:
+    how, text = FAULTS[fault]
+    root = change(make_coco(tmp_path / "made", kinds=["polygon"]), how)
+    with pytest.raises(FolderError, match=text):
+        prepared(root)
+
+
+def test_images_without_entries_and_the_reverse(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made")
+    (root / "train" / "train_1.png").rename(root / "train" / "other.png")
+    with pytest.raises(
+        FolderError, match=r"1 listed images are not there[\s\S]*train_1\.png[\s\S]*fix: put them there"
+    ):
+        prepared(root)
+    (root / "train" / "other.png").rename(root / "train" / "train_1.png")
+    Image.new("RGB", (9, 9)).save(root / "train" / "more.png")
+    with pytest.raises(
+        FolderError, match=r"1 images in .*train are not listed[\s\S]*more\.png[\s\S]*fix: list them too"
+    ):
+        prepared(root)
+
+
+def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match=r"CocoFolders: there is no folder .*none"):
+        prepared(tmp_path / "none")
+    root = make_coco(tmp_path / "made")
+    with pytest.raises(
+        FolderError, match=r"there is no .*instances_valid\.json; .* has instances_train\.json, instances_val\.json"
+    ):
+        prepared(root, splits=("train", "valid", "test"))
+    for path in (root / "val").iterdir():
+        path.unlink()
+    (root / "val").rmdir()
+    with pytest.raises(FolderError, match=r"instances_val\.json has no images beside it: there is none of .*val"):
+        prepared(root)
+    (root / "annotations" / "instances_train.json").write_text("{broken")
+    with pytest.raises(FolderError, match=r"instances_train\.json is not JSON: "):
+        prepared(root)
+    with pytest.raises(FolderError, match=r"give root, a folder in COCO's format, or predict"):
+        CocoFolders()
+
+
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made")
+    path = root / "train" / "train_2.png"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(FolderError, match=r"1 of the 4 images of .*instances_train\.json[\s\S]*train_2\.png"):
+        prepared(root)
+
+
+def test_two_pictures_of_one_name(tmp_path: Path) -> None:
+    for name in ("1.png", "1.jpg"):
+        Image.new("RGB", (9, 9)).save(tmp_path / name)
+    data = CocoFolders(predict=str(tmp_path), workers=0)
+    with pytest.raises(FolderError, match="several images have one name, 1, whose pictures would be one file"):
+        data.setup("predict")
+
+
+def test_faulty_boxes_can_be_left_out_of_training(tmp_path: Path) -> None:
+    root = make_coco(tmp_path / "made")
+    change(root, lambda content: first(content, bbox=[7.0, 10.0, 0.0, 10.0]))
+    change(root, lambda content: first(content, bbox=[7.0, 10.0, 0.0, 10.0]), "val")
+    data = prepared(root, leave_out=["faulty_boxes"], batch_size=4)
+    _, targets = next(iter(data.train_dataloader()))
+    assert sorted(len(target["boxes"]) for target in targets) == [2, 3, 3, 3]
+    _, [target] = next(iter(data.val_dataloader()))
+    assert len(target["boxes"]) == 3
+
+
+def test_boxes_that_stick_out_by_a_rounding_error_are_cut(tmp_path: Path) -> None:
+    root = change(make_coco(tmp_path / "made"), lambda content: first(content, bbox=[60.5, 10.0, 20.0, 10.0]))
+    part: Any = prepared(root).parts["train"]
+    _, target = part[0]
+    assert target["boxes"].reshape(-1, 2)[:, 0].max() <= 80
+    assert fault_of_box([60.5, 10, 20, 10], 80, 64) is None
+    assert fault_of_box([0, 0, float("nan"), 10], 80, 64) is not None
+    assert fault_of_mask({"size": [64, 80], "counts": "abc"}, 80, 64) is None
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "splits", "counts"),
+    [
+        ("dsb2018", ("train", "val", "test"), (19_767, 2_809)),
+        ("balloon", ("train", "val", "test"), (194, 35)),
+        ("coco128", ("train2017", "val2017", "test2017"), (557, 63)),
+    ],
+)
+def test_real_sets(
+    data: Path, tmp_path: Path, name: str, splits: tuple[str, str, str], counts: tuple[int, int]
+) -> None:
+    with tarfile.open(data / "detection" / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    found = prepared(tmp_path / name, splits=splits)
+    for part, count in zip(("train", "val"), counts, strict=True):
+        labelled: Any = found.parts[part]
+        assert sum(len(objects) for objects in labelled.part.objects.values()) == count
+        # coco128's segmentations are the rectangles of its boxes.
+        assert labelled.masks == (name != "coco128")
+    assert len(found.classes) == (80 if name == "coco128" else 1)
+    image, target = found.parts["train"][0]
+    assert image.shape[0] == 3
+    assert len(target["boxes"]) == len(target["labels"]) > 0
