@@ -39,7 +39,7 @@ def write_card(
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     # Networks for pairs say how many images they take.
-    images: int = getattr(net, "images", 1)  # type: ignore[assignment]
+    images: int = getattr(net, "images", 1)
     cost, operators = count(net, [(1, *shape)] * images), operators_of(net)
     what = "one image" if images == 1 else f"{images} images"
     rows = {

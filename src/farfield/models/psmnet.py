@@ -57,7 +57,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         ValueError: For a number out of range.
 
     Cost:
-        Of "psmnet" 5,224,768 parameters; at 256x512 pixels and D = 192 about 238 billion multiply-adds.
+        Of "psmnet" 5,224,768 parameters; 185 billion multiply-adds at 256x512 pixels and D = 192.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
@@ -190,13 +190,14 @@ class Features(nn.Module):
         self.stem = nn.Sequential(
             *activated(3, channels, stride=2), *activated(channels, channels), *activated(channels, channels)
         )
-        before = channels
-        for place, (factor, blocks, stride, dilation) in enumerate(STAGES, 1):
+        before, stages = channels, []
+        for factor, blocks, stride, dilation in STAGES:
             after = factor * channels
             stage = [BasicBlock(before, after, stride, dilation)]
             stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
-            self.add_module(f"layer{place}", nn.Sequential(*stage))
+            stages.append(nn.Sequential(*stage))
             before = after
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.attention: nn.Module = nn.Identity()
         self.pools = nn.ModuleList(nn.Sequential(*activated(before, channels, kernel=1)) for _ in POOLS)
         # What layer2, layer4 and the pooled branches have together.
