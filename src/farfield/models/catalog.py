@@ -11,7 +11,7 @@ from torch import nn
 from farfield._checks import unknown
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
-from farfield.models.psmnet import PSMNet, psmnet, psmnet_basic
+from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.ops.table import OPERATORS, Operator
@@ -196,14 +196,14 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     unet_care=unet_care,
     unet_residual=unet_residual,
     unet_projection=unet_projection,
-    psmnet=psmnet,
+    psmnet_stacked=psmnet_stacked,
     psmnet_basic=psmnet_basic,
 )
 # Name in a saved configuration -> the class that takes the configuration.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
-FAMILIES |= {"psmnet": PSMNet, "psmnet_basic": PSMNet}
+FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
