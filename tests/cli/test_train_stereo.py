@@ -68,13 +68,13 @@ def test_the_papers_recipe_runs_two_steps(tmp_path: Path) -> None:
     last = torch.load("runs/version_0/checkpoints/last.ckpt", weights_only=True)
     assert last["global_step"] == 2
     network = models.from_pretrained("runs/version_0")
-    assert (network.config["model"], network.config["operator"]) == ("psmnet", "factorized_gaussian")
+    assert (network.config["model"], network.config["operator"]) == ("psmnet_stacked", "factorized_gaussian")
 
 
 def test_the_papers_recipe_has_the_papers_settings() -> None:
     recipe = yaml.safe_load((RECIPES / "fa_sceneflow.yaml").read_text())
     model, data, trainer = recipe["model"], recipe["data"]["init_args"], recipe["trainer"]
-    assert model["network"]["class_path"] == "farfield.models.psmnet"
+    assert model["network"]["class_path"] == "farfield.models.psmnet_stacked"
     assert model["network"]["init_args"]["max_disparity"] == 192
     assert (model["learning_rate"], data["batch_size"], trainer["max_epochs"]) == (2e-3, 24, 100)
     assert (data["crop"], data["zero_is_unknown"]) == ([256, 512], False)

@@ -219,8 +219,8 @@ def test_pairs_to_predict_need_no_disparities(tmp_path: Path) -> None:
     data.prepare_data()
     data.setup("predict")
     first, second = data.predict_dataloader()
-    assert [first[3], second[3]] == [["image_2/000000_10"], ["image_2/000001_10"]]
-    assert first[2] == [str(root / "testing" / "image_2" / "000000_10.png")]
+    assert [*first[3], *second[3]] == ["image_2/000000_10", "image_2/000001_10"]
+    assert list(first[2]) == [str(root / "testing" / "image_2" / "000000_10.png")]
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_a_batch_without_one_valid_pixel_trains_nothing() -> None:
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "operator"), [("psmnet", "factorized_gaussian"), ("psmnet_basic", None)])
+@pytest.mark.parametrize(("name", "operator"), [("psmnet_stacked", "factorized_gaussian"), ("psmnet_basic", None)])
 def test_it_overfits_one_batch(name: str, operator: str | None) -> None:
     net = models.MODELS[name](operator, max_disparity=16, first_channels=4, inner_channels=8)
     module, data = Stereo(net, learning_rate=0.01), Made([scenes(2, (32, 48))])

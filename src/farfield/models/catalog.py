@@ -13,7 +13,7 @@ from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
-from farfield.models.psmnet import PSMNet, psmnet, psmnet_basic
+from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
 from farfield.models.sagan import SAGAN, sagan
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
@@ -200,7 +200,7 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     unet_care=unet_care,
     unet_residual=unet_residual,
     unet_projection=unet_projection,
-    psmnet=psmnet,
+    psmnet_stacked=psmnet_stacked,
     psmnet_basic=psmnet_basic,
     i3d_resnet50=i3d_resnet50,
     video_resnet=video_resnet,
@@ -217,7 +217,7 @@ FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
 FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
-FAMILIES |= {"psmnet": PSMNet, "psmnet_basic": PSMNet}
+FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
 FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
 # timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]

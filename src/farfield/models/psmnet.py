@@ -19,7 +19,7 @@ from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
-VARIANTS = ("psmnet", "psmnet_basic")
+VARIANTS = ("psmnet_stacked", "psmnet_basic")
 # Sides of the windows of spatial pyramid pooling, in the order in which its branches are put beside each other.
 POOLS = (8, 16, 32, 64)
 # Channels of the four stages in units of the first's, their blocks, first strides and dilations.
@@ -35,16 +35,16 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
     `volume[:, i, y, x] = (left features at (y, x), right features at (y, x - i))`, 0 where x < i
 
     Both images go through one network of 2-D convolutions with pooling at four sizes, to a quarter of their sides. A
-    network of 3-D convolutions over disparity, height and width compares them: three hourglasses of shared skips
-    (`"psmnet"`), each with an output of its own, or four residual blocks (`"psmnet_basic"`). Attention, where there is
-    any, follows the last stage, `layer4`, so that pooling and the comparison both see its response; it starts as the
+    network of 3-D convolutions over disparity, height and width compares them: three hourglasses that share skips, each
+    with an output of its own (`"psmnet_stacked"`), or four residual blocks (`"psmnet_basic"`). Attention, where there
+    is any, follows the last stage, `layer4`, so that pooling and the comparison both see its response; it starts as the
     identity.
 
     Sides are enlarged with half-pixel centres throughout (`align_corners=False`). In training mode the disparities of
     all outputs come, the last one the network's; in eval mode that one alone.
 
     Args:
-        model: `"psmnet"` or `"psmnet_basic"`.
+        model: `"psmnet_stacked"` or `"psmnet_basic"`.
         operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
         max_disparity: D, a multiple of 16.
         inner_channels: Of the attention's queries and keys: its basis.
@@ -57,13 +57,13 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         ValueError: For a number out of range.
 
     Cost:
-        Of "psmnet" 5,224,768 parameters; at 256x512 pixels and D = 192 about 238 billion multiply-adds.
+        Of "psmnet_stacked" 5,224,768 parameters; 185 billion multiply-adds at 256x512 pixels and D = 192.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
     Example:
         >>> from farfield import models
-        >>> net = models.psmnet_basic("factorized_gaussian", max_disparity=32, first_channels=8)
+        >>> net = models.psmnet_basic("factorized_gaussian", max_disparity=32, first_channels=8).eval()
         >>> net(torch.randn(1, 3, 32, 48), torch.randn(1, 3, 32, 48)).shape
         torch.Size([1, 1, 32, 48])
     """
@@ -73,7 +73,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
 
     def __init__(
         self,
-        model: str = "psmnet",
+        model: str = "psmnet_stacked",
         *,
         operator: str | Operator | None = None,
         max_disparity: int = 192,
@@ -96,7 +96,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         if operator is not None:
             self.config["operator"] = name_of(operator)
         self.features = Features(first_channels)
-        self.compare: nn.Module = (Hourglasses if model == "psmnet" else ResidualBlocks)(first_channels)
+        self.compare: nn.Module = (Hourglasses if model == "psmnet_stacked" else ResidualBlocks)(first_channels)
         initialize(self)
         if operator is not None:
             options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
@@ -130,7 +130,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             raise shape_error(self.name, problem, fix, left=left, right=right)
 
 
-def psmnet(
+def psmnet_stacked(
     operator: str | Operator | None = None,
     *,
     max_disparity: int = 192,
@@ -147,12 +147,14 @@ def psmnet(
 
     Example:
         >>> with torch.device("meta"):
-        ...     net = psmnet()
+        ...     net = psmnet_stacked()
         >>> sum(parameter.numel() for parameter in net.parameters())
         5224768
     """
     options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-    return PSMNet("psmnet", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options)
+    return PSMNet(
+        "psmnet_stacked", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options
+    )
 
 
 def psmnet_basic(
@@ -190,13 +192,14 @@ class Features(nn.Module):
         self.stem = nn.Sequential(
             *activated(3, channels, stride=2), *activated(channels, channels), *activated(channels, channels)
         )
-        before = channels
-        for place, (factor, blocks, stride, dilation) in enumerate(STAGES, 1):
+        before, stages = channels, []
+        for factor, blocks, stride, dilation in STAGES:
             after = factor * channels
             stage = [BasicBlock(before, after, stride, dilation)]
             stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
-            self.add_module(f"layer{place}", nn.Sequential(*stage))
+            stages.append(nn.Sequential(*stage))
             before = after
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.attention: nn.Module = nn.Identity()
         self.pools = nn.ModuleList(nn.Sequential(*activated(before, channels, kernel=1)) for _ in POOLS)
         # What layer2, layer4 and the pooled branches have together.

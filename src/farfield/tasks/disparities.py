@@ -12,7 +12,6 @@ from PIL import Image
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.predictions import PredictionFolder, beside
-from farfield.tasks.stereo import Matched
 
 # Red, green and blue from far to near, evenly spaced; between them they are interpolated.
 COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
@@ -32,13 +31,13 @@ class DisparityFolder(PredictionFolder):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        prediction: Matched,
+        prediction: Any,
         batch_indices: Sequence[int] | None,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the disparities of each pair."""
+        """Write the disparities of each pair of a `Matched`."""
         folder = beside(self.place(trainer))
         for name, values in zip(prediction.names, prediction.disparities, strict=True):
             disparity = values.numpy()

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from farfield._checks import shape_error
 from farfield.tasks.checkpoints import check_same_network
@@ -189,7 +190,8 @@ class DisparityErrors(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the four measures."""
-        sums = self.sums if isinstance(self.sums, Tensor) else torch.cat(self.sums or [torch.zeros(1, 4)])
+        # Gathered from several processes they are one tensor already.
+        sums = dim_zero_cat(self.sums)
         error, wrong, outliers, pixels = sums.sum(0)
         self.measured, whole = bool(pixels > 0), pixels.clamp(min=1)
         groups = torch.stack([group.sum(0) for group in sums.split(GROUP)])
