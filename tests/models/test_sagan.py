@@ -21,7 +21,8 @@ SMALL: dict[str, Any] = {
     "num_classes": 3,
     "noise_channels": 8,
     "generator_channels": 8,
-    "discriminator_channels": 8,
+    # An eighth of them are the queries, and a softmax over one channel has no gradient.
+    "discriminator_channels": 16,
 }
 
 
@@ -62,7 +63,6 @@ def discriminator(widths: list[int], classes: int, at: int) -> int:
     [
         ({}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (256, 128)),
         ({"attention_at": 64}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (128, 64)),
-        ({"side": 64}, [512, 256, 128, 64], [64, 128, 256, 512], (128, 64)),
         ({"side": 32, "attention_at": 16}, [256, 128, 64], [64, 128, 256], (128, 64)),
         ({"side": 64, "attention_at": 8, "num_classes": 10}, [512, 256, 128, 64], [64, 128, 256, 512], (512, 256)),
     ],
@@ -84,7 +84,7 @@ def test_parameters_of_the_published_networks() -> None:
 
 @pytest.mark.parametrize(
     ("side", "at", "in_generator", "in_discriminator"),
-    [(128, 32, 256, 128), (128, 64, 128, 64), (64, 32, 128, 64), (32, 16, 128, 64)],
+    [(128, 64, 128, 64), (64, 16, 256, 128), (32, 16, 128, 64)],
 )
 def test_attention_is_where_it_is_asked_for(side: int, at: int, in_generator: int, in_discriminator: int) -> None:
     # At 64 of 128 pixels the discriminator has FA's example: 64x64 cells of 64 channels.

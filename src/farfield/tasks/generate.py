@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -213,7 +214,9 @@ class Generate(LightningModule):
         return torch.randn(number, self.network.noise_channels, device=self.device, dtype=like.dtype)
 
     def _noise_of(self, place: int) -> Tensor:
-        random = torch.Generator().manual_seed((self.sample_seed << 32) + place)
+        # torch reads 32 bits of a seed.
+        mixed = int(np.random.SeedSequence((self.sample_seed, place)).generate_state(1)[0])
+        random = torch.Generator().manual_seed(mixed)
         return torch.randn(self.network.noise_channels, generator=random)
 
     def _step(self, optimizer: Any, loss: Tensor) -> None:
