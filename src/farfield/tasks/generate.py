@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class Generate(LightningModule):
         # The networks themselves would be pickled into every checkpoint, and run on loading.
         self.save_hyperparameters(ignore=["network", "sample_seed"])
         self.automatic_optimization = False
-        self.network: Any = network.to(memory_format=torch.channels_last) if channels_last else network
+        self.network = cast(Any, network.to(memory_format=torch.channels_last) if channels_last else network)
         self.sample_seed, self.num_classes = sample_seed, int(self.network.num_classes)
         self.averaged: AveragedModel | None = None
         if averaging:
