@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "sagan_cifar10.yaml"
 OPERATORS = ["softmax_pooled", "none", "factorized_gaussian"]
-# Samples that are measured, and in how many subsets of how many the kernel distance is averaged.
-SAMPLES, SUBSETS, SUBSET = 2000, 50, 500
+# Subsets over which the kernel distance is averaged, each of a quarter of the samples.
+SUBSETS = 50
+# Rows of samples in a picture.
 ROWS = 6
 
 
@@ -38,21 +39,23 @@ def run(command: str, *options: str) -> None:
     subprocess.run([sys.executable, "-m", "farfield.cli", command, *options], check=True)
 
 
-def train(folder: Path, root: Path, classifier: Path, operator: str, seed: int, options: list[str]) -> None:
+def train(folder: Path, root: Path, classifier: Path, samples: int, options: list[str]) -> None:
     """Fit one network, draw samples, and note what was measured and the minutes a core worked."""
     result = folder / "result.json"
     if result.exists():
         return
+    operator, seed = folder.name.rsplit("-", 1)
     common = ["--config", str(RECIPE), "--data.root", str(root), "--trainer.default_root_dir", str(folder)]
     common += ["--model.network.operator", "null" if operator == "none" else operator]
     resumed = ["--ckpt_path", "last"] if list(folder.glob("version_*/checkpoints/last.ckpt")) else []
-    run("fit", *common, *options, "--seed_everything", str(seed), *resumed)
+    before = processor_minutes()
+    run("fit", *common, *options, "--seed_everything", seed, *resumed)
     # Of a run that went on after a kill, the minutes are those of its last sitting.
-    spent = {} if resumed else {"processor_minutes": round(processor_minutes(), 1)}
+    spent = {} if resumed else {"processor_minutes": round(processor_minutes() - before, 1)}
     drawn = folder / "samples"
     if not drawn.exists():
-        options = ["--data.samples", str(SAMPLES), "--predictions.path", str(drawn)]
-        run("predict", *common, *options, "--ckpt_path", "last")
+        drawing = ["--data.samples", str(samples), "--predictions.path", str(drawn)]
+        run("predict", *common, *options, *drawing, "--ckpt_path", "last")
     steps = torch.load(next(folder.glob("version_*/checkpoints/last.ckpt")), weights_only=True)["global_step"]
     values = measure(drawn, root, classifier)
     # Both optimizers count.
@@ -94,13 +97,13 @@ def measure(drawn: Path, root: Path, classifier: Path) -> dict[str, float]:
     classes = sorted(path.name for path in (root / "val").iterdir())
     samples = images_of(sorted(drawn.glob("[0-9]*.png")))
     held, trained = (
-        images_of([*random.choice(sorted(root.glob(f"{part}/*/*")), SAMPLES, replace=False)])
+        images_of([*random.choice(sorted(root.glob(f"{part}/*/*")), len(samples), replace=False)])
         for part in ("val", "train")
     )
     values = {}
     for name, images in {"distance": samples, "distance_of_training_images": trained}.items():
         torch.manual_seed(0)
-        metric = KernelInceptionDistance(feature=features, subsets=SUBSETS, subset_size=SUBSET)
+        metric = KernelInceptionDistance(feature=features, subsets=SUBSETS, subset_size=len(samples) // 4)
         metric.update(held, real=True)
         metric.update(images, real=False)
         mean, spread = metric.compute()
@@ -157,17 +160,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gan"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--samples", type=int, default=2000, help="how many are measured (train)")
     parser.add_argument("--picture", type=Path, default=Path("samples.png"))
     arguments, options = parser.parse_known_args()
-    folders = {
-        f"{name}-{seed}": (arguments.runs / f"{name}-{seed}", name, seed)
-        for seed in arguments.seeds  # a whole table of one seed before the next
-        for name in arguments.operators
-    }
+    # A whole table of one seed before the next.
+    folders = [arguments.runs / f"{name}-{seed}" for seed in arguments.seeds for name in arguments.operators]
     if arguments.action == "train":
-        for folder, name, seed in folders.values():
-            train(folder, arguments.root, arguments.classifier, name, seed, options)
-    finished = {key: folder for key, (folder, *_) in folders.items() if (folder / "result.json").exists()}
+        for folder in folders:
+            train(folder, arguments.root, arguments.classifier, arguments.samples, options)
+    finished = {folder.name: folder for folder in folders if (folder / "result.json").exists()}
     if arguments.action == "picture":
         picture(finished, arguments.picture)
     else:

@@ -14,8 +14,9 @@ from PIL import Image
 
 from farfield import models
 from farfield.cli.train import main
+from farfield.data.folders import FolderError
 from farfield.tasks.generate import Generate, sheet
-from made_images import make_root
+from made_images import make_folder, make_root
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: generate" in path.read_text()]
@@ -95,6 +96,9 @@ def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
     root = make_root(tmp_path / "images")
     farfield("fit", data__root=root, trainer__max_epochs=2)
     run = Path("runs/version_0")
+    with pytest.raises(FolderError, match=r"there is no folder .*images/test\.$"):
+        farfield("test", run / "config.yaml", data__root=root, ckpt_path="best")
+    make_folder(root / "test", 4)
     farfield("test", run / "config.yaml", data__root=root, ckpt_path="best")
     assert "test/discriminator" in capsys.readouterr().out
     # No folder of images is needed to draw.

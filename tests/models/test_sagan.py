@@ -21,7 +21,8 @@ SMALL: dict[str, Any] = {
     "num_classes": 3,
     "noise_channels": 8,
     "generator_channels": 8,
-    "discriminator_channels": 8,
+    # An eighth of them are the queries, and a softmax over one channel has no gradient.
+    "discriminator_channels": 16,
 }
 
 
@@ -62,7 +63,6 @@ def discriminator(widths: list[int], classes: int, at: int) -> int:
     [
         ({}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (256, 128)),
         ({"attention_at": 64}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (128, 64)),
-        ({"side": 64}, [512, 256, 128, 64], [64, 128, 256, 512], (128, 64)),
         ({"side": 32, "attention_at": 16}, [256, 128, 64], [64, 128, 256], (128, 64)),
         ({"side": 64, "attention_at": 8, "num_classes": 10}, [512, 256, 128, 64], [64, 128, 256, 512], (512, 256)),
     ],
@@ -84,7 +84,7 @@ def test_parameters_of_the_published_networks() -> None:
 
 @pytest.mark.parametrize(
     ("side", "at", "in_generator", "in_discriminator"),
-    [(128, 32, 256, 128), (128, 64, 128, 64), (64, 32, 128, 64), (32, 16, 128, 64)],
+    [(128, 64, 128, 64), (64, 16, 256, 128), (32, 16, 128, 64)],
 )
 def test_attention_is_where_it_is_asked_for(side: int, at: int, in_generator: int, in_discriminator: int) -> None:
     # At 64 of 128 pixels the discriminator has FA's example: 64x64 cells of 64 channels.
@@ -228,25 +228,30 @@ def test_labels_decide_what_is_drawn_and_without_them_chance_does() -> None:
 # ---- spectral norm ---------------------------------------------------------------------------------------------------
 def test_every_matrix_has_a_spectral_norm_of_one() -> None:
     net = models.sagan("factorized", **SMALL)
-    noise, labels = torch.randn(2, 8), torch.tensor([0, 1])
-    # What is drawn at random changes in scale, and the iteration follows.
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if name.endswith("original"):
-                parameter.mul_(3).add_(torch.randn_like(parameter) * 0.1)
-        for _ in range(60):
-            net.discriminator(net(noise, labels), labels)
-    net.eval()
     seen = 0
     for name, part in net.named_modules():
-        if isinstance(part, nn.Conv2d | nn.Linear | nn.Embedding) and ".norm" not in name and "_norm." not in name:
-            norm = torch.linalg.matrix_norm(part.weight.detach().flatten(1), 2)
-            # One iteration a step, and 60 steps: the error falls as (second / first singular value)^120.
-            assert float(norm) == pytest.approx(1, abs=0.02), name
+        if isinstance(part, nn.Conv2d | nn.Linear | nn.Embedding) and "_norm." not in name:
+            original = part.parametrizations.weight.original
+            with torch.no_grad():
+                original.mul_(3).add_(torch.randn_like(original) * 0.1)
+                for _ in range(300):  # each look at the weight is one step of the iteration
+                    weight = part.weight
+            # Power iteration from a random vector of n numbers is short by about log(n) / (2 · 300), n up to 256.
+            assert float(torch.linalg.matrix_norm(weight.flatten(1), 2)) == pytest.approx(1, abs=0.02), name
             seen += 1
     # Generator: two blocks of three, four maps of the attention, first and last layer. Discriminator: two blocks of
     # three and one of two, four maps, the score and the classes.
     assert seen == (2 * 3 + 4 + 2) + (2 * 3 + 2 + 4 + 2)
+
+
+def test_the_iteration_goes_on_in_training_alone() -> None:
+    net, noise, labels = models.sagan("siamese", **SMALL), torch.randn(2, 8), torch.tensor([0, 1])
+    vectors = {name: buffer for name, buffer in net.named_buffers() if name.endswith("._u") and buffer.numel() > 1}
+    for training in (True, False):
+        before = {name: vector.clone() for name, vector in vectors.items()}
+        net.train(training).discriminator(net(noise, labels), labels)
+        same = [name for name, vector in vectors.items() if torch.equal(vector, before[name])]
+        assert same == ([] if training else list(vectors))
 
 
 # ---- faults, saving --------------------------------------------------------------------------------------------------

@@ -85,13 +85,9 @@ def weights(part: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in part.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("row", "size"), [*((row, SMALL) for row in OPERATORS), (None, SMALL)], ids=lambda value: str(value)[:20]
-)
-def test_a_step_with_every_operator_changes_both_networks(
-    tmp_path: Path, row: str | None, size: dict[str, Any]
-) -> None:
-    network = models.sagan(row, **size)
+@pytest.mark.parametrize("row", [*OPERATORS, None])
+def test_a_step_with_every_operator_changes_both_networks(tmp_path: Path, row: str | None) -> None:
+    network = models.sagan(row, **SMALL)
     before = [weights(part) for part in (network.generator, network.discriminator)]
     fit = trainer(tmp_path, 1)
     fit.fit(Generate(network), Made(noise_images(16)))
@@ -99,19 +95,18 @@ def test_a_step_with_every_operator_changes_both_networks(
     for part, old in zip((network.generator, network.discriminator), before, strict=True):
         new = weights(part)
         assert all(value.isfinite().all() for value in new.values())
-        # Behind a closed gate nothing but the gate has a gradient.
+        # Behind a closed gate nothing but the gate has a gradient; and where all scores are between -1 and 1, real and
+        # drawn images pull at their bias equally.
         same = [name for name, value in new.items() if torch.equal(value, old[name])]
-        assert all(name.startswith("attention.attention") for name in same), same
+        assert all(name.startswith("attention.attention") or name == "score.bias" for name in same), same
 
 
-@pytest.mark.parametrize(
-    ("side", "at"), [(32, 16), pytest.param(64, 32), pytest.param(128, 64)], ids=["32", "64", "128"]
-)
+@pytest.mark.parametrize(("side", "at"), [(32, 16), (64, 32), (128, 64)], ids=["32", "64", "128"])
 def test_a_step_at_the_sides_of_the_papers(tmp_path: Path, side: int, at: int) -> None:
     options = {**SMALL, "side": side, "attention_at": at, "generator_channels": 4, "discriminator_channels": 4}
     network = models.sagan("factorized_gaussian", **options)
     fit = trainer(tmp_path, 1)
-    fit.fit(Generate(network, channels_last=False), Made(noise_images(2, side)))
+    fit.fit(Generate(network, averaging=0.0, channels_last=False), Made(noise_images(2, side)))
     assert fit.global_step == 2
     losses = [fit.callback_metrics[f"train/{name}_epoch"] for name in ("generator", "discriminator")]
     assert all(torch.isfinite(loss) for loss in losses)

@@ -114,7 +114,7 @@ class ImageFolders(_Classification):
                 self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
         if stage == "predict":
             self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
-        wanted = {"fit": "train", "validate": "val"}.get(stage, stage)
+        wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
             raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
 

@@ -42,7 +42,7 @@ class GatedAttention(nn.Module):
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
         row = OPERATORS[operator] if isinstance(operator, str) else operator
-        sizes = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
+        sizes: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
         project = "qkvo" if row.reads_keys else "qvo"
         self.attention = GridAttention(channels, operator, project=project, bias=False, **sizes)
         for linear in list(self.attention.children()):
@@ -271,11 +271,10 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         for name, number in sizes.items():
             check_whole(model, name, number, 1)
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "side": side}
-        self.config |= {"attention_at": attention_at, "num_classes": num_classes, **sizes}
         # `None` in a saved configuration means an operator without a name.
-        if operator is None:
-            del self.config["operator"]
+        self.config: dict[str, Any] = {"model": model}
+        self.config |= {} if operator is None else {"operator": name_of(operator)}
+        self.config |= {"side": side, "attention_at": attention_at, "num_classes": num_classes, **sizes}
         common = (operator, side, attention_at, num_classes)
         self.generator = Generator(*common, noise_channels, generator_channels)
         self.discriminator = Discriminator(*common, discriminator_channels)

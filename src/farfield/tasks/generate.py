@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -91,7 +92,7 @@ class Generate(LightningModule):
         # The networks themselves would be pickled into every checkpoint, and run on loading.
         self.save_hyperparameters(ignore=["network", "sample_seed"])
         self.automatic_optimization = False
-        self.network: Any = network.to(memory_format=torch.channels_last) if channels_last else network
+        self.network = cast(Any, network.to(memory_format=torch.channels_last) if channels_last else network)
         self.sample_seed, self.num_classes = sample_seed, int(self.network.num_classes)
         self.averaged: AveragedModel | None = None
         if averaging:
@@ -213,7 +214,9 @@ class Generate(LightningModule):
         return torch.randn(number, self.network.noise_channels, device=self.device, dtype=like.dtype)
 
     def _noise_of(self, place: int) -> Tensor:
-        random = torch.Generator().manual_seed((self.sample_seed << 32) + place)
+        # torch reads 32 bits of a seed.
+        mixed = int(np.random.SeedSequence((self.sample_seed, place)).generate_state(1)[0])
+        random = torch.Generator().manual_seed(mixed)
         return torch.randn(self.network.noise_channels, generator=random)
 
     def _step(self, optimizer: Any, loss: Tensor) -> None:
