@@ -108,7 +108,7 @@ def test_fit_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     Path("lines.txt").write_text("the [MASK] sees\n\nthe [MASK] fears the [MASK] .\n", encoding="utf-8")
     # The checkpoint brings the tokenizer: the text it was trained on is not needed any more.
     Path("text").rename("away")
-    options = {"data.predict": "lines.txt", "predictions.path": "filled.csv", "model.top": 3, "data.root": "null"}
+    options = {"data.predict": "lines.txt", "predictions.path": "filled.csv", "model.top": 3}
     farfield("predict", config=config, ckpt_path="best", **options)
     with Path("filled.csv").open() as file:
         rows = list(csv.DictReader(file))

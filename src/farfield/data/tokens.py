@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -241,7 +242,7 @@ def tokenised(
             bounds.append((place, min(place + room, end)))
             part = f" + {place - start} tokens" if place > start else ""
             names.append(f"{piece.file}: line {piece.line}{part}")
-    return torch.tensor(tokens, dtype=torch.int32), bounds, names
+    return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
 def check_lengths(pieces: Sequence[Piece], lengths: Sequence[int], length: int) -> None:

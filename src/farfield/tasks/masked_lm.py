@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
@@ -103,6 +104,7 @@ class MaskedLM(LightningModule):
         self.measures = nn.ModuleDict(
             {"loss": MeanMetric(), "perplexity": Perplexity(ignore_index=IGNORED), "accuracy": MeanMetric()}
         )
+        self.hidden = SumMetric()
         # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
         self.train()
 
@@ -168,9 +170,9 @@ class MaskedLM(LightningModule):
         )
         steps, warmup = int(self.trainer.estimated_stepping_batches), settings["warmup_steps"]
         if warmup >= steps:
-            raise ValueError(
-                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training; "
-                f"fix: --model.warmup_steps {steps // 10}, a tenth of them, or more steps."
+            rank_zero_warn(
+                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, whose rate "
+                f"never falls; --model.warmup_steps {steps // 10} would be a tenth of them."
             )
         schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -204,17 +206,18 @@ class MaskedLM(LightningModule):
         if not len(labels):
             return
         logits = logits.float()
+        self.hidden.update(len(labels))
         self.measures["loss"].update(loss_of(logits, labels), len(labels))
         self.measures["perplexity"].update(logits[None], labels[None])
         self.measures["accuracy"].update(logits.argmax(1) == labels)
 
     def _measure(self, stage: str) -> None:
-        if not float(self.measures["loss"].weight):
-            values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
-        else:
+        values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
+        # Of all processes, which have to agree on what is computed next.
+        if float(self.hidden.compute()):
             values = {name: float(measure.compute()) for name, measure in self.measures.items()}
-        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True, sync_dist=False)
-        for measure in self.measures.values():
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
+        for measure in (self.hidden, *self.measures.values()):
             measure.reset()
 
     def _check_vocabulary(self, words: Tensor) -> None:
