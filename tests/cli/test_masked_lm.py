@@ -32,10 +32,10 @@ SMALL = {
 TEXT = {
     **SMALL,
     "config": RECIPES / "text.yaml",
-    "model.network.vocabulary": 60,
+    "model.network.vocabulary": 150,
     "model.network.channels": 16,
     "model.network.layers": 2,
-    "data.vocabulary": 60,
+    "data.vocabulary": 150,
     "data.root": "text",
 }
 
@@ -62,12 +62,12 @@ def farfield(command: str, **options: Any) -> None:
 
 
 def test_the_papers_recipe_runs_two_steps_with_a_small_tokenizer(tmp_path: Path) -> None:
-    trained_tokenizer(sentences(60), 50).save_pretrained(tmp_path / "tokenizer")
+    trained_tokenizer(sentences(60), 150).save_pretrained(tmp_path / "tokenizer")
     recipe = yaml.safe_load((RECIPES / "fa_bert.yaml").read_text())
     network = recipe["model"]["network"]
     # One layer of BERT base's twelve would do; its builder has no such option, so a small one of the same family.
     network["class_path"] = "farfield.models.bert_small"
-    network["init_args"] |= {"channels": 32, "layers": 2, "heads": 4, "vocabulary": 60}
+    network["init_args"] |= {"channels": 32, "layers": 2, "heads": 4, "vocabulary": 150}
     Path("small.yaml").write_text(yaml.safe_dump(recipe))
     options = {"config": "small.yaml", "data.root": "text", "data.tokenizer": "tokenizer", "trainer.max_steps": 2}
     farfield("fit", **SMALL | options, **{"trainer.precision": "32-true"})

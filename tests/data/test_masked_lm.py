@@ -16,7 +16,7 @@ from made_texts import make_texts, sentences
 
 
 def folder(root: Path, **options: Any) -> TextFolder:
-    data = TextFolder(str(root), **{"vocabulary": 60, "length": 12, "batch_size": 4, "val_share": 0.2} | options)
+    data = TextFolder(str(root), **{"vocabulary": 150, "length": 12, "batch_size": 4, "val_share": 0.2} | options)
     data.setup("fit")
     return data
 
@@ -147,7 +147,7 @@ def test_a_tokenizer_is_trained_on_the_training_text_alone_and_the_same_each_tim
 
 
 def test_a_saved_tokenizer(tmp_path: Path) -> None:
-    made = trained_tokenizer(sentences(50), 40)
+    made = trained_tokenizer(sentences(50), 150)
     made.save_pretrained(tmp_path / "tokenizer")
     data = folder(make_texts(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer"))
     assert data.tokenizer.get_vocab() == made.get_vocab()
@@ -162,7 +162,7 @@ def test_a_saved_tokenizer(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     import transformers
 
-    made = trained_tokenizer(sentences(50), 40)
+    made = trained_tokenizer(sentences(50), 150)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, pad_token="[PAD]")
     bare.save_pretrained(tmp_path)
     with pytest.raises(FolderError, match="has no unk, cls, sep, mask token, which a masked language model needs"):
@@ -183,7 +183,7 @@ def test_a_checkpoint_brings_the_tokenizer(tmp_path: Path) -> None:
     (batch,) = alone.predict_dataloader()
     assert data.tokenizer.decode(batch.words[0]) == "[CLS] the [MASK] sees the [MASK]. [SEP]"
     assert batch.names == ["line 1"]
-    other = folder(root, tokenizer=str(save(tmp_path / "other", 30)))
+    other = folder(root, tokenizer=str(save(tmp_path / "other", 90)))
     with pytest.raises(FolderError, match=r"other has other words than the checkpoint's, \d+ and \d+; fix: leave"):
         other.load_state_dict(state)
 
@@ -235,7 +235,7 @@ def test_lines_to_fill_are_checked(tmp_path: Path) -> None:
     lines = tmp_path / "lines.txt"
 
     def loader() -> Any:
-        data = TextFolder(str(tmp_path / "text"), vocabulary=60, length=12, predict=str(lines))
+        data = TextFolder(str(tmp_path / "text"), vocabulary=150, length=12, predict=str(lines))
         data.setup("predict")
         return data.predict_dataloader()
 

@@ -118,13 +118,13 @@ class TransformerLayer(nn.Module):
         if not (self.training and self.attention_dropout):
             return attention(tokens.mT, mask=mask).mT
         maps = (attention.query, attention.key, attention.value)
-        parts = [
+        query, key, value = (
             (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
             for part in maps
-        ]
+        )
         real = None if mask is None else mask[:, None, None]
         scale, dropout = attention.scale, self.attention_dropout
-        response, _ = attend_tokens(attention.operator, *parts, real, scale=scale, dropout=dropout)
+        response, _ = attend_tokens(attention.operator, query, key, value, real, scale=scale, dropout=dropout)
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
 

@@ -77,6 +77,7 @@ class MaskedLM(LightningModule):
     Reference: Devlin et al. 2019.
 
     Example:
+        >>> import torch
         >>> from farfield import models
         >>> task = MaskedLM(models.bert_small(vocabulary=100))
         >>> words = torch.randint(100, (2, 9))
@@ -243,6 +244,5 @@ def rate_of(step: int, warmup: int, steps: int) -> float:
         >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    return max(0.0, (steps - step) / (steps - warmup))
+    rising = (step + 1) / warmup if step < warmup else 1.0
+    return max(0.0, min(rising, (steps - step) / max(1, steps - warmup), 1.0))
