@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,21 @@ def read(data: TextFolder, part: str) -> list[str]:
     return found
 
 
+def plain(lines: Iterable[str]) -> list[str]:
+    """Lines as a tokenizer writes them."""
+    return [line.replace(" .", ".") for line in lines]
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 def test_without_folders_the_end_of_every_file_is_kept_out(tmp_path: Path) -> None:
     data = folder(make_texts(tmp_path), unit="lines")
-    whole = [*sentences(60, 0), *sentences(40, 2), *sentences(80, 1)]  # a.txt, c.TXT, deeper/b.txt
     train, val = read(data, "train"), read(data, "val")
     assert len(train) + len(val) == 180
     assert abs(len(val) - 36) <= 3
-    ends = sorted([*sentences(60, 0)[49:], *sentences(40, 2)[33:], *sentences(80, 1)[65:]])
-    assert {line.replace(" .", ".") for line in ends} >= set(val)
-    assert sorted([*train, *val]) == sorted(line.replace(" .", ".") for line in whole)
+    files = [sentences(60, 0), sentences(40, 2), sentences(80, 1)]
+    starts = [text.first - 1 for text in data.texts["val"]]
+    assert train == plain(line for lines, start in zip(files, starts, strict=True) for line in lines[:start])
+    assert val == plain(line for lines, start in zip(files, starts, strict=True) for line in lines[start:])
 
 
 def test_with_folders_files_are_parted_by_them(tmp_path: Path) -> None:
@@ -63,12 +69,13 @@ def test_a_cut_is_at_a_line_and_nothing_is_lost() -> None:
 def test_blocks_are_full_but_the_last_of_a_file_and_hold_the_text_in_order(tmp_path: Path) -> None:
     data = folder(make_texts(tmp_path))
     samples = [data.parts["train"][place] for place in range(len(data.parts["train"]))]
-    lengths = [len(words) for words, _, _ in samples]
-    # 48, 32 and 64 lines of six words in blocks of ten.
-    assert lengths == [12] * 28 + [10] + [12] * 19 + [4] + [12] * 38 + [6]
+    lengths, expected = [len(words) for words, _, _ in samples], []
+    for text in data.texts["train"]:  # six words a line, in blocks of ten
+        full, rest = divmod(6 * len(text.lines), 10)
+        expected += [12] * full + [rest + 2] * (rest > 0)
+    assert lengths == expected
     words = " ".join(read(data, "train")).replace(" .", ".").replace(".", " .").split()
-    lines = [*sentences(60, 0)[:48], *sentences(40, 2)[:32], *sentences(80, 1)[:64]]
-    assert words == " ".join(lines).split()
+    assert words == " ".join(line for text in data.texts["train"] for line in text.lines).split()
     assert samples[0][2].endswith("a.txt: line 1")
     assert samples[1][2].endswith("a.txt: line 1 + 10 tokens")
 

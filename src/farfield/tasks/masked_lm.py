@@ -102,10 +102,8 @@ class MaskedLM(LightningModule):
         # The network itself would be pickled into every checkpoint, and run on loading.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
-        self.measures = nn.ModuleDict(
-            {"loss": MeanMetric(), "perplexity": Perplexity(ignore_index=IGNORED), "accuracy": MeanMetric()}
-        )
-        self.hidden = SumMetric()
+        self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
+        self.perplexity = Perplexity(ignore_index=IGNORED)
         # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
         self.train()
 
@@ -146,7 +144,8 @@ class MaskedLM(LightningModule):
         data = getattr(self._trainer, "datamodule", None)
         blank = self.hparams["blank"] if data is None else data.tokenizer.mask_token_id
         chosen = (batch.words == blank) & batch.mask
-        logits = self(batch.words, batch.mask, chosen).float()
+        # A network may have more numbers than the tokenizer has words.
+        logits = self(batch.words, batch.mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
         probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
         blanks = chosen.sum(1).tolist()
         words = [each[real].cpu() for each, real in zip(batch.words, batch.mask, strict=True)]
@@ -158,7 +157,7 @@ class MaskedLM(LightningModule):
         """Return AdamW on two groups of parameters, of which one decays, and the schedule, a step a step."""
         settings = self.hparams
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [parameter for parameter in trained if parameter.dim() > 1]},
             {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
         ]
@@ -208,17 +207,18 @@ class MaskedLM(LightningModule):
             return
         logits = logits.float()
         self.hidden.update(len(labels))
-        self.measures["loss"].update(loss_of(logits, labels), len(labels))
-        self.measures["perplexity"].update(logits[None], labels[None])
-        self.measures["accuracy"].update(logits.argmax(1) == labels)
+        self.loss.update(loss_of(logits, labels), len(labels))
+        self.perplexity.update(logits[None], labels[None])
+        self.accuracy.update(logits.argmax(1) == labels)
 
     def _measure(self, stage: str) -> None:
+        measures = {"loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy}
         values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
         # Of all processes, which have to agree on what is computed next.
         if float(self.hidden.compute()):
-            values = {name: float(measure.compute()) for name, measure in self.measures.items()}
+            values = {name: float(measure.compute()) for name, measure in measures.items()}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
-        for measure in (self.hidden, *self.measures.values()):
+        for measure in (self.hidden, *measures.values()):
             measure.reset()
 
     def _check_vocabulary(self, words: Tensor) -> None:
