@@ -32,10 +32,10 @@ SMALL = {
 TEXT = {
     **SMALL,
     "config": RECIPES / "text.yaml",
-    "model.network.vocabulary": 60,
+    "model.network.vocabulary": 150,
     "model.network.channels": 16,
     "model.network.layers": 2,
-    "data.vocabulary": 60,
+    "data.vocabulary": 150,
     "data.root": "text",
 }
 
@@ -62,12 +62,12 @@ def farfield(command: str, **options: Any) -> None:
 
 
 def test_the_papers_recipe_runs_two_steps_with_a_small_tokenizer(tmp_path: Path) -> None:
-    trained_tokenizer(sentences(60), 50).save_pretrained(tmp_path / "tokenizer")
+    trained_tokenizer(sentences(60), 150).save_pretrained(tmp_path / "tokenizer")
     recipe = yaml.safe_load((RECIPES / "fa_bert.yaml").read_text())
     network = recipe["model"]["network"]
     # One layer of BERT base's twelve would do; its builder has no such option, so a small one of the same family.
     network["class_path"] = "farfield.models.bert_small"
-    network["init_args"] |= {"channels": 32, "layers": 2, "heads": 4, "vocabulary": 60}
+    network["init_args"] |= {"channels": 32, "layers": 2, "heads": 4, "vocabulary": 150}
     Path("small.yaml").write_text(yaml.safe_dump(recipe))
     options = {"config": "small.yaml", "data.root": "text", "data.tokenizer": "tokenizer", "trainer.max_steps": 2}
     farfield("fit", **SMALL | options, **{"trainer.precision": "32-true"})
@@ -108,7 +108,7 @@ def test_fit_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     Path("lines.txt").write_text("the [MASK] sees\n\nthe [MASK] fears the [MASK] .\n", encoding="utf-8")
     # The checkpoint brings the tokenizer: the text it was trained on is not needed any more.
     Path("text").rename("away")
-    options = {"data.predict": "lines.txt", "predictions.path": "filled.csv", "model.top": 3, "data.root": "null"}
+    options = {"data.predict": "lines.txt", "predictions.path": "filled.csv", "model.top": 3}
     farfield("predict", config=config, ckpt_path="best", **options)
     with Path("filled.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -118,7 +118,7 @@ def test_fit_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     network, tokenizer = models.from_pretrained("runs/version_0"), saved_tokenizer(Path("runs/version_0/tokenizer"))
     words = torch.tensor(tokenizer(["the [MASK] sees"])["input_ids"])
     with torch.no_grad():
-        chances, found = network(words)[0, 2].softmax(0).topk(3)
+        chances, found = network(words)[0, 2, : len(tokenizer)].softmax(0).topk(3)
     assert [row["word"] for row in rows[:3]] == tokenizer.convert_ids_to_tokens(found.tolist())
     assert [float(row["probability"]) for row in rows[:3]] == pytest.approx(chances.tolist(), abs=1e-5)
 

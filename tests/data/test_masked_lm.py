@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from made_texts import make_texts, sentences
 
 
 def folder(root: Path, **options: Any) -> TextFolder:
-    data = TextFolder(str(root), **{"vocabulary": 60, "length": 12, "batch_size": 4, "val_share": 0.2} | options)
+    data = TextFolder(str(root), **{"vocabulary": 150, "length": 12, "batch_size": 4, "val_share": 0.2} | options)
     data.setup("fit")
     return data
 
@@ -29,16 +30,21 @@ def read(data: TextFolder, part: str) -> list[str]:
     return found
 
 
+def plain(lines: Iterable[str]) -> list[str]:
+    """Lines as a tokenizer writes them."""
+    return [line.replace(" .", ".") for line in lines]
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 def test_without_folders_the_end_of_every_file_is_kept_out(tmp_path: Path) -> None:
     data = folder(make_texts(tmp_path), unit="lines")
-    whole = [*sentences(60, 0), *sentences(40, 2), *sentences(80, 1)]  # a.txt, c.TXT, deeper/b.txt
     train, val = read(data, "train"), read(data, "val")
     assert len(train) + len(val) == 180
     assert abs(len(val) - 36) <= 3
-    ends = sorted([*sentences(60, 0)[49:], *sentences(40, 2)[33:], *sentences(80, 1)[65:]])
-    assert {line.replace(" .", ".") for line in ends} >= set(val)
-    assert sorted([*train, *val]) == sorted(line.replace(" .", ".") for line in whole)
+    files = [sentences(60, 0), sentences(40, 2), sentences(80, 1)]
+    starts = [text.first - 1 for text in data.texts["val"]]
+    assert train == plain(line for lines, start in zip(files, starts, strict=True) for line in lines[:start])
+    assert val == plain(line for lines, start in zip(files, starts, strict=True) for line in lines[start:])
 
 
 def test_with_folders_files_are_parted_by_them(tmp_path: Path) -> None:
@@ -63,12 +69,13 @@ def test_a_cut_is_at_a_line_and_nothing_is_lost() -> None:
 def test_blocks_are_full_but_the_last_of_a_file_and_hold_the_text_in_order(tmp_path: Path) -> None:
     data = folder(make_texts(tmp_path))
     samples = [data.parts["train"][place] for place in range(len(data.parts["train"]))]
-    lengths = [len(words) for words, _, _ in samples]
-    # 48, 32 and 64 lines of six words in blocks of ten.
-    assert lengths == [12] * 28 + [10] + [12] * 19 + [4] + [12] * 38 + [6]
+    lengths, expected = [len(words) for words, _, _ in samples], []
+    for text in data.texts["train"]:  # six words a line, in blocks of ten
+        full, rest = divmod(6 * len(text.lines), 10)
+        expected += [12] * full + [rest + 2] * (rest > 0)
+    assert lengths == expected
     words = " ".join(read(data, "train")).replace(" .", ".").replace(".", " .").split()
-    lines = [*sentences(60, 0)[:48], *sentences(40, 2)[:32], *sentences(80, 1)[:64]]
-    assert words == " ".join(lines).split()
+    assert words == " ".join(line for text in data.texts["train"] for line in text.lines).split()
     assert samples[0][2].endswith("a.txt: line 1")
     assert samples[1][2].endswith("a.txt: line 1 + 10 tokens")
 
@@ -147,7 +154,7 @@ def test_a_tokenizer_is_trained_on_the_training_text_alone_and_the_same_each_tim
 
 
 def test_a_saved_tokenizer(tmp_path: Path) -> None:
-    made = trained_tokenizer(sentences(50), 40)
+    made = trained_tokenizer(sentences(50), 150)
     made.save_pretrained(tmp_path / "tokenizer")
     data = folder(make_texts(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer"))
     assert data.tokenizer.get_vocab() == made.get_vocab()
@@ -162,7 +169,7 @@ def test_a_saved_tokenizer(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     import transformers
 
-    made = trained_tokenizer(sentences(50), 40)
+    made = trained_tokenizer(sentences(50), 150)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, pad_token="[PAD]")
     bare.save_pretrained(tmp_path)
     with pytest.raises(FolderError, match="has no unk, cls, sep, mask token, which a masked language model needs"):
@@ -183,7 +190,7 @@ def test_a_checkpoint_brings_the_tokenizer(tmp_path: Path) -> None:
     (batch,) = alone.predict_dataloader()
     assert data.tokenizer.decode(batch.words[0]) == "[CLS] the [MASK] sees the [MASK]. [SEP]"
     assert batch.names == ["line 1"]
-    other = folder(root, tokenizer=str(save(tmp_path / "other", 30)))
+    other = folder(root, tokenizer=str(save(tmp_path / "other", 90)))
     with pytest.raises(FolderError, match=r"other has other words than the checkpoint's, \d+ and \d+; fix: leave"):
         other.load_state_dict(state)
 
@@ -235,7 +242,7 @@ def test_lines_to_fill_are_checked(tmp_path: Path) -> None:
     lines = tmp_path / "lines.txt"
 
     def loader() -> Any:
-        data = TextFolder(str(tmp_path / "text"), vocabulary=60, length=12, predict=str(lines))
+        data = TextFolder(str(tmp_path / "text"), vocabulary=150, length=12, predict=str(lines))
         data.setup("predict")
         return data.predict_dataloader()
 

@@ -155,7 +155,7 @@ def test_errors_name_the_fix() -> None:
     module = TransformerLayer(16, heads=2)
     with pytest.raises(ShapeError, match=r"tokens must be \(batch, tokens, 16\)\.\n  tokens  \(2, 16, 9\)\n  fix: "):
         module(torch.randn(2, 16, 9))
-    with pytest.raises(ShapeError, match=r"mask must be \(batch, \*sides\) of tokens, \(batch, tokens\)"):
-        module(torch.randn(2, 9, 16), mask=torch.ones(2, 8, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"mask must be boolean, True where a cell is real, got torch.int64"):
-        module(torch.randn(2, 9, 16), mask=torch.ones(2, 9, dtype=torch.long))
+    for mask in (torch.ones(2, 8, dtype=torch.bool), torch.ones(2, 9, dtype=torch.long)):
+        with pytest.raises(ShapeError, match=rf"mask must be boolean, \(batch, tokens\), got {mask.dtype}\.") as raised:
+            module(torch.randn(2, 9, 16), mask=mask)
+        assert "fix: True where a token is real." in str(raised.value)

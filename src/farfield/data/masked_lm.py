@@ -98,13 +98,18 @@ class TextFolder(Loading):
             self.texts["predict"] = [read_text(self.predict)]
             if not any(True for _ in self.texts["predict"][0].pieces("lines")):
                 raise FolderError(f"{CALLER}: {self.predict} has no lines.")
-        if self.root is None or self.texts.keys() >= {"train"}:
             return
-        self.texts |= parted(self.root, self.val_share)
+        if self.root is None:
+            raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files.")
+        self._read()
         if stage == "test" and "test" not in self.texts:
             rank_zero_info(f"{CALLER}: {self.root} has no folder test; testing on what validates.")
         self.texts.setdefault("test", self.texts["val"])
         self.texts.setdefault("predict", self.texts["test"])
+
+    def _read(self) -> None:
+        if self.root is not None and "train" not in self.texts:
+            self.texts |= parted(self.root, self.val_share)
 
     @property
     def tokenizer(self) -> Any:
@@ -112,6 +117,7 @@ class TextFolder(Loading):
         if self._tokenizer is None and self.saved is not None:
             self._tokenizer = saved_tokenizer(self.saved)
         if self._tokenizer is None:
+            self._read()
             if "train" not in self.texts:
                 raise FolderError(
                     f"{CALLER}: without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or root."

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -20,13 +22,15 @@ from farfield.data.texts import CALLER, Piece
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # Label of tokens that count nowhere, transformers' and torch's.
 IGNORED = -100
+# Characters that a trained tokenizer knows, the most frequent ones; words with others are unknown.
+CHARACTERS = 1000
 # Pieces that are tokenised at a time.
 MANY = 8192
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
-    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text.
+    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text: the same for the same text.
 
     Args:
         lines: The text.
@@ -37,14 +41,30 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL["unk"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    def tokenizer_of(words: dict[str, int] | None) -> Any:
+        made = Tokenizer(models.WordPiece(words, unk_token=SPECIAL["unk"]))
+        made.normalizer, made.pre_tokenizer = (
+            normalizers.BertNormalizer(lowercase=True),
+            pre_tokenizers.BertPreTokenizer(),
+        )
+        made.decoder = decoders.WordPiece()
+        return made
+
+    lines, tokenizer = list(lines), tokenizer_of(None)
+    # The trainer numbers what it finds inside words in the order of a hash map, another one in every process, and by
+    # these numbers it decides between pairs that are equally frequent. Given first, they have an order.
+    counts = Counter(itertools.chain.from_iterable(map(tokenizer.normalizer.normalize_str, lines)))
+    ranked = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
+    alphabet = sorted(ranked[:CHARACTERS])
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary, special_tokens=list(SPECIAL.values()), show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=[*SPECIAL.values(), *(f"##{char}" for char in alphabet)],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
+    tokenizer = tokenizer_of(tokenizer.get_vocab())
     return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in SPECIAL.items()})
 
 
@@ -222,7 +242,7 @@ def tokenised(
     bounds: list[tuple[int, int]] = []
     names: list[str] = []
     stretches: list[tuple[Piece, int, int]] = []
-    while some := list(islice(pieces, MANY)):
+    while some := list(itertools.islice(pieces, MANY)):
         found = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
         if unit != "blocks" and too_long == "refuse":
             check_lengths(some, [len(encoding.ids) for encoding in found], length)
@@ -241,7 +261,7 @@ def tokenised(
             bounds.append((place, min(place + room, end)))
             part = f" + {place - start} tokens" if place > start else ""
             names.append(f"{piece.file}: line {piece.line}{part}")
-    return torch.tensor(tokens, dtype=torch.int32), bounds, names
+    return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
 def check_lengths(pieces: Sequence[Piece], lengths: Sequence[int], length: int) -> None:

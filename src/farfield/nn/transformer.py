@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farfield._checks import check_mask, shape_error
+from farfield._checks import shape_error
 from farfield.nn.attention import GridAttention
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.grid import ALL, hide
@@ -102,7 +103,9 @@ class TransformerLayer(nn.Module):
         if tokens.dim() != 3 or tokens.shape[2] != channels:
             problem = f"tokens must be (batch, tokens, {channels})."
             raise shape_error("TransformerLayer", problem, "channels come last, e.g. grid.mT.", tokens=tokens)
-        check_mask("TransformerLayer", "mask", mask, "tokens, (batch, tokens)", tokens.mT)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
+            problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
+            raise shape_error("TransformerLayer", problem, "True where a token is real.", mask=mask, tokens=tokens)
         # A norm would hand on what is not real to its own gradient.
         tokens = hide(tokens.mT, mask).mT
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
@@ -115,13 +118,13 @@ class TransformerLayer(nn.Module):
         if not (self.training and self.attention_dropout):
             return attention(tokens.mT, mask=mask).mT
         maps = (attention.query, attention.key, attention.value)
-        parts = [
+        query, key, value = (
             (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
             for part in maps
-        ]
+        )
         real = None if mask is None else mask[:, None, None]
         scale, dropout = attention.scale, self.attention_dropout
-        response, _ = attend_tokens(attention.operator, *parts, real, scale=scale, dropout=dropout)
+        response, _ = attend_tokens(attention.operator, query, key, value, real, scale=scale, dropout=dropout)
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
@@ -76,6 +77,7 @@ class MaskedLM(LightningModule):
     Reference: Devlin et al. 2019.
 
     Example:
+        >>> import torch
         >>> from farfield import models
         >>> task = MaskedLM(models.bert_small(vocabulary=100))
         >>> words = torch.randint(100, (2, 9))
@@ -100,9 +102,8 @@ class MaskedLM(LightningModule):
         # The network itself would be pickled into every checkpoint, and run on loading.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
-        self.measures = nn.ModuleDict(
-            {"loss": MeanMetric(), "perplexity": Perplexity(ignore_index=IGNORED), "accuracy": MeanMetric()}
-        )
+        self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
+        self.perplexity = Perplexity(ignore_index=IGNORED)
         # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
         self.train()
 
@@ -143,7 +144,8 @@ class MaskedLM(LightningModule):
         data = getattr(self._trainer, "datamodule", None)
         blank = self.hparams["blank"] if data is None else data.tokenizer.mask_token_id
         chosen = (batch.words == blank) & batch.mask
-        logits = self(batch.words, batch.mask, chosen).float()
+        # A network may have more numbers than the tokenizer has words.
+        logits = self(batch.words, batch.mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
         probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
         blanks = chosen.sum(1).tolist()
         words = [each[real].cpu() for each, real in zip(batch.words, batch.mask, strict=True)]
@@ -155,7 +157,7 @@ class MaskedLM(LightningModule):
         """Return AdamW on two groups of parameters, of which one decays, and the schedule, a step a step."""
         settings = self.hparams
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [parameter for parameter in trained if parameter.dim() > 1]},
             {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
         ]
@@ -168,9 +170,9 @@ class MaskedLM(LightningModule):
         )
         steps, warmup = int(self.trainer.estimated_stepping_batches), settings["warmup_steps"]
         if warmup >= steps:
-            raise ValueError(
-                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training; "
-                f"fix: --model.warmup_steps {steps // 10}, a tenth of them, or more steps."
+            rank_zero_warn(
+                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, whose rate "
+                f"never falls; --model.warmup_steps {steps // 10} would be a tenth of them."
             )
         schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -204,17 +206,19 @@ class MaskedLM(LightningModule):
         if not len(labels):
             return
         logits = logits.float()
-        self.measures["loss"].update(loss_of(logits, labels), len(labels))
-        self.measures["perplexity"].update(logits[None], labels[None])
-        self.measures["accuracy"].update(logits.argmax(1) == labels)
+        self.hidden.update(len(labels))
+        self.loss.update(loss_of(logits, labels), len(labels))
+        self.perplexity.update(logits[None], labels[None])
+        self.accuracy.update(logits.argmax(1) == labels)
 
     def _measure(self, stage: str) -> None:
-        if not float(self.measures["loss"].weight):
-            values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
-        else:
-            values = {name: float(measure.compute()) for name, measure in self.measures.items()}
-        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True, sync_dist=False)
-        for measure in self.measures.values():
+        measures = {"loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy}
+        values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
+        # Of all processes, which have to agree on what is computed next.
+        if float(self.hidden.compute()):
+            values = {name: float(measure.compute()) for name, measure in measures.items()}
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
+        for measure in (self.hidden, *measures.values()):
             measure.reset()
 
     def _check_vocabulary(self, words: Tensor) -> None:
@@ -240,6 +244,5 @@ def rate_of(step: int, warmup: int, steps: int) -> float:
         >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    return max(0.0, (steps - step) / (steps - warmup))
+    rising = (step + 1) / warmup if step < warmup else 1.0
+    return max(0.0, min(rising, (steps - step) / max(1, steps - warmup), 1.0))
