@@ -121,7 +121,7 @@ def by_coco(root: Path, split: str, results: list[dict[str, Any]], kind: str, li
         # With their boxes the results' areas would be those of boxes.
         results = [{key: value for key, value in each.items() if key != "bbox"} for each in results]
     evaluation = COCOeval(truth, truth.loadRes(results), kind)
-    evaluation.params.maxDets = [1, 10, limit]
+    evaluation.params.maxDets = [limit - 2, limit - 1, limit]
     evaluation.evaluate()
     evaluation.accumulate()
     precision = evaluation.eval["precision"][..., -1]
@@ -275,7 +275,7 @@ def test_an_image_that_two_processes_read_is_written_once() -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_a_picture(tmp_path: Path) -> None:
-    root = make_coco(tmp_path / "made", sides=(400, 500))
+    root = make_coco(tmp_path / "made", sides=(800, 1000))
     writer, trainer = DetectionFolder(str(tmp_path / "out")), Trainer(**QUIET)
     module = Detect(Counted())
     writer.on_predict_start(trainer, module)

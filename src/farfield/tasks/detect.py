@@ -1,4 +1,4 @@
-"""Detection of objects and their masks: torchvision's losses, learning rates per image, and COCO's average precision."""
+"""Detection of objects and masks: torchvision's losses, learning rates per image, and COCO's average precision."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Detect(LightningModule):
             image has more.
 
     Raises:
-        ValueError: In the first batch, if the network has other classes than the data, or masks and they have none.
+        ValueError: If the network has other classes than the data; in the first batch, if it has masks and they none.
 
-    Reference: FA Table 1.
+    Reference: FA §4.1.
 
     Example:
         >>> class Nothing(nn.Module):
@@ -121,6 +121,8 @@ class Detect(LightningModule):
                 f"Detect: the network has {own} classes and the data {len(classes)}; fix: build it with "
                 f"num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             )
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
@@ -177,9 +179,11 @@ class Detect(LightningModule):
             momentum=settings["momentum"],
             weight_decay=settings["weight_decay"],
         )
-        schedule = MultiStepLR(optimizer, list(settings["milestones"]))
-        warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
-        return [optimizer], [schedule, {"scheduler": warmup, "interval": "step"}]
+        schedules: list[Any] = [MultiStepLR(optimizer, list(settings["milestones"]))]
+        if settings["warmup"]:
+            warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
+            schedules.append({"scheduler": warmup, "interval": "step"})
+        return [optimizer], schedules
 
     def rate(self) -> float:
         """The learning rate: as it is given, or that of an image times the images of a step."""
