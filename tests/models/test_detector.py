@@ -135,9 +135,7 @@ def test_a_pretrained_detector_is_unchanged_at_first(preset: str, tmp_path: Path
             nn.init.uniform_(buffer, 0.5, 2.0)
     torch.save(base.rcnn.state_dict(), tmp_path / "pretrained.pth")
     torch.manual_seed(1)
-    net = models.mask_rcnn(
-        "resnet18", preset.split(), num_classes=2, setup=setup, weights=tmp_path / "pretrained.pth"
-    )
+    net = models.mask_rcnn("resnet18", preset.split(), num_classes=2, setup=setup, weights=tmp_path / "pretrained.pth")
     assert sum(isinstance(module, GridAttention) for module in net.modules()) == PRESETS[preset]
     image = torch.rand(2, 3, 70, 90)
     before, after = pyramid(base, image), pyramid(net, image)

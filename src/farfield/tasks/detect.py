@@ -127,15 +127,12 @@ class Detect(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
         images, targets = batch
-        try:
-            losses = self(images, targets)
-        except KeyError as error:
-            if error.args != ("masks",):
-                raise
+        if batch_idx == 0 and "masks" not in targets[0] and gives_masks(self.network):
             raise ValueError(
                 "Detect: the network is trained on masks and the data have boxes alone; fix: a network without masks, "
                 "--model.network faster_rcnn."
-            ) from error
+            )
+        losses = self(images, targets)
         loss = torch.stack(list(losses.values())).sum()
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
         self.log_dict({f"train/{name}": value for name, value in losses.items()}, batch_size=len(images))
@@ -224,6 +221,11 @@ class Detect(LightningModule):
     def _measure(self) -> dict[str, float]:
         """Return each average precision by its name, `box_ap50` or `mask_ap/nucleus`; none before the first image."""
         return {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+
+
+def gives_masks(network: nn.Module) -> bool:
+    """Whether a network has the mask head of torchvision's detectors."""
+    return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
 def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
