@@ -1,4 +1,4 @@
-"""Train a small Mask R-CNN on nuclei and balloons, with attention at different places, several seeds: a table, a picture.
+"""Train a small Mask R-CNN on nuclei and balloons, with attention at different places: a table and a picture.
 
     python benchmarks/detection.py --dsb2018 data/dsb2018 --balloon data/balloon
     python benchmarks/detection.py --dsb2018 data/dsb2018 --places none fpn_all --seeds 1
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from farfield import models
 from farfield.data.coco import masks_of
-from farfield.data.detect import read
+from farfield.data.objects import read
 from farfield.tasks.detect import entries_of
 from farfield.tasks.detections import drawn
 
@@ -86,7 +86,8 @@ def last(folder: Path) -> dict[str, float]:
 def table(runs: dict[tuple[str, str], list[Path]]) -> str:
     """Lay out average precision of boxes and masks in percent, and the minutes, as Markdown."""
     lines = [
-        "| images | attention | parameters | box AP of each seed | mean | mask AP of each seed | mean | box AP50 | core minutes |",
+        "| images | attention | parameters | box AP of each seed | mean | mask AP of each seed | mean | box AP50 "
+        "| core minutes |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, place), folders in runs.items():

@@ -125,7 +125,9 @@ class Oracle(nn.Module):
         for number, image in annotations.imgs.items():
             pixels = np.array(Image.open(Path(root) / split / image["file_name"]).convert("RGB"))
             objects = annotations.loadAnns(annotations.getAnnIds(number))
-            entries = [self.guess(annotations.annToMask(each), each, random) for each in objects for _ in range(3)]
+            solid = [annotations.annToMask(each) if masks else pixels[..., 0] for each in objects]
+            pairs = [pair for pair in zip(solid, objects, strict=True) for _ in range(3)]
+            entries = [self.guess(mask, each, random) for mask, each in pairs]
             found = {
                 "boxes": torch.tensor([entry[0] for entry in entries], dtype=torch.float32).reshape(-1, 4),
                 "labels": torch.tensor([entry[1] for entry in entries], dtype=torch.int64),
@@ -150,4 +152,4 @@ class Oracle(nn.Module):
     def forward(self, images: list[Tensor], targets: Any = None) -> Any:
         if self.training:
             return {"loss_nothing": self.scale.square()}
-        return [dict(self.found[round(float((image.double() * 255).sum()))]) for image in images]
+        return [dict(self.found[int((image * 255).round().long().sum())]) for image in images]

@@ -90,7 +90,7 @@ def test_the_ladder_can_fail(tmp_path: Path, file: str, line: str) -> None:
 # Package -> where it may be imported: files, or folders with a slash.
 HOMES = {
     "lightning": ("tasks/", "data/", "cli/"),
-    "torchvision": ("data/", "models/deeplab.py", "models/detector.py", "models/video.py"),
+    "torchvision": ("data/", "tasks/detections.py", "models/deeplab.py", "models/detector.py", "models/video.py"),
     "timm": ("models/catalog.py",),
     "transformers": ("models/bert.py", "insertion/hugging_face.py"),
     "torchmetrics": ("tasks/",),
@@ -98,6 +98,7 @@ HOMES = {
     "sklearn": ("data/", "cli/"),
     "skimage": ("data/", "cli/", "tasks/"),
     "tifffile": ("data/", "tasks/", "streaming/"),
+    "pycocotools": ("data/", "tasks/"),
     "zarr": ("tasks/", "streaming/"),
     "matplotlib": ("cli/", "explorer.py", "maps.py"),
     "rich": ("cli/", "tasks/"),
@@ -132,7 +133,7 @@ def test_ops_import_torch_jaxtyping_and_checks_only(path: Path) -> None:
 
 # ---- light import ----------------------------------------------------------------------------------------------------
 HEAVY = ("lightning", "pytorch_lightning", "torchvision", "transformers", "timm", "matplotlib", "sklearn", "skimage")
-HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft", "tifffile", "zarr")
+HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft", "tifffile", "zarr", "pycocotools")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -121,7 +121,7 @@ def by_coco(root: Path, split: str, results: list[dict[str, Any]], kind: str, li
         # With their boxes the results' areas would be those of boxes.
         results = [{key: value for key, value in each.items() if key != "bbox"} for each in results]
     evaluation = COCOeval(truth, truth.loadRes(results), kind)
-    evaluation.params.maxDets = [1, 10, limit]
+    evaluation.params.maxDets = [limit - 2, limit - 1, limit]
     evaluation.evaluate()
     evaluation.accumulate()
     precision = evaluation.eval["precision"][..., -1]
@@ -141,7 +141,7 @@ def by_coco(root: Path, split: str, results: list[dict[str, Any]], kind: str, li
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
-def tested(network: nn.Module, root: Path, **settings: Any) -> dict[str, float]:
+def evaluated(network: nn.Module, root: Path, **settings: Any) -> dict[str, float]:
     data = CocoFolders(str(root), workers=0)
     [logged] = Trainer(**QUIET).test(Detect(network, **settings), data, verbose=False)
     return logged
@@ -160,7 +160,7 @@ def test_average_precision_is_that_of_cocoeval_on_the_results_that_predict_wrote
     tmp_path: Path, crowd: bool, limit: int
 ) -> None:
     root = make_coco(tmp_path / "made", {"train": 1, "val": 9}, sides=(96, 120), crowd=crowd, empty=1)
-    logged = tested(Oracle(str(root)), root, max_detections=limit)
+    logged = evaluated(Oracle(str(root)), root, max_detections=limit)
     results = predicted(Oracle(str(root)), root, tmp_path / "out")
     assert len(results) == 9 * 3 * 3
     assert {each["category_id"] for each in results} == {3, 7}
@@ -175,7 +175,7 @@ def test_average_precision_is_that_of_cocoeval_on_the_results_that_predict_wrote
 
 def test_average_precision_of_each_class(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made", {"train": 1, "val": 6})
-    logged = tested(Oracle(str(root)), root)
+    logged = evaluated(Oracle(str(root)), root)
     results = predicted(Oracle(str(root)), root, tmp_path / "out")
     each = []
     for category, name in ((3, "rectangle"), (7, "disc")):
@@ -192,7 +192,7 @@ def test_average_precision_of_each_class(tmp_path: Path) -> None:
 
 def test_without_masks_boxes_alone_are_measured(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made", {"train": 1, "val": 4}, kinds=["box"])
-    logged = tested(Oracle(str(root), masks=False), root)
+    logged = evaluated(Oracle(str(root), masks=False), root)
     results = predicted(Oracle(str(root), masks=False), root, tmp_path / "out")
     assert not any("segmentation" in each for each in results)
     assert logged["test/box_ap"] == pytest.approx(by_coco(root, "val", results, "bbox", 100)[0], abs=1e-6)
@@ -201,12 +201,12 @@ def test_without_masks_boxes_alone_are_measured(tmp_path: Path) -> None:
     other = make_coco(tmp_path / "other", {"train": 1, "val": 4})
     measured = Oracle(str(other))
     write_annotations(other, "val", read_annotations(root, "val"))
-    assert tested(measured, other)["test/box_ap"] > 0
+    assert evaluated(measured, other)["test/box_ap"] > 0
 
 
 def test_nothing_to_find_and_nothing_found_is_no_number(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made", {"train": 1, "val": 0}, empty=2)
-    logged = tested(Oracle(str(root)), root)
+    logged = evaluated(Oracle(str(root)), root)
     assert (logged["test/box_ap"], logged["test/mask_ap50"]) == (-1, -1)
     assert predicted(Oracle(str(root)), root, tmp_path / "out") == []
     assert mean_of(torch.tensor([-1.0, 0.5, 1.0, -1.0])) == 0.75
@@ -280,7 +280,7 @@ def test_an_image_that_two_processes_read_is_written_once() -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_a_picture(tmp_path: Path) -> None:
-    root = make_coco(tmp_path / "made", sides=(400, 500))
+    root = make_coco(tmp_path / "made", sides=(800, 1000))
     writer, trainer = DetectionFolder(str(tmp_path / "out")), Trainer(**QUIET)
     module = Detect(Counted())
     writer.on_predict_start(trainer, module)

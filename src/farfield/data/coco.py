@@ -47,7 +47,7 @@ class Annotated:
 
 
 def read_annotated(root: Path, name: str) -> Annotated:
-    """Read `root/annotations/instances_<name>.json`; images lie in `root/<name>`, `root/images/<name>` or `root/images`.
+    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `images/<name>` or `images`.
 
     Raises:
         FolderError: If there is no such file or folder, or the file is not in COCO's format.
@@ -112,6 +112,10 @@ def check_entries(file: Path, content: Mapping[str, Any]) -> None:
         if each["image_id"] not in images
     ]
     refuse(file, "annotations are of images that it does not list", lost, "list the images, or leave these out.")
+    formless = [
+        f"annotation {each['id']}: {each['bbox']}" for each in content["annotations"] if not is_box(each["bbox"])
+    ]
+    refuse(file, "boxes are not x, y, width and height", formless, "four numbers each, in pixels.")
     known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
     strange = [
         f"annotation {each['id']} has category {each['category_id']!r}"
@@ -136,6 +140,12 @@ def check_files(part: Annotated) -> None:
         refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
 
 
+def is_box(box: Any) -> bool:
+    """Whether something is a list of four finite numbers."""
+    whole = isinstance(box, list) and len(box) == 4
+    return whole and all(isinstance(number, int | float) and math.isfinite(number) for number in box)
+
+
 def faults_of_boxes(part: Annotated) -> Iterator[str]:
     """Say which boxes have no size or lie outside their image."""
     for image in part.images:
@@ -152,8 +162,6 @@ def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
         >>> fault_of_box([90, 10, 20, 5], 100, 50)
         'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
     """
-    if len(box) != 4 or not all(isinstance(number, int | float) and math.isfinite(number) for number in box):
-        return f"box {box} is not x, y, width and height"
     x, y, wide, high = box
     if wide <= 0 or high <= 0:
         return f"box {box} has no size"
@@ -180,6 +188,8 @@ def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
         return None
     if not segmentation:
         return "it has no segmentation"
+    if not all(isinstance(polygon, list) for polygon in segmentation):
+        return "its segmentation is neither a list of polygons nor RLE"
     short = [polygon for polygon in segmentation if len(polygon) < 6 or len(polygon) % 2]
     return f"a polygon has {len(short[0])} numbers, and three points have 6" if short else None
 
@@ -193,7 +203,7 @@ def has_masks(part: Annotated) -> bool:
 def is_rectangle(each: Mapping[str, Any]) -> bool:
     """Whether the segmentation of an object is the rectangle of its box, as in files that were made of boxes alone."""
     segmentation = each["segmentation"]
-    if isinstance(segmentation, Mapping) or len(segmentation) != 1 or len(segmentation[0]) != 8:
+    if not (isinstance(segmentation, list) and len(segmentation) == 1 and np.size(segmentation[0]) == 8):
         return False
     points, (x, y, wide, high) = np.reshape(segmentation[0], (4, 2)), each["bbox"]
     corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
@@ -205,7 +215,8 @@ def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> U
 
     Example:
         >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
-        >>> masks_of([{"segmentation": [square]}, {"segmentation": {"size": [4, 5], "counts": [8, 4, 8]}}], 4, 5).sum((1, 2))
+        >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
+        >>> masks_of([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
         tensor([4, 4])
     """
     masks = np.zeros((len(objects), height, width), np.uint8)

@@ -7,44 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision import tv_tensors
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as images
 
 from farfield.data.coco import (
     Annotated,
     check_files,
-    fault_of_box,
     faults_of_boxes,
     faults_of_masks,
     has_masks,
-    masks_of,
     read_annotated,
     refuse,
 )
 from farfield.data.epochs import Draw, EpochSampler
-from farfield.data.folders import (
-    SHOWN,
-    Check,
-    FolderError,
-    check_each,
-    check_images,
-    fault_of,
-    images_of,
-    note_of,
-    read_image,
-)
+from farfield.data.folders import Check, FolderError, check_each, check_images, images_of, note_of
 from farfield.data.loading import Loading
+from farfield.data.objects import Labelled, LeftOut, Unlabelled, fault_of_image, trained
 
-LeftOut = Literal["images_without_objects", "faulty_boxes"]
 # Width over height of an image, which are batched together between two of these: seven groups, as torchvision's.
 SHAPES = 2 ** np.linspace(-1, 1, 7)
 
@@ -231,111 +213,6 @@ class GroupedSampler(EpochSampler):
                 yield from group
                 group.clear()
         yield from chain.from_iterable(waiting.values())
-
-
-class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """Images with their objects: mirrored every second time and without crowds in training, as they are otherwise."""
-
-    def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
-        self.part, self.masks, self.training = part, masks, training
-        self.labels = {category: label for label, category in enumerate(part.categories, 1)}
-        # Boxes that stick out are cut; what is smaller than a pixel then is left out.
-        self.view = v2.Compose(
-            [
-                v2.ClampBoundingBoxes(),
-                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
-                v2.RandomHorizontalFlip(),
-                v2.ToPureTensor(),
-            ]
-        )
-
-    def __len__(self) -> int:
-        return len(self.part.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        entry = self.part.images[index]
-        image, target = read(self.part.path(entry)), self._target(entry)
-        if self.training:
-            image, target = self.view(image, target)
-        return images.to_dtype(image, torch.float32, scale=True), target
-
-    def _target(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        objects = self.part.objects[entry["id"]]
-        if self.training:
-            objects = [each for each in objects if not each.get("iscrowd")]
-        sides = (entry["height"], entry["width"])
-        boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
-        target: dict[str, Any] = {"boxes": boxes}
-        target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
-        if self.masks:
-            target["masks"] = masks_of(objects, *sides)
-        if self.training:
-            target["boxes"] = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=sides)  # type: ignore[call-overload]
-            return target | {name: tv_tensors.Mask(masks) for name, masks in target.items() if name == "masks"}
-        target["iscrowd"] = torch.tensor([each.get("iscrowd", 0) for each in objects], dtype=torch.int64)
-        areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in objects]
-        return target | {"area": torch.tensor(areas, dtype=torch.float32)}
-
-
-class Unlabelled(Dataset[tuple[Tensor, str, str, int]]):
-    """Images to predict: the image, its path, its name below the folder, and its number."""
-
-    def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
-        self.paths, self.names, self.numbers = paths, names, numbers
-        stems = [Path(name).with_suffix("").as_posix() for name in names]
-        twice = sorted({stem for stem in stems if stems.count(stem) > 1})
-        if twice:
-            raise FolderError(
-                f"CocoFolders: several images have one name, {', '.join(twice[:SHOWN])}, whose pictures would be one "
-                "file.\n  fix: rename them."
-            )
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
-        image = images.to_dtype(read(self.paths[index]), torch.float32, scale=True)
-        return image, str(self.paths[index]), self.names[index], self.numbers[index]
-
-
-def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
-    """Leave out of the training images what is not to be trained on."""
-    kept, objects = part.images, part.objects
-    if "faulty_boxes" in leave_out:
-        objects = {
-            image["id"]: [
-                each
-                for each in objects[image["id"]]
-                if fault_of_box(each["bbox"], image["width"], image["height"]) is None
-            ]
-            for image in kept
-        }
-    if "images_without_objects" in leave_out:
-        kept = [image for image in kept if any(not each.get("iscrowd") for each in objects[image["id"]])]
-    return Annotated(part.file, part.folder, kept, objects, part.categories)
-
-
-def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
-    """Decode an image and compare its size with that in its entry; return what is wrong, None if nothing."""
-    path = part.path(image)
-    found = fault_of(path)
-    if found is None:
-        with Image.open(path) as opened:
-            if opened.size != (image["width"], image["height"]):
-                sizes = "x".join(map(str, opened.size)), f"{image['width']}x{image['height']}"
-                return f"{path}: has {sizes[0]} pixels, and {sizes[1]} by its entry"
-    return found
-
-
-def read(path: Path) -> tv_tensors.Image:
-    """Read an image as `uint8` `(3, height, width)`."""
-    return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
-
-
-def labels_in(sample: Any) -> Tensor:
-    """The labels of a sample, which are left out with their boxes."""
-    return sample[1]["labels"]
 
 
 def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:

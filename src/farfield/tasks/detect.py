@@ -1,4 +1,4 @@
-"""Detection of objects and their masks: torchvision's losses, learning rates per image, and COCO's average precision."""
+"""Detection of objects and masks: torchvision's losses, learning rates per image, and COCO's average precision."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Detect(LightningModule):
             image has more.
 
     Raises:
-        ValueError: In the first batch, if the network has other classes than the data, or masks and they have none.
+        ValueError: If the network has other classes than the data; in the first batch, if it has masks and they none.
 
-    Reference: FA Table 1.
+    Reference: FA §4.1.
 
     Example:
         >>> class Nothing(nn.Module):
@@ -122,18 +122,17 @@ class Detect(LightningModule):
                 f"num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             )
 
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
         images, targets = batch
-        try:
-            losses = self(images, targets)
-        except KeyError as error:
-            if error.args != ("masks",):
-                raise
+        if batch_idx == 0 and "masks" not in targets[0] and gives_masks(self.network):
             raise ValueError(
                 "Detect: the network is trained on masks and the data have boxes alone; fix: a network without masks, "
                 "--model.network faster_rcnn."
-            ) from error
+            )
+        losses = self(images, targets)
         loss = torch.stack(list(losses.values())).sum()
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
         self.log_dict({f"train/{name}": value for name, value in losses.items()}, batch_size=len(images))
@@ -177,9 +176,11 @@ class Detect(LightningModule):
             momentum=settings["momentum"],
             weight_decay=settings["weight_decay"],
         )
-        schedule = MultiStepLR(optimizer, list(settings["milestones"]))
-        warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
-        return [optimizer], [schedule, {"scheduler": warmup, "interval": "step"}]
+        schedules: list[Any] = [MultiStepLR(optimizer, list(settings["milestones"]))]
+        if settings["warmup"]:
+            warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
+            schedules.append({"scheduler": warmup, "interval": "step"})
+        return [optimizer], schedules
 
     def rate(self) -> float:
         """The learning rate: as it is given, or that of an image times the images of a step."""
@@ -220,6 +221,11 @@ class Detect(LightningModule):
     def _measure(self) -> dict[str, float]:
         """Return each average precision by its name, `box_ap50` or `mask_ap/nucleus`; none before the first image."""
         return {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+
+
+def gives_masks(network: nn.Module) -> bool:
+    """Whether a network has the mask head of torchvision's detectors."""
+    return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
 def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:

@@ -58,7 +58,7 @@ class DetectionFolder(PredictionFolder):
         dataloader_idx: int,
     ) -> None:
         """Keep the results of each image, and write its picture."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []
         folder = beside(self.place(trainer)) / "pictures"
         for path, name, number, entries in zip(*prediction, strict=True):
