@@ -111,7 +111,7 @@ def picture(runs: dict[str, list[Path]], file: Path) -> None:
             axes.plot(epochs, overlaps, color=f"C{colour}", label=label, marker=".")
     axes.set(xlabel="epoch", ylabel="validation mean IoU", title="CamVid, MobileNetV2 0.5 at 240x180 pixels")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(file, dpi=150)
 
 
