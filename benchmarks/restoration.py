@@ -4,6 +4,7 @@
     python benchmarks/restoration.py train --root data/care3d
     python benchmarks/restoration.py table                           # the table again, from what is finished
     python benchmarks/restoration.py picture --root data/care3d      # before and after, beside the truth
+    python benchmarks/restoration.py seams --root data/care3d        # in tiles: as a whole, and as a sliding window
 
 Each run is one `farfield fit` of recipes/care3d.yaml in a folder of its own, and one `farfield test` of its best epoch
 on stacks that were kept out of training. Finished runs are not run again; one that was killed goes on.
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,16 +162,76 @@ def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
+def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -> str:
+    """Lay out, as Markdown, how far tiles are from the stack that is restored in one piece.
+
+    With attention over the whole stack, and with a plain sliding window of the same tiles and overlap, in which it is
+    global in a tile only. In per cent of the range that the restored stack has; a step is how much the sliding window's
+    difference changes from one cell to the next, across a border of tiles and elsewhere.
+    """
+    import tifffile
+
+    from farfield import models
+    from farfield.streaming import plan_whole
+    from farfield.tasks.restoring import ScaledNetwork, grey_levels, restore
+
+    stack = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif").astype(np.float32)
+    lines = ["| operator | as a whole, most, % | sliding, mean, % | most, % | step at a border, % | elsewhere, % |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, folders in runs.items():
+        for folder in folders:
+            [version] = folder.glob("version_*")
+            network = models.from_pretrained(version).eval()
+            whole = restore(network, stack, tile=max(stack.shape))
+            scaled = ScaledNetwork(network, *grey_levels(stack)).eval()
+            window = sliding(scaled, stack, plan_whole(scaled, stack.shape, tile=tile, pad="reflect"))
+            percent = 100 / np.ptp(whole)
+            exact = percent * np.abs(restore(network, stack, tile=tile) - whole).max()
+            off = percent * (window - whole)
+            border, elsewhere = steps(off, tile, [-side % 4 // 2 for side in stack.shape])
+            cells = [f"{exact:.1e}", f"{np.abs(off).mean():.2g}", f"{np.abs(off).max():.2g}"]
+            cells += [f"{border:.2g}", f"{elsewhere:.2g}"]
+            lines.append(f"| `{name}`, {folder.name.rpartition('-')[2]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
+    """Restore a stack tile by tile, each tile with the halo that a plan says, and nothing said between tiles."""
+    import torch
+
+    grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
+    restored = torch.empty_like(grid)
+    with torch.inference_mode():
+        for core in plan.cores:
+            region = plan.passes[-1].halo.around(core, plan.sides)
+            part = network(grid[(..., *(slice(*span) for span in region))])
+            own = (slice(start - first, stop - first) for (start, stop), (first, _) in zip(core, region, strict=True))
+            restored[(..., *(slice(*span) for span in core))] = part[(..., *own)]
+    return restored[(0, 0, *(slice(*span) for span in plan.kept))].numpy()
+
+
+def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:
+    """The mean change from one cell to the next, across a border of tiles and elsewhere."""
+    at_border, elsewhere = [], []
+    for axis, (cells, padded) in enumerate(zip(tile, before, strict=True)):
+        change = np.abs(np.diff(field, axis=axis))
+        border = (np.arange(1, field.shape[axis]) + padded) % cells == 0
+        at_border.append(np.compress(border, change, axis).ravel())
+        elsewhere.append(np.compress(~border, change, axis).ravel())
+    return float(np.concatenate(at_border).mean()), float(np.concatenate(elsewhere).mean())
+
+
 def main() -> None:
     """Make, train, tabulate or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["make", "train", "measure", "table", "picture"])
+    parser.add_argument("action", choices=["make", "train", "measure", "table", "picture", "seams"])
     parser.add_argument("--volumes", type=Path, help="folder of clean stacks (make)")
     parser.add_argument("--root", type=Path, default=Path("data/care3d"))
     parser.add_argument("--runs", type=Path, default=Path("runs/restoration"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--picture", type=Path, default=Path("restored.png"))
+    parser.add_argument("--tile", type=int, nargs=3, default=(40, 32, 32), help="cells that a tile writes (seams)")
     arguments, options = parser.parse_known_args()
     if arguments.action == "make":
         make(arguments.volumes, arguments.root)
@@ -186,6 +248,8 @@ def main() -> None:
     finished = {name: runs for name, runs in finished.items() if runs}
     if arguments.action == "picture":
         picture(finished, arguments.root, arguments.picture)
+    elif arguments.action == "seams":
+        print(seams(finished, arguments.root, tuple(arguments.tile)))
     else:
         print(table(finished))
 

@@ -103,7 +103,7 @@ def picture(runs: dict[str, list[Path]], file: Path) -> None:
     """Draw validation mean IoU against epochs, one colour an output layer, one line a seed."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.6, 4.0), layout="constrained")
     for colour, (output, folders) in enumerate(runs.items()):
         for index, folder in enumerate(folders):
             epochs, overlaps, _ = zip(*curve(folder), strict=True)
@@ -111,7 +111,7 @@ def picture(runs: dict[str, list[Path]], file: Path) -> None:
             axes.plot(epochs, overlaps, color=f"C{colour}", label=label, marker=".")
     axes.set(xlabel="epoch", ylabel="validation mean IoU", title="CamVid, MobileNetV2 0.5 at 240x180 pixels")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(file, dpi=150)
 
 

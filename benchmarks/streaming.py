@@ -38,6 +38,9 @@ def main() -> None:
     parser.add_argument("--tile", type=int, nargs=3, default=(96, 128, 128), help="cells that a tile writes")
     parser.add_argument("--channels", type=int, default=8, help="of the grid of a layer")
     parser.add_argument("--operator", action="append", help="of the network or the layers; may be given several times")
+    parser.add_argument(
+        "--write", choices=("float32", "float16"), default="float32", help="what a layer's numbers become"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="where files go, removed at the end; else a temporary one")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -75,7 +78,7 @@ def layers(arguments: argparse.Namespace, folder: Path) -> None:
     del grid
     print(f"{' × '.join(map(str, shape))} float32, {4 * math.prod(shape) / 2**30:.1f} GiB", flush=True)
     for operator in arguments.operator or ROWS:
-        job = {"operator": operator, "volume": str(path), "channels": arguments.channels}
+        job = {"operator": operator, "volume": str(path), "channels": arguments.channels, "write": arguments.write}
         found = measured(arguments, job)
         print(f"{operator:20} {times(found)}  {found['resident'] / 2**30:5.2f} GiB resident", flush=True)
 
@@ -116,7 +119,9 @@ def one(job: dict) -> dict:
     else:
         layer = GridAttention(job["channels"], job["operator"], project="qkvo").eval()
         start, started = time.perf_counter(), time.process_time()
-        respond_whole(layer, volume, out=out, quiet=True)
+        target = np.lib.format.open_memmap(out, mode="w+", dtype=job["write"], shape=volume.shape)
+        respond_whole(layer, volume, out=target, quiet=True)
+        target.flush()
     seconds, processor = time.perf_counter() - start, time.process_time() - started
     out.unlink()
     return {"seconds": seconds, "processor": processor, "resident": most_resident(), "plan": plan}

@@ -68,6 +68,15 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that leaves nothing in this checkout, the user's cache, or the environment of other tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+@pytest.fixture
 def data() -> Path:
     """The folder of the data packs; tests that take it are marked `data`."""
     return DATA

@@ -22,12 +22,11 @@ from farfield.data.segment import normalized, read
 from farfield.streaming.outputs import hold
 from farfield.tasks.predictions import PALETTE
 from made_masks import CLASSES, make_pair, make_sbd, make_voc
+from quiet import MARKS, TRAINER
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": "false",
-    "trainer.enable_model_summary": "false",
+    **TRAINER,
     "trainer.max_epochs": 1,
     "trainer.limit_train_batches": 2,
     "trainer.log_every_n_steps": 1,
@@ -39,20 +38,7 @@ SMALL = {
 }
 CAMVID = {**SMALL, "config": RECIPES / "camvid.yaml", "model.network.width": 0.25, "data.shorter_side": "null"}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout, the user's cache, or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = MARKS
 
 
 def words(command: str, options: dict[str, Any]) -> list[str]:

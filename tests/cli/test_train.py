@@ -19,16 +19,12 @@ from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from made_images import COLOURS, full_disk, make_folder, make_root
+from quiet import MARKS, TRAINER
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 CLASSIFYING = [recipe for recipe in RECIPES if "task" not in yaml.safe_load(recipe.read_text())]
-QUIET = {
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": "false",
-    "trainer.enable_model_summary": "false",
-}
 SMALL = {
-    **QUIET,
+    **TRAINER,
     "trainer.max_epochs": 1,
     "trainer.limit_train_batches": 2,
     "trainer.limit_val_batches": 2,
@@ -44,20 +40,7 @@ FOLDERS = {
     "data.augmentation": "shift",
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout, the user's cache, or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = MARKS
 
 
 def words(command: str, **options: Any) -> list[str]:
@@ -169,7 +152,7 @@ def test_validate_test_and_predict_with_the_best_weights(tmp_path: Path, capsys:
 def test_predict_reads_any_folder_and_the_classes_of_the_checkpoint(tmp_path: Path) -> None:
     run = fit(make_root(tmp_path / "images"))
     folder = make_folder(tmp_path / "new", 2)
-    options: dict[str, Any] = {**QUIET, **FOLDERS, "data.predict": folder, "model.network.width": 0.25}
+    options: dict[str, Any] = {**TRAINER, **FOLDERS, "data.predict": folder, "model.network.width": 0.25}
     farfield("predict", ckpt_path=run / "checkpoints/last.ckpt", predictions__path="out.csv", **options)
     rows = table(Path("out.csv"))
     assert len(rows) == 6
@@ -253,12 +236,14 @@ def test_a_disk_that_fills_up_while_training_leaves_the_last_checkpoint(tmp_path
 def test_no_best_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no run in runs has checkpoints/best\.ckpt"):
         farfield(
-            "test", ckpt_path="best", **{**QUIET, **FOLDERS, "data.root": tmp_path, "trainer.default_root_dir": "runs"}
+            "test",
+            ckpt_path="best",
+            **{**TRAINER, **FOLDERS, "data.root": tmp_path, "trainer.default_root_dir": "runs"},
         )
 
 
 def test_evaluating_a_network_as_it_was_built_is_said(tmp_path: Path) -> None:
-    options = {**QUIET, **FOLDERS, "data.root": make_root(tmp_path / "images"), "model.network.width": 0.25}
+    options = {**TRAINER, **FOLDERS, "data.root": make_root(tmp_path / "images"), "model.network.width": 0.25}
     with pytest.warns(UserWarning, match="without --ckpt_path the network is as it was built"):
         farfield("validate", **options)
 

@@ -25,13 +25,12 @@ from farfield.data.folders import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restoring import restore
 from made_stacks import SIDES, made_pair, make_npz, make_root, write
+from quiet import MARKS, TRAINER
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: restore" in path.read_text()]
 SMALL = {
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": "false",
-    "trainer.enable_model_summary": "false",
+    **TRAINER,
     "trainer.default_root_dir": "runs",
     "trainer.max_epochs": 1,
     "model.network.first_channels": 4,
@@ -42,19 +41,7 @@ SMALL = {
 }
 CARE3D = ROOT / "recipes" / "care3d.yaml"
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = MARKS
 
 
 def farfield(command: str, recipe: Path = CARE3D, **options: Any) -> None:
