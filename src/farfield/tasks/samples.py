@@ -17,9 +17,8 @@ from farfield.tasks.predictions import PredictionFolder, beside
 class SampleFolder(PredictionFolder):
     """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
 
-    The folder appears when all are drawn, and one that is there is not overwritten, as with
-    `PredictionFolder`. The picture
-    holds what the first process drew.
+    The folder appears when all are drawn, and one that is there is not overwritten, as with `PredictionFolder`. The
+    picture holds what the first process drew.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
