@@ -42,6 +42,7 @@ def write_card(
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]
     images: int = getattr(net, "images", 1)
+    inputs: list[Any]
     if getattr(net, "reads_words", False):
         inputs, what = [torch.zeros(1, *shape, dtype=torch.long)], f"one text of {shape[0]} tokens"
     else:

@@ -17,10 +17,8 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield.streaming.arrays import Region, release
 
-try:
+with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Bytes of a chunk, about, of a zarr array: a file each.
@@ -207,7 +205,7 @@ def hold(caller: str, folder: Path, path: Path) -> int | None:
     Raises:
         BlockingIOError: If another process has it.
     """
-    if fcntl is None:
+    if os.name == "nt":
         return None
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -36,7 +36,7 @@ class SampleFolder(PredictionFolder):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        prediction: Drawn,  # type: ignore[override]
+        prediction: Drawn,
         batch_indices: Sequence[int] | None,
         batch: Any,
         batch_idx: int,
