@@ -173,7 +173,11 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
         style = {"color": COLOURS[operator], "label": f"measured: {name}"}
         memory.plot(*of(points, operator, "kept_bytes", 1 / GIGA), "o", **style)
         time.plot(*of(points, operator, "seconds", 1.0), "o-", **style)
-    titles = ("memory, GB", "computation, GMACC (2 a multiply-add)", "time, forward and backward, s")
+    titles = (
+        "memory, GB (points: kept for backward)",
+        "computation, GMACC (2 a multiply-add)",
+        "time, forward and backward, s",
+    )
     for axes, title in zip((memory, computation, time), titles, strict=True):
         axes.set(xscale="log", yscale="log", title=title)
         axes.set_xticks(sizes, [figure.label.format(size) for size in sizes])
