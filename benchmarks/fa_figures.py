@@ -2,11 +2,11 @@
 
     python benchmarks/fa_figures.py 4      # one module on 64 channels, against the grid: docs/images/fa-figure-4.png
     python benchmarks/fa_figures.py 5      # BERT base, against the tokens: docs/images/fa-figure-5.png
-    python benchmarks/fa_figures.py 5 --measure no     # the lines, with the points that were measured before
+    python benchmarks/fa_figures.py 5 --measure memory     # counted, so it needs no quiet machine; also: time, no
 
-Points lie beside the picture's place in the folder of runs as JSON, one a line, with the hardware; a point that is
-there is not measured again. Memory is the most bytes of tensors alive at once in a forward and a backward pass, the
-paper's a sum over the arrays of a forward pass: that both grow alike is what the picture can show.
+Points are kept in the folder of runs, one a line; a point that is there is not measured again. Memory is what a forward
+pass keeps for its backward pass, parameters not counted, which is nearest to the paper's sum over the arrays of a pass.
+Time is that of a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,35 +28,30 @@ GIGA = 1e9
 NAMES = {"dot": "conventional", "factorized": "factorized", "softmax": "conventional, fused softmax"}
 COLOURS = {"dot": "tab:red", "factorized": "tab:blue", "softmax": "tab:gray"}
 Point = dict[str, Any]
+Lines = dict[str, tuple[str, str, list[cost.Cost]]]
 
 
 # ---- figure 4: one module --------------------------------------------------------------------------------------------
 SIDES = [16, 32, 64, 128, 256, 512]
 # What fits beside everything else into some 10 GB: the conventional module keeps several N×N matrices.
-LARGEST_SIDE = {"dot": 128, "softmax": 128, "factorized": 512}
+LARGEST_SIDE = {"dot": 128, "factorized": 512}
 
 
-def module_lines(operator: str) -> list[cost.Cost]:
+def module_lines() -> Lines:
     """The paper's costs of a module on grids of 64 channels."""
-    name = "FA-dot" if operator == "factorized" else "CA-dot"
-    return [cost.predict_module(name, channels=64, cells=side**2) for side in SIDES]
+    return {
+        f"formula: {NAMES[row]}": (
+            *(COLOURS[row], "-"),
+            [cost.predict_module(name, channels=64, cells=side**2) for side in SIDES],
+        )
+        for row, name in (("dot", "CA-dot"), ("factorized", "FA-dot"))
+    }
 
 
-def module_points() -> list[tuple[str, int, Callable[[], cost.Measurement]]]:
-    """What can be measured, the smallest first: operator, side, how."""
-    return [
-        (operator, side, lambda operator=operator, side=side: measured_module(operator, side))
-        for side in SIDES
-        for operator, largest in LARGEST_SIDE.items()
-        if side <= largest
-    ]
-
-
-def measured_module(operator: str, side: int) -> cost.Measurement:
-    """A forward and a backward pass on one grid."""
+def module_of(operator: str, side: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A module and its grid."""
     attention = GridAttention(64, operator, project="qkv", inner_channels=32)
-    grid = torch.randn(1, 64, side, side, requires_grad=True)
-    return cost.measure(attention, grid, backward=True, repeats=3 if side <= 128 else 1, warm_up=1)
+    return attention, torch.randn(1, 64, side, side, requires_grad=True)
 
 
 # ---- figure 5: BERT --------------------------------------------------------------------------------------------------
@@ -65,56 +60,88 @@ LARGEST_LENGTH = {"dot": 1024, "softmax": 4096, "factorized": 4096}
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
-def bert_lines(operator: str, shape: str) -> list[cost.Cost]:
+def bert_lines() -> Lines:
     """The paper's costs of all layers of a BERT: FA-Tfm or CA-Tfm with as many channels in basis and values."""
-    layers, channels, heads = SHAPES[shape]
-    name = "FA-Tfm" if operator == "factorized" else "CA-Tfm"
-    found = []
-    for length in LENGTHS:
-        one = cost.predict_module(name, channels=channels, cells=length, basis=channels, width=channels, heads=heads)
-        found.append(cost.Cost(layers * one.madds, 0, 0, layers * one.activation_bytes))
-    return found
+    lines: Lines = {}
+    for shape, (layers, channels, heads) in SHAPES.items():
+        for row, name in (("dot", "CA-Tfm"), ("factorized", "FA-Tfm")):
+            sizes: dict[str, Any] = {"channels": channels, "basis": channels, "width": channels, "heads": heads}
+            each = [cost.predict_module(name, cells=length, **sizes) for length in LENGTHS]
+            whole = [cost.Cost(layers * one.madds, 0, 0, layers * one.activation_bytes) for one in each]
+            lines[f"formula: {shape}, {NAMES[row]}"] = (COLOURS[row], "-" if shape == "base" else "--", whole)
+    return lines
 
 
-def bert_points() -> list[tuple[str, int, Callable[[], cost.Measurement]]]:
-    """What can be measured, the smallest first: operator, tokens, how."""
-    return [
-        (operator, length, lambda operator=operator, length=length: measured_bert(operator, length))
-        for length in LENGTHS
-        for operator, largest in LARGEST_LENGTH.items()
-        if length <= largest
-    ]
+class Asked(torch.nn.Module):
+    """BERT base, without dropout, that is asked for a seventh of the words of one text."""
+
+    def __init__(self, operator: str, length: int) -> None:
+        super().__init__()
+        row = "factorized_gaussian" if operator == "factorized" else operator
+        self.network = models.bert_base(row, positions=length, dropout=0.0)
+        self.chosen = torch.rand(1, length) < 0.15
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the logits of those words."""
+        return self.network(words, chosen=self.chosen)
 
 
-def measured_bert(operator: str, length: int) -> cost.Measurement:
-    """A training step of BERT base on one text, a seventh of whose words are hidden; without dropout."""
-    row = "factorized_gaussian" if operator == "factorized" else operator
-    net = models.bert_base(row, positions=length, dropout=0.0)
-    words, chosen = torch.randint(30522, (1, length)), torch.rand(1, length) < 0.15
+def bert_of(operator: str, length: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A BERT and its text."""
+    return Asked(operator, length), torch.randint(30522, (1, length))
 
-    def step(words: torch.Tensor) -> torch.Tensor:
-        for parameter in net.parameters():
-            parameter.grad = None
-        return net(words, chosen=chosen)
 
-    return cost.measure(step, words, backward=True, repeats=1, warm_up=1 if length <= 512 else 0)
+class Figure(NamedTuple):
+    """What is drawn, and how it is measured.
+
+    Attributes:
+        sizes: Along the axis.
+        label: Of a size.
+        lines: Label -> colour, dash and the paper's costs.
+        largest: Operator -> the largest size that is measured.
+        make: A module and its input of a size.
+        long: From this size on, one run is timed and not three.
+    """
+
+    sizes: list[int]
+    label: str
+    lines: Callable[[], Lines]
+    largest: dict[str, int]
+    make: Callable[[str, int], tuple[torch.nn.Module, torch.Tensor]]
+    long: int
+
+
+FIGURES = {
+    "4": Figure(SIDES, "{}²", module_lines, LARGEST_SIDE, module_of, 128),
+    "5": Figure(LENGTHS, "{:,}", bert_lines, LARGEST_LENGTH, bert_of, 1024),
+}
+KINDS = ["kept_bytes", "seconds"]
+WHAT: dict[str, list[str]] = {"all": KINDS, "memory": KINDS[:1], "time": KINDS[1:], "no": []}
 
 
 # ---- points and pictures ---------------------------------------------------------------------------------------------
-def measure(points: list[tuple[str, int, Callable[[], cost.Measurement]]], file: Path) -> None:
-    """Measure what is not in the file yet, and add it line by line."""
-    known = {(point["operator"], point["size"]) for point in read(file)}
+def measure(figure: Figure, kinds: list[str], largest: int | None, file: Path) -> None:
+    """Measure what is not in the file yet, the smallest first, and add it line by line."""
+    known = {(point["operator"], point["size"], kind) for point in read(file) for kind in KINDS if kind in point}
     file.parent.mkdir(parents=True, exist_ok=True)
-    for operator, size, run in points:
-        if (operator, size) in known:
-            continue
-        torch.manual_seed(0)
-        found = run()
-        point = {"operator": operator, "size": size, "seconds": found.seconds, "peak_bytes": found.peak_bytes}
-        point["device"] = found.device
-        with file.open("a") as lines:
-            lines.write(json.dumps(point) + "\n")
-        print(f"{operator}, {size}: {found.seconds:.3f} s, {found.peak_bytes / GIGA:.3f} GB", flush=True)
+    for size in figure.sizes:
+        for operator, last in figure.largest.items():
+            for kind in kinds:
+                if size > min(last, largest or last) or (operator, size, kind) in known:
+                    continue
+                torch.manual_seed(0)
+                module, given = figure.make(operator, size)
+                point: Point = {"operator": operator, "size": size}
+                if kind == "kept_bytes":
+                    point[kind] = cost.saved_bytes(module, given)
+                else:
+                    found = cost.measure(
+                        module, given, backward=True, repeats=3 if size < figure.long else 1, warm_up=1
+                    )
+                    point |= {kind: found.seconds, "device": found.device}
+                with file.open("a") as lines:
+                    lines.write(json.dumps(point) + "\n")
+                print(json.dumps(point), flush=True)
 
 
 def read(file: Path) -> list[Point]:
@@ -124,27 +151,36 @@ def read(file: Path) -> list[Point]:
 
 def of(points: list[Point], operator: str, key: str, factor: float) -> tuple[list[int], list[float]]:
     """Sizes and numbers of one operator's points."""
-    mine = sorted((point["size"], factor * point[key]) for point in points if point["operator"] == operator)
+    mine = sorted(
+        (point["size"], factor * point[key]) for point in points if point["operator"] == operator and key in point
+    )
     return [size for size, _ in mine], [value for _, value in mine]
 
 
-def draw(points: list[Point], lines: dict[str, Any], sizes: list[int], labels: list[str], file: Path) -> None:
-    """Draw memory, computation and time; `lines`: label -> (colour, dash, costs)."""
+def draw(figure: Figure, points: list[Point], file: Path) -> None:
+    """Draw memory, computation and time."""
     import matplotlib.pyplot as plt
 
-    figure, (memory, computation, time) = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    for label, (colour, dash, costs) in lines.items():
+    sizes = figure.sizes
+    drawing, (memory, computation, time) = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    for label, (colour, dash, costs) in figure.lines().items():
         style = {"color": colour, "linestyle": dash, "label": label}
         memory.plot(sizes, [each.activation_bytes / GIGA for each in costs], **style)
         computation.plot(sizes, [2 * each.madds / GIGA for each in costs], **style)
     for operator, name in NAMES.items():
+        if operator not in figure.largest:
+            continue
         style = {"color": COLOURS[operator], "label": f"measured: {name}"}
-        memory.plot(*of(points, operator, "peak_bytes", 1 / GIGA), "o", **style)
+        memory.plot(*of(points, operator, "kept_bytes", 1 / GIGA), "o", **style)
         time.plot(*of(points, operator, "seconds", 1.0), "o-", **style)
-    titles = ("memory, GB", "computation, GMACC (2 a multiply-add)", "time of a training step, s")
+    titles = (
+        "memory, GB (points: kept for backward)",
+        "computation, GMACC (2 a multiply-add)",
+        "time, forward and backward, s",
+    )
     for axes, title in zip((memory, computation, time), titles, strict=True):
         axes.set(xscale="log", yscale="log", title=title)
-        axes.set_xticks(sizes, labels)
+        axes.set_xticks(sizes, [figure.label.format(size) for size in sizes])
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3, which="both")
     handles = {
@@ -152,38 +188,27 @@ def draw(points: list[Point], lines: dict[str, Any], sizes: list[int], labels: l
         for axes in (memory, time)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    if points:
-        figure.suptitle(f"Lines: the paper's formulas. Points: {points[0]['device']}", fontsize=9)
+    drawing.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    devices = {point["device"] for point in points if "device" in point}
+    drawing.suptitle(f"Lines: the paper's formulas. Points: {', '.join(devices)}", fontsize=9)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    drawing.savefig(file, dpi=120)
+    plt.close(drawing)
 
 
 def main() -> None:
     """Measure what is missing, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["4", "5"])
-    parser.add_argument("--measure", choices=["yes", "no"], default="yes", help="whether missing points are measured")
+    parser.add_argument("figure", choices=list(FIGURES))
+    parser.add_argument("--measure", choices=[*WHAT], default="all", help="which missing points are measured")
     parser.add_argument("--largest", type=int, help="largest side or length that is measured")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--picture", type=Path, help="docs/images/fa-figure-4.png or -5.png by default")
     arguments = parser.parse_args()
-    file = arguments.runs / f"fa-figure-{arguments.figure}.jsonl"
+    figure, file = FIGURES[arguments.figure], arguments.runs / f"fa-figure-{arguments.figure}.jsonl"
     picture = arguments.picture or IMAGES / f"fa-figure-{arguments.figure}.png"
-    if arguments.measure == "yes":
-        points = module_points() if arguments.figure == "4" else bert_points()
-        measure([point for point in points if point[1] <= (arguments.largest or point[1])], file)
-    if arguments.figure == "4":
-        lines = {f"formula: {NAMES[row]}": (COLOURS[row], "-", module_lines(row)) for row in ("dot", "factorized")}
-        draw(read(file), lines, SIDES, [f"{side}²" for side in SIDES], picture)
-    else:
-        lines = {
-            f"formula: {shape}, {NAMES[row]}": (COLOURS[row], "-" if shape == "base" else "--", bert_lines(row, shape))
-            for shape in SHAPES
-            for row in ("dot", "factorized")
-        }
-        draw(read(file), lines, LENGTHS, [f"{length:,}" for length in LENGTHS], picture)
+    measure(figure, WHAT[arguments.measure], arguments.largest, file)
+    draw(figure, read(file), picture)
     print(f"picture: {picture}")
 
 

@@ -92,7 +92,7 @@ HOMES = {
     "lightning": ("tasks/", "data/", "cli/"),
     "torchvision": ("data/", "tasks/detections.py", "models/deeplab.py", "models/detector.py", "models/video.py"),
     "timm": ("models/catalog.py",),
-    "transformers": ("models/bert.py", "insertion/hugging_face.py"),
+    "transformers": ("data/", "insertion/hugging_face.py"),
     "torchmetrics": ("tasks/",),
     "jsonargparse": ("cli/",),
     "sklearn": ("data/", "cli/"),

@@ -13,6 +13,12 @@ from farfield.ops.table import keys, queries
 from token_products import EPS, ROWS, product, relative, worst_gradient
 
 REAL = torch.arange(11) < torch.tensor([[11], [7], [1]])
+# Fewer tokens than channels, whose values are mapped before they are summed, and more.
+LENGTHS = [11, 40]
+
+
+def padded(length: int) -> Tensor:
+    return torch.arange(length) < torch.tensor([[length], [7], [1]])
 
 
 def layer(row: str, **options: float) -> TransformerLayer:
@@ -40,26 +46,29 @@ def by_hand(module: TransformerLayer, row: str, tokens: Tensor, real: Tensor | N
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("row", ROWS)
-def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, masked: bool) -> None:
-    module, tokens = layer(row), torch.randn(3, 11, 16, dtype=torch.float64, requires_grad=True)
-    real = REAL if masked else None
+def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, length: int, masked: bool) -> None:
+    module, tokens = layer(row), torch.randn(3, length, 16, dtype=torch.float64, requires_grad=True)
+    heard = padded(length)
+    real = heard if masked else None
     found, wanted = module(tokens, mask=real), by_hand(module, row, tokens, real)
-    assert relative(found[REAL], wanted[REAL]) < 50 * EPS
+    assert relative(found[heard], wanted[heard]) < 50 * EPS
     gradients = [tokens, *module.parameters()]
-    assert worst_gradient(found[REAL], wanted[REAL], gradients) < 200 * EPS
+    assert worst_gradient(found[heard], wanted[heard], gradients) < 200 * EPS
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("row", OPERATORS)
-def test_every_row_runs_and_padding_changes_nothing(row: str) -> None:
-    module, tokens = layer(row), torch.randn(3, 11, 16, dtype=torch.float64)
-    other = torch.where(REAL[..., None], tokens, torch.nan)
+def test_every_row_runs_and_padding_changes_nothing(row: str, length: int) -> None:
+    module, tokens, real = layer(row), torch.randn(3, length, 16, dtype=torch.float64), padded(length)
+    other = torch.where(real[..., None], tokens, torch.nan)
     outputs, gradients = [], []
     for each in (tokens, other):
-        found = module(each, mask=REAL)
+        found = module(each, mask=real)
         assert found.isfinite().all()
-        outputs.append(found[REAL])
-        gradients.append(torch.autograd.grad(found[REAL].square().sum(), list(module.parameters())))
+        outputs.append(found[real])
+        gradients.append(torch.autograd.grad(found[real].square().sum(), list(module.parameters())))
     assert torch.equal(*outputs)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
@@ -92,6 +101,16 @@ def test_kept_for_backward_is_linear_in_the_tokens() -> None:
     assert abs((third - second) - 2 * (second - first)) < 0.01 * third
     first, second, third = kept["dot"]
     assert (third - second) > 3.5 * (second - first)
+
+
+def test_short_texts_keep_no_slots_of_a_texts_size() -> None:
+    from farfield.cost import saved_bytes
+
+    kept = {}
+    for row in ("factorized_gaussian", "softmax"):
+        module = TransformerLayer(256, row, heads=4)
+        kept[row] = saved_bytes(module, torch.randn(1, 32, 256, requires_grad=True))
+    assert kept["factorized_gaussian"] < 1.5 * kept["softmax"]
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ class TransformerLayer(nn.Module):
 
     def attend(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Attend within tokens `(b, n, c)`, as a grid of one side; with dropout as token attention does it."""
-        attention = self.attention
-        if not (self.training and self.attention_dropout):
+        attention, dropout = self.attention, self.attention_dropout if self.training else 0.0
+        if not (dropout or self.maps_first(tokens.shape[1])):
             return attention(tokens.mT, mask=mask).mT
         maps = (attention.query, attention.key, attention.value)
         query, key, value = (
@@ -123,10 +123,20 @@ class TransformerLayer(nn.Module):
             for part in maps
         )
         real = None if mask is None else mask[:, None, None]
-        scale, dropout = attention.scale, self.attention_dropout
+        scale = attention.scale
         response, _ = attend_tokens(attention.operator, query, key, value, real, scale=scale, dropout=dropout)
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
+
+    def maps_first(self, tokens: int) -> bool:
+        """Whether values are mapped token by token: where tokens are fewer than their channels.
+
+        Reduced first, c²·d multiply-adds a sample and map, and c² numbers to keep, take the place of N·c·d and N·c.
+        """
+        row = self.attention.operator
+        # A compiled graph is of one order; choosing would compile it anew for other lengths.
+        few = tokens < self.attention.channels and not torch.compiler.is_compiling()
+        return few and row.basis is not None and row.score is None
 
 
 def drops(row: Operator) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -22,13 +22,8 @@ from farfield.tasks.replay import Replay
 IGNORED = -100
 
 
-class Masked(Protocol):
-    """What a batch has: numbers of words, which of them are real, the hidden words or -100, and names."""
-
-    words: Tensor
-    mask: Tensor
-    labels: Tensor
-    names: list[str]
+# Numbers of words (batch, tokens), which of them are real, the hidden words or -100, and names of the samples.
+Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
 class Filled(NamedTuple):
@@ -111,21 +106,21 @@ class MaskedLM(LightningModule):
         """Return the logits of the chosen tokens."""
         return self.network(words, mask=mask, chosen=chosen)
 
-    def training_step(self, batch: Masked, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         if batch_idx == 0:
-            self._check_vocabulary(batch.words)
+            self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
         loss = loss_of(logits, labels)
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=max(1, len(labels)))
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
-    def validation_step(self, batch: Masked, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count what a validation batch says."""
         self._evaluate(batch, batch_idx)
 
-    def test_step(self, batch: Masked, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Count what a test batch says."""
         self._evaluate(batch, batch_idx)
 
@@ -137,21 +132,20 @@ class MaskedLM(LightningModule):
         """Log loss, perplexity and accuracy over all hidden tokens."""
         self._measure("test")
 
-    def predict_step(self, batch: Masked, batch_idx: int) -> Filled:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Filled:
         """Return the likeliest words of each blank."""
         if batch_idx == 0:
-            self._check_vocabulary(batch.words)
+            self._check_vocabulary(batch[0])
+        words, mask, _, names = batch
         data = getattr(self._trainer, "datamodule", None)
         blank = self.hparams["blank"] if data is None else data.tokenizer.mask_token_id
-        chosen = (batch.words == blank) & batch.mask
+        chosen = (words == blank) & mask
         # A network may have more numbers than the tokenizer has words.
-        logits = self(batch.words, batch.mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
+        logits = self(words, mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
         probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
         blanks = chosen.sum(1).tolist()
-        words = [each[real].cpu() for each, real in zip(batch.words, batch.mask, strict=True)]
-        return Filled(
-            list(batch.names), words, list(found.cpu().split(blanks)), list(probabilities.cpu().split(blanks))
-        )
+        texts = [each[real].cpu() for each, real in zip(words, mask, strict=True)]
+        return Filled(list(names), texts, list(found.cpu().split(blanks)), list(probabilities.cpu().split(blanks)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW on two groups of parameters, of which one decays, and the schedule, a step a step."""
@@ -195,13 +189,14 @@ class MaskedLM(LightningModule):
         """Refuse the checkpoint of another network, naming what differs."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
-    def _hidden(self, batch: Masked) -> tuple[Tensor, Tensor]:
-        chosen = batch.labels != IGNORED
-        return self(batch.words, batch.mask, chosen), batch.labels[chosen]
+    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        words, mask, labels, _ = batch
+        chosen = labels != IGNORED
+        return self(words, mask, chosen), labels[chosen]
 
-    def _evaluate(self, batch: Masked, batch_idx: int) -> None:
+    def _evaluate(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._check_vocabulary(batch.words)
+            self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
         if not len(labels):
             return
