@@ -61,7 +61,9 @@ def train(arguments: argparse.Namespace, name: str, place: str, seed: int, folde
     started = processor_minutes()
     try:
         subprocess.run(command, check=True)
-        (folder / "finished").touch()
+        # Lightning ends with status 0 when it is asked to stop, before the last epoch is measured.
+        if measured(folder):
+            (folder / "finished").touch()
     finally:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "minutes").open("a") as file:
@@ -74,11 +76,16 @@ def processor_minutes() -> float:
     return (used.ru_utime + used.ru_stime) / 60
 
 
-def last(folder: Path) -> dict[str, float]:
-    """Read the last epoch that was measured, and the core minutes."""
+def measured(folder: Path) -> list[dict[str, str]]:
+    """Read the epochs of a run that were measured."""
     (log,) = sorted(folder.glob("version_*/metrics.csv"))[-1:]
     with log.open() as lines:
-        row = [row for row in csv.DictReader(lines) if row.get("val/box_ap")][-1]
+        return [row for row in csv.DictReader(lines) if row.get("val/box_ap")]
+
+
+def last(folder: Path) -> dict[str, float]:
+    """Read the last epoch, and the core minutes."""
+    row = measured(folder)[-1]
     minutes = sum(float(line) for line in (folder / "minutes").read_text().split())
     return {name: float(row[f"val/{name}"]) for name in ("box_ap", "mask_ap", "box_ap50")} | {"minutes": minutes}
 
@@ -91,15 +98,15 @@ def table(runs: dict[tuple[str, str], list[Path]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, place), folders in runs.items():
-        measured = [last(folder) for folder in folders]
-        boxes, masks, loose = ([100 * each[key] for each in measured] for key in ("box_ap", "mask_ap", "box_ap50"))
+        found = [last(folder) for folder in folders]
+        boxes, masks, loose = ([100 * each[key] for each in found] for key in ("box_ap", "mask_ap", "box_ap50"))
         net = models.from_pretrained(next(folders[0].glob("version_*")))
         mean = statistics.mean(boxes)
         cells = [name, place + ("" if mean >= 100 * FLOOR else " (under-trained)")]
         cells += [f"{sum(weight.numel() for weight in net.parameters()):,}"]
         cells += [", ".join(f"{value:.1f}" for value in boxes), f"{mean:.1f}"]
         cells += [", ".join(f"{value:.1f}" for value in masks), f"{statistics.mean(masks):.1f}"]
-        cells += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in measured)]
+        cells += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in found)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

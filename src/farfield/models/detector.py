@@ -130,7 +130,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         places = [place.removeprefix("backbone.") for place in detector_places(*attention)]
         if places:
             row = OPERATORS[operator] if isinstance(operator, str) else operator
-            options = {"heads": heads, "inner_channels": basis, "project": "qkvo" if row.reads_keys else "qvo"}
+            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": "qkvo" if row.reads_keys else "qvo"}
             make = partial(GridAttention, operator=operator, residual=True, **options)
             insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
         if weights is not None:
@@ -142,7 +142,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
 
     def card_part(self) -> nn.Module:
         """What of the network a model card counts: the heads' work depends on what is found."""
-        return self.rcnn.backbone
+        return self.rcnn.get_submodule("backbone")
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
