@@ -278,6 +278,33 @@ def test_the_textbook_form_keeps_what_it_must() -> None:
     assert kept["textbook"][0] == pytest.approx(5, abs=0.05)
 
 
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+def test_a_sliding_window_is_the_whole_but_for_attention() -> None:
+    import numpy as np
+
+    from farfield import models
+    from farfield.streaming import plan_whole, predict_whole
+
+    restoration = module("restoration")
+    stack = np.random.default_rng(0).random((6, 45, 47), dtype=np.float32)
+    stack += np.linspace(0, 4, 47, dtype=np.float32)  # brighter to one side
+    tile = (8, 16, 16)
+    for operator, seams in ((None, False), ("siamese", True)):
+        net = models.unet_care(operator, depth=1, first_channels=4).eval()
+        for part in net.modules():
+            if isinstance(part, GridAttention):
+                nn.init.normal_(part.output.weight, std=0.3)
+        found = restoration.sliding(net, stack, plan_whole(net, stack.shape, tile=tile, pad="reflect"))
+        whole = predict_whole(net, stack, pad="reflect", quiet=True)
+        assert found.shape == stack.shape
+        off = found - whole
+        assert (np.abs(off).max() > 1e-3 * np.ptp(whole)) == seams
+    # A field that is constant in each tile, the padded cells before it counted, changes at borders alone.
+    field = np.broadcast_to((np.arange(47) + 1) // 16, stack.shape).astype(np.float32)
+    border, elsewhere = restoration.steps(field, (8, 48, 16), [0, 0, 1])
+    assert (border, elsewhere) == (1, 0)
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_segmentation_is_trained_once_and_tabulated(tmp_path: Path) -> None:
