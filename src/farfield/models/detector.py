@@ -130,7 +130,11 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         places = [place.removeprefix("backbone.") for place in detector_places(*attention)]
         if places:
             row = OPERATORS[operator] if isinstance(operator, str) else operator
-            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": "qkvo" if row.reads_keys else "qvo"}
+            options: dict[str, Any] = {
+                "heads": heads,
+                "inner_channels": basis,
+                "project": "qkvo" if row.reads_keys else "qvo",
+            }
             make = partial(GridAttention, operator=operator, residual=True, **options)
             insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
         if weights is not None:
