@@ -41,8 +41,8 @@ from farfield.models.catalog import (
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
 from farfield.models.deeplab import DeepLab
 from farfield.models.detector import Detector, Setup
+from farfield.models.gan import SAGAN
 from farfield.models.psmnet import PSMNet
-from farfield.models.sagan import SAGAN
 from farfield.models.transfer import Loaded, load_torchvision
 from farfield.models.unet import ProjectionUNet, UNet
 from farfield.models.video import I3D, VideoResNet

@@ -13,8 +13,8 @@ from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
+from farfield.models.gan import SAGAN, sagan
 from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
-from farfield.models.sagan import SAGAN, sagan
 from farfield.models.storage import load
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.models.video import I3D, VideoResNet, i3d_resnet50, video_resnet

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError, models
-from farfield.models.sagan import ConditionalNorm, DiscriminatorBlock, GatedAttention, GeneratorBlock
+from farfield.models.gan import ConditionalNorm, DiscriminatorBlock, GatedAttention, GeneratorBlock
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
 
