@@ -1,6 +1,6 @@
 """Train small BERTs with different attention on a folder of text, at equal steps: tables and a picture.
 
-    python benchmarks/masked_lm.py train --root data/text
+    python benchmarks/masked_lm.py train --root data/text --epochs 1
     python benchmarks/masked_lm.py table            # the table and the picture again, from what is finished
     python benchmarks/masked_lm.py lengths          # time and memory of a training step at 128 to 4,096 tokens
 
