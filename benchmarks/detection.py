@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from farfield import models
@@ -140,9 +139,7 @@ def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
             axes.imshow(drawn(str(path), entries, ["nucleus"], 0.5).permute(1, 2, 0))
             axes.set_title(title, fontsize=9)
             axes.axis("off")
-    figure.savefig(file, dpi=110)
-    with Image.open(file) as drawing:
-        drawing.convert("RGB").quantize(256).save(file, optimize=True)
+    figure.savefig(file, dpi=80)
 
 
 def main() -> None:
