@@ -153,12 +153,12 @@ class Stereo(LightningModule):
 class DisparityErrors(Metric):
     """How far disparities are from the true ones, over the pixels whose true one is known and below the largest.
 
-    * `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
-    * `epe_batches_of_8`, as PSMNet's code measures it: the mean over groups of eight frames, in their order, of the
-      mean over the pixels of each; a group without a pixel counts as 0;
-    * `error_3px`: the share of pixels with `|d - d*| > 3`;
-    * `d1`, KITTI's: of those whose error is above 5 % of d* too.
+    - `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
+    - `epe_batches_of_8`, as PSMNet's code measures it: the mean over groups of eight frames, of each its pixels' mean;
+    - `error_3px`: the share of pixels with `|d - d*| > 3`;
+    - `d1`, KITTI's: of those whose error is above 5 % of d* too.
 
+    A group of eight without a pixel counts as 0, and groups are taken in the order of frames.
     Without one pixel all are 0. With several processes the groups are of the frames of each, in the order of processes.
 
     Args:
