@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import resource
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from training import fit, minutes
 
 from farfield import models
 from farfield.data.coco import masks_of
@@ -40,39 +38,20 @@ SHOWN = (0, 5, 11)
 
 
 def train(arguments: argparse.Namespace, name: str, place: str, seed: int, folder: Path) -> None:
-    """Run one `farfield fit`, or what is left of it, and note its minutes; leave a finished run as it is."""
+    """Run one `farfield fit`, or what is left of it; leave a finished run as it is."""
     if (folder / "finished").exists():
         return
-    command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPES / f"{name}.yaml")]
     options = {
         "model.network.attention": json.dumps([] if place == "none" else place.split("+")),
         "data.root": getattr(arguments, name),
         "data.workers": arguments.workers,
         "trainer.max_epochs": arguments.epochs,
-        "trainer.default_root_dir": folder,
-        "trainer.enable_progress_bar": "false",
         "seed_everything": seed,
-        "ckpt_path": "last" if list(folder.glob("version_*/checkpoints/last.ckpt")) else None,
     }
-    for option, value in options.items():
-        if value is not None:
-            command += [f"--{option}", str(value)]
-    started = processor_minutes()
-    try:
-        subprocess.run(command, check=True)
-        # Lightning ends with status 0 when it is asked to stop, before the last epoch is measured.
-        if measured(folder):
-            (folder / "finished").touch()
-    finally:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "minutes").open("a") as file:
-            file.write(f"{processor_minutes() - started:.2f}\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
+    fit(RECIPES / f"{name}.yaml", folder, options)
+    # Lightning ends with status 0 when it is asked to stop, before the last epoch is measured.
+    if measured(folder):
+        (folder / "finished").touch()
 
 
 def measured(folder: Path) -> list[dict[str, str]]:
@@ -85,8 +64,9 @@ def measured(folder: Path) -> list[dict[str, str]]:
 def last(folder: Path) -> dict[str, float]:
     """Read the last epoch, and the core minutes."""
     row = measured(folder)[-1]
-    minutes = sum(float(line) for line in (folder / "minutes").read_text().split())
-    return {name: float(row[f"val/{name}"]) for name in ("box_ap", "mask_ap", "box_ap50")} | {"minutes": minutes}
+    return {name: float(row[f"val/{name}"]) for name in ("box_ap", "mask_ap", "box_ap50")} | {
+        "minutes": minutes(folder)
+    }
 
 
 def table(runs: dict[tuple[str, str], list[Path]]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "sagan_cifar10.yaml"
 OPERATORS = ["softmax_pooled", "none", "factorized_gaussian"]
@@ -60,12 +60,6 @@ def train(folder: Path, root: Path, classifier: Path, samples: int, options: lis
     values = measure(drawn, root, classifier)
     # Both optimizers count.
     result.write_text(json.dumps({"steps": steps // 2, **spent, **values}, indent=2) + "\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
 
 
 class Features(nn.Module):

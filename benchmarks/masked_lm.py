@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import resource
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from training import fit, minutes
 
 from farfield import cost, models
 
@@ -32,33 +30,11 @@ MEASURED = ["softmax", "dot", "factorized_gaussian"]
 
 
 def train(folder: Path, operator: str, seed: int, options: list[str]) -> None:
-    """Run one `farfield fit`, or what is left of it, and note its minutes; leave a finished run as it is."""
+    """Run one `farfield fit`, or what is left of it; leave a finished run as it is."""
     if (folder / "finished").exists():
         return
-    command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE), *options]
-    command += ["--model.network.operator", operator, "--seed_everything", str(seed)]
-    command += ["--trainer.default_root_dir", str(folder), "--trainer.enable_progress_bar", "false"]
-    if list(folder.glob("version_*/checkpoints/last.ckpt")):
-        command += ["--ckpt_path", "last"]
-    started = processor_minutes()
-    try:
-        subprocess.run(command, check=True)
-        (folder / "finished").touch()
-    finally:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "minutes").open("a") as file:
-            file.write(f"{processor_minutes() - started:.2f}\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
-
-
-def minutes(folder: Path) -> float:
-    """Add up the minutes of a run and of what it was resumed by."""
-    return sum(float(line) for line in (folder / "minutes").read_text().split())
+    fit(RECIPE, folder, {"model.network.operator": operator, "seed_everything": seed}, options)
+    (folder / "finished").touch()
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:

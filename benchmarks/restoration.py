@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "care3d.yaml"
 OPERATORS = ["none", "averaged", "siamese", "kronecker_kv", "kronecker_qkv", "factorized_gaussian"]
@@ -88,12 +88,6 @@ def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]
     # Of a run that went on after a kill, the minutes are those of its last sitting.
     spent = {} if resumed else {"processor_minutes": round(minutes, 1)}
     result.write_text(json.dumps({**spent, **values}, indent=2) + "\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
 
 
 def measure(folder: Path, root: Path) -> dict[str, float]:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import resource
 import statistics
-import subprocess
-import sys
 from pathlib import Path
+
+from training import fit, minutes
 
 from farfield import models
 
@@ -28,43 +27,19 @@ FLOOR = 0.35
 
 
 def train(arguments: argparse.Namespace, output: str, seed: int, folder: Path) -> None:
-    """Run one `farfield fit`, or what is left of it, and note its minutes; leave a finished run as it is."""
+    """Run one `farfield fit`, or what is left of it; leave a finished run as it is."""
     if (folder / "finished").exists():
         return
-    command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE)]
     options = {
         "model.network.output": output,
         "model.network.weights": arguments.weights,
         "data.root": arguments.root,
         "data.workers": arguments.workers,
         "trainer.max_epochs": arguments.epochs,
-        "trainer.default_root_dir": folder,
-        "trainer.enable_progress_bar": "false",
         "seed_everything": seed,
-        "ckpt_path": "last" if list(folder.glob("version_*/checkpoints/last.ckpt")) else None,
     }
-    for name, value in options.items():
-        if value is not None:
-            command += [f"--{name}", str(value)]
-    started = processor_minutes()
-    try:
-        subprocess.run(command, check=True)
-        (folder / "finished").touch()
-    finally:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "minutes").open("a") as file:
-            file.write(f"{processor_minutes() - started:.2f}\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
-
-
-def minutes(folder: Path) -> float:
-    """Add up the minutes of a run and of what it was resumed by."""
-    return sum(float(line) for line in (folder / "minutes").read_text().split())
+    fit(RECIPE, folder, options)
+    (folder / "finished").touch()
 
 
 def curve(folder: Path) -> list[tuple[int, float, float]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "middlebury.yaml"
 OPERATORS = ["none", "factorized_gaussian"]
@@ -42,12 +42,6 @@ def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]
     # Of a run that went on after a kill, the minutes are those of its last sitting.
     spent = {} if resumed else {"processor_minutes": round(processor_minutes() - started, 1)}
     result.write_text(json.dumps({**spent, **measure(folder, root)}, indent=2) + "\n")
-
-
-def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
 
 
 def trained(folder: Path) -> torch.nn.Module:
