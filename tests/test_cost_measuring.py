@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farfield import cost
-from farfield.cost.measuring import TURN
+from farfield.cost.measuring import TURN, turn
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 
@@ -49,6 +49,12 @@ def test_a_turn_of_a_short_function_is_many_runs() -> None:
     # Two to see how long one takes, one watched for its memory; a turn is as many untimed as timed.
     assert 3 + 2 * 2 <= len(log) <= 3 + 2 * 10
     assert TURN / 10 <= found["a"].seconds < 10 * TURN
+
+
+def test_a_turn_is_as_many_runs_before_it_is_timed() -> None:
+    log: list[str] = []
+    turn(lambda: log.append("a"), torch.device("cpu"), 4)
+    assert len(log) == 4 + 4
 
 
 class Keep(torch.autograd.Function):
