@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from farfield.cost import saved_bytes
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 
@@ -276,6 +277,17 @@ def test_the_textbook_form_keeps_what_it_must() -> None:
     kept = module("kept").kept()
     # The input, softmaxed queries and keys, values, attended; the context is small.
     assert kept["textbook"][0] == pytest.approx(5, abs=0.05)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("shape", [(8, 256, 56, 56), (2, 1024, 56, 56)])
+def test_a_third_of_what_the_textbook_form_keeps(shape: tuple[int, ...], heads: int) -> None:
+    contestants, grid = module("contestants"), torch.zeros(shape, requires_grad=True)
+    attention = contestants.attention_of(
+        "factorized_gaussian", shape[1], heads=heads, project="qkvo", inner_channels=64
+    )
+    theirs = saved_bytes(contestants.textbook(attention).module, grid)
+    assert saved_bytes(attention, grid) <= theirs / 3
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

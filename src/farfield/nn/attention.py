@@ -359,16 +359,15 @@ class GridAttention(nn.Module):
         `axes`: how many responses are added up in each cell; a bias is added once.
         """
         if self.output is None:
-            return self.combine_slots(row, asking, query, summary, False, shift, axes)
+            return self.combine_slots(row, asking, query, summary, None, shift, axes)
         matrix, bias = affine(self.output, query)
         bias = bias if shift is None else bias + matrix @ shift.to(matrix.dtype)
         slots = summary.values.shape[2]
         if self.work(asking[0].shape[2], slots).folds_output(slots, basis=row.basis is not None):
             split = matrix.unflatten(1, (self.heads, -1)).transpose(0, 1)  # (h, p, c)
-            summary = summary.map_values(split, split.new_zeros(split.shape[:2]))
             biased = shift is not None or is_biased(self.output)
-            return self.combine_slots(row, asking, query, summary, True, bias if biased else None, axes)
-        return matrix @ self.combine_slots(row, asking, query, summary, False, None, axes) + bias[:, None] / axes
+            return self.combine_slots(row, asking, query, summary, split, bias if biased else None, axes)
+        return matrix @ self.combine_slots(row, asking, query, summary, None, None, axes) + bias[:, None] / axes
 
     def combine_slots(
         self,
@@ -376,20 +375,15 @@ class GridAttention(nn.Module):
         asking: tuple[Tensor, Reading],
         query: Tensor,
         summary: Summary,
-        add_heads: bool,
+        matrix: Tensor | None,
         bias: Tensor | None,
         axes: int,
     ) -> Tensor:
-        """Responses `(b, p, m)` of heads side by side or added up, plus a bias."""
-        if row.basis is None or not row.asks.side_by_side:
-            scale = self.scale if self.coefficient_norm is None else 1.0
-            response = respond(row, query, summary, scale)
-            response = response.sum(1) if add_heads else response.flatten(1, 2)
-            return response if bias is None else response + bias[:, None].to(response.dtype) / axes
-        slots = (summary.values / row.per(query, summary)).to(query.dtype)
-        if add_heads:
-            slots = slots.flatten(1, 2)[:, None]
-        if bias is not None:  # one more slot, which all cells take once
-            last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
-            slots = torch.cat([slots, last], 2)
-        return respond_from(row, *asking, query, slots, summary).flatten(1, 2)
+        """Responses `(b, p, m)` of heads side by side, or mapped and added up, plus a bias."""
+        if row.basis is not None and row.asks.side_by_side:
+            return respond_from(row, *asking, query, summary, matrix, bias).flatten(1, 2)
+        if matrix is not None:
+            summary = summary.map_values(matrix, matrix.new_zeros(matrix.shape[:2]))
+        response = respond(row, query, summary, self.scale if self.coefficient_norm is None else 1.0)
+        response = response.flatten(1, 2) if matrix is None else response.sum(1)
+        return response if bias is None else response + bias[:, None].to(response.dtype) / axes

@@ -54,11 +54,8 @@ def attend(
         q = read(reading, asking, heads)
         plain = values is answering.cells and row.reads_keys and reading.matrix is None
         summary = summarize(row, k, k if plain else split_heads(values, heads), real, mask is None)
-    if row.basis is None:
-        response = respond(row, q, summary, scale)
-    else:
-        slots = (summary.values / row.per(q, summary)).to(q.dtype)
-        response = respond_from(row, asking, reading, q, slots, summary)
+    alone = row.basis is None  # each cell is a slot, which torch's own attention takes
+    response = respond(row, q, summary, scale) if alone else respond_from(row, asking, reading, q, summary)
     response = laid_out_for(query, response.flatten(1, 2).to(query.dtype))
     return in_layout_of(query, row.asks.scatter(response, query.shape[2:], None))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -84,15 +83,15 @@ def rows_of(cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 def stacked(key: Reading, query: Reading) -> Reading:
-    """Return one map for keys and queries, so that the cells are read once for both; one that is the same is no two."""
-    if key is query:
-        return key
-    matrices = [cast(Tensor, one.matrix) for one in (key, query)]
+    """Return one map for keys and queries, so that the cells are read once for both; one of them may be no map."""
+    if key.matrix is None or query.matrix is None:
+        return query if key.matrix is None else key
     biases = [
-        matrix.new_zeros(len(matrix)) if one.bias is None else one.bias
-        for one, matrix in zip((key, query), matrices, strict=True)
+        one.matrix.new_zeros(len(one.matrix)) if one.bias is None else one.bias
+        for one in (key, query)
+        if one.matrix is not None
     ]
-    return Reading(torch.cat(matrices), torch.cat(biases))
+    return Reading(torch.cat([key.matrix, query.matrix]), torch.cat(biases))
 
 
 def few(rows: int, cells: Tensor) -> bool:
@@ -101,11 +100,12 @@ def few(rows: int, cells: Tensor) -> bool:
 
 
 # ---- the equations, as autograd sees them when it may keep what it likes ---------------------------------------------
-def read_and_sum(
-    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
-) -> tuple[Any, ...]:
-    """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak."""
-    return rows_and_sums(plan, cells, real, matrix, bias)[1]
+def read_and_sum(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
+    """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak.
+
+    `readings`: matrix and bias of the keys, then those of the queries, where these are others.
+    """
+    return rows_and_sums(plan, cells, real, *stacked(Reading(*readings[:2]), Reading(*readings[2:])))[1]
 
 
 def rows_and_sums(
@@ -192,77 +192,97 @@ def read_and_summarize(
     Cost:
         b·n·c·(rows read + h·r) multiply-adds forward, and thrice that backward; kept for backward are the cells.
     """
-    answering, asking = key if row.reads_keys else None, query
-    reading = Reading()
-    if answering is not None and asking is not None:
-        reading = stacked(answering, asking)
-    elif answering is not None or asking is not None:
-        reading = cast(Reading, answering or asking)
+    answering = key if row.reads_keys else None
     keys, queries = (
-        0 if one is None else cells.shape[1] if one.matrix is None else len(one.matrix) for one in (answering, asking)
+        0 if one is None else cells.shape[1] if one.matrix is None else len(one.matrix) for one in (answering, query)
     )
     plan = Plan(row, heads, keys, queries, key is query, shared, complete)
-    run = read_and_sum if keeps_all(cells, *reading) else _ReadAndSum.apply
-    asked, values, weights, count, peak = run(plan, cells, real, *reading)
+    asking = None if answering is query else query  # what is the same is read once
+    maps = (*(answering or Reading()), *(asking or Reading()))
+    run = read_and_sum if keeps_all(cells, *maps) else _ReadAndSum.apply
+    asked, values, weights, count, peak = run(plan, cells, real, *maps)
     return asked, Summary(values, weights, count, None, peak, False, complete)
 
 
 def respond_from(
-    row: Operator, cells: Tensor, reading: Reading, query: Tensor, slots: Tensor, summary: Summary
+    row: Operator,
+    cells: Tensor,
+    reading: Reading,
+    query: Tensor,
+    summary: Summary,
+    matrix: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Respond with slots that are already divided, mapped and normed: `ops.respond`'s last line.
+    """Respond to a summary: `ops.respond`, with a map of the responses that acts on the slots, and a bias.
 
     Args:
         row: The operator, which has a basis.
         cells: `(b, c, m)`, the asking cells.
         reading: How queries are read from them.
         query: `(b, h, d, m)`, what was read.
-        slots: `(b, g, s, p)`; g is h, or 1 if responses of heads add up, and then s = h·r. One more slot than there
-            are coefficients is one that all cells take once, as a bias.
-        summary: Where the coefficients look.
+        summary: Of the answering cells.
+        matrix: `(h, p, c)`, a map of each head's responses, which then add up; None if they stand side by side.
+        bias: `(p,)`, of the responses, or `(h·c,)` without a map.
 
     Returns:
-        `(b, g, p, m)`, in the memory order of the cells.
+        `(b, 1, p, m)` with a map, else `(b, h, c, m)`, in the memory order of the cells.
 
     Cost:
-        b·m·s·g·p multiply-adds forward, and twice that backward; kept for backward are the cells.
+        b·m·h·r·p multiply-adds forward, and twice that backward; kept for backward are the cells and the summary.
     """
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    if keeps_all(cells, query, slots, *reading, *parts):
-        return combine(slots, row.coefficients(query, summary), cells)
-    return _Respond.apply(row, cells, *reading, query, slots, *parts)
+    if keeps_all(cells, query, matrix, bias, *reading, *parts):
+        return combine(slots_of(row, query, summary, matrix, bias), row.coefficients(query, summary), cells)
+    return _Respond.apply(row, cells, *reading, query, *parts, matrix, bias)
+
+
+def slots_of(row: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Slots `(b, g, s, p)` that cells combine: divided, mapped; of heads that add up side by side, and then g is 1.
+
+    A bias is one more slot than there are coefficients, one that all cells take once.
+    """
+    if matrix is not None:
+        summary = summary.map_values(matrix, matrix.new_zeros(matrix.shape[:2]))
+    slots = (summary.values / row.per(query, summary)).to(query.dtype)
+    if matrix is not None:
+        slots = slots.flatten(1, 2)[:, None]
+    if bias is None:
+        return slots
+    last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
+    return torch.cat([slots, last], 2)
 
 
 class _ReadAndSum(torch.autograd.Function):
     """`read_and_sum`, keeping the cells."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> Any:
+        matrix, bias = stacked(Reading(*readings[:2]), Reading(*readings[2:]))
         rows, found = rows_and_sums(plan, cells, real, matrix, bias)
         ctx.plan, ctx.precision = plan, precision(cells)
         kept = rows if matrix is not None and few(rows.shape[1], cells) else None
-        ctx.save_for_backward(cells, real, matrix, bias, found[4], kept)
+        ctx.save_for_backward(cells, real, *readings, found[4], kept)
         ctx.mark_non_differentiable(*(part for part in found[3:] if part is not None))
         return found
 
     @staticmethod
     def backward(ctx: Any, asked: Tensor | None, values: Tensor, weights: Tensor, *_: Any) -> Any:
-        cells, real, matrix, bias, peak, kept = ctx.saved_tensors
-        plan, keys = cast(Plan, ctx.plan), slice(ctx.plan.keys)
+        cells, real, *readings, peak, kept = ctx.saved_tensors
+        plan, reading, other = cast(Plan, ctx.plan), Reading(*readings[:2]), Reading(*readings[2:])
         key = real.expand(-1, plan.heads, -1, -1)
         if plan.keys:
             if kept is None or torch.is_grad_enabled():  # what was kept has no past to differentiate in turn
                 with ctx.precision():
-                    rows = rows_of(cells, *(None if part is None else part[keys] for part in (matrix, bias)))
+                    rows = rows_of(cells, *reading)
             else:
-                rows = kept[:, keys]
+                rows = kept[:, : plan.keys]
             key = leaf(split_heads(rows, plan.heads).to(values.dtype))
         with torch.enable_grad():
             basis, own = cast(Any, plan.row.basis)(key, real)
         if own is not None:  # the sums are relative to the peak of all blocks
             values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
         with full_precision(cells):
-            upon_rows, grad_matrix = None, None
+            (matrix, bias), upon_rows, grad_matrix = stacked(reading, other), None, None
             if plan.keys and kernels.sums_run(plan, cells, matrix, bias):
                 upon_rows, grad_matrix = kernels.gradients_of_rows(plan, cells, real, asked, values, weights)
             else:
@@ -270,7 +290,18 @@ class _ReadAndSum(torch.autograd.Function):
                 upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
             wanted = ctx.needs_input_grad[1]
             grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted else None
-            return None, grad_cells, None, *gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
+            found = gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
+        return None, grad_cells, None, *unstacked(Reading(*found), reading, other)
+
+
+def unstacked(found: Reading, key: Reading, query: Reading) -> Iterator[Tensor | None]:
+    """Gradients of `stacked`, of its matrices and biases in order."""
+    start = 0
+    for one in (key, query):
+        end = start if one.matrix is None else start + len(one.matrix)
+        for part, grad in zip(one, found, strict=True):
+            yield None if part is None or grad is None else grad[start:end]
+        start = end
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -340,7 +371,7 @@ def gradients_of_reading(
 
 
 class _Respond(torch.autograd.Function):
-    """`combine` with coefficients of the query, keeping the cells that the query was read from."""
+    """`respond_from`, keeping the cells that the query was read from, and the summary that the slots were made of."""
 
     @staticmethod
     def forward(
@@ -350,38 +381,49 @@ class _Respond(torch.autograd.Function):
         matrix: Tensor | None,
         bias: Tensor | None,
         query: Tensor,
-        slots: Tensor,
         *parts: Tensor | None,
     ) -> Tensor:
         ctx.row, ctx.precision, ctx.heads, ctx.dtype = row, precision(cells), query.shape[1], query.dtype
         kept = query if few(math.prod(query.shape[1:3]), cells) else None
-        ctx.save_for_backward(cells, matrix, bias, kept, slots, *parts)
-        return combine(slots, row.coefficients(query, summary_of(parts)), cells)
+        ctx.save_for_backward(cells, matrix, bias, kept, *parts)
+        coefficients, slots = factors(row, query, *parts)
+        return combine(slots, coefficients, cells)
 
     @staticmethod
     def backward(ctx: Any, upon: Tensor) -> Any:
-        cells, matrix, bias, query, slots, *parts = ctx.saved_tensors
+        cells, matrix, bias, query, *parts = ctx.saved_tensors
         if query is None:
             with ctx.precision():
                 query = read(Reading(matrix, bias), cells, ctx.heads).to(ctx.dtype)
-        query = leaf(query)
-        inner = [query, *(None if part is None else leaf(part) for part in parts)]
+        query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
         with torch.enable_grad():
-            coefficients = ctx.row.coefficients(query, summary_of(inner[1:]))
+            coefficients, slots = factors(ctx.row, query, *rest)
         if kernels.answers_run(ctx.row, upon, query, slots):
-            return None, None, None, None, *kernels.gradients_of_response(ctx.row, upon, query, slots), *(None,) * 4
+            grads = kernels.gradients_of_response(ctx.row, upon, query, slots)
+            return None, None, None, None, *gradients([query, *rest], {query: grads[0], slots: grads[1]})
         with full_precision(cells):
             # Under autocast the product, and so what is upon it, is of lower precision than its factors.
             taken = arranged(coefficients, slots).to(upon.dtype)
             grad_slots = sum_over_cells(taken, upon).to(slots.dtype)
             grad = (slots.to(upon.dtype) @ upon)[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
             grad = grad.reshape(coefficients.shape).to(coefficients.dtype)
-        found: Iterator[Tensor | None] = itertools.repeat(None)
-        if coefficients.requires_grad:
-            known, twice = [tensor for tensor in inner if tensor is not None], torch.is_grad_enabled()
-            found = iter(torch.autograd.grad(coefficients, known, grad, create_graph=twice, allow_unused=True))
-        grads = [None if tensor is None else next(found) for tensor in inner]
-        return None, None, None, None, grads[0], grad_slots, *grads[1:]
+            return None, None, None, None, *gradients([query, *rest], {coefficients: grad, slots: grad_slots})
+
+
+def factors(row: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Coefficients and slots, whose product the responses are, of `_Respond`'s inputs."""
+    summary = summary_of(parts[:4])
+    return row.coefficients(query, summary), slots_of(row, query, summary, *parts[4:])
+
+
+def gradients(inner: list[Tensor | None], upon: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
+    """Gradients of what is not None, of outputs with what is upon each; None where nothing depends on it."""
+    known, twice = [tensor for tensor in inner if tensor is not None], torch.is_grad_enabled()
+    outputs = {output: grad for output, grad in upon.items() if output.requires_grad}
+    found = iter(
+        torch.autograd.grad(list(outputs), known, list(outputs.values()), create_graph=twice, allow_unused=True)
+    )
+    return (None if tensor is None else next(found) for tensor in inner)
 
 
 def summary_of(parts: Any) -> Summary:
