@@ -16,7 +16,8 @@ from farfield.nn.refusals import check_input, check_options
 from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
-from farfield.ops.recompute import Reading, read, read_and_summarize, respond_from, rows_of
+from farfield.ops.reading import Reading, read, rows_of
+from farfield.ops.recompute import read_and_summarize, respond_from
 from farfield.ops.summary import Summary, autocasts, respond, split_heads, summarize
 from farfield.ops.table import OPERATORS, Operator
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.ops.grid import accumulation
-from farfield.ops.recompute import Reading, by_head
+from farfield.ops.reading import Reading, by_head
 
 
 def reading(module: nn.Module | None, vector: Tensor | None, heads: int, like: Tensor) -> Reading:

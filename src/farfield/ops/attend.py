@@ -11,7 +11,8 @@ from farfield._checks import check_attention
 from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
-from farfield.ops.recompute import Reading, by_head, read, read_and_summarize, respond_from
+from farfield.ops.reading import Reading, by_head, read
+from farfield.ops.recompute import read_and_summarize, respond_from
 from farfield.ops.summary import respond, split_heads, summarize
 from farfield.ops.table import Operator
 
