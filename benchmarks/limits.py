@@ -147,7 +147,7 @@ def scaling(setup: Setup) -> Iterator[Line]:
     found: dict[str, list[float]] = {name: [] for name in names}
     for side in (256, 512, 1024, 2048):
         grid = setup.grid(1, 64, side, side)
-        attentions = [attention_of(name, grid.shape[1], device=grid.device) for name in names]
+        attentions = [attention_of(name, grid.shape[1], project="", device=grid.device) for name in names]
         rows = setup.race([copy_of_the_grid(), *(ours(each) for each in attentions)], grid)
         for name in names:
             found[name].append(times_as_long(rows, name, "copy"))

@@ -265,6 +265,13 @@ def test_without_a_gpu_bandwidth_says_so() -> None:
     assert list(limits.bandwidth(setup)) == [("bandwidth on a GPU", "≥ 80 %", "none could be had", None)]
 
 
+@pytest.mark.slow
+def test_kernels_beside_equations() -> None:
+    lines = [line for line in run("kernels.py", "--tiny", "--rounds", "1").splitlines() if line.startswith("| `")]
+    assert len(lines) == 4
+    assert all(re.search(r"[\d.]+ → [\d.]+", line) for line in lines)
+
+
 # ---- what is kept for the backward pass ------------------------------------------------------------------------------
 def test_the_documented_bytes_are_those_that_are_kept() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -139,7 +139,7 @@ def test_functions_attend_in_one_call(on: None) -> None:
         found = ops.kronecker_qkv_attention(grid, grid, grid, heads=2, scale=0.5)
         assert torch.equal(found, torch.ops.farfield.axis_attention(grid, 2, 0.5))
         found = ops.siamese_attention(grid, grid, grid, weight=weight)
-        assert torch.equal(found, torch.ops.farfield.score_attention(grid, weight[None], True))
+        assert torch.equal(found, torch.ops.farfield.score_attention(grid, weight[None], True)[0])
 
 
 def test_one_call_is_made_for_nothing_else(on: None) -> None:
@@ -155,7 +155,12 @@ def test_one_call_is_made_for_nothing_else(on: None) -> None:
         assert whole.attention(pooled, grid, None, 2, 1.0) is None
         with torch.autocast("cpu"):
             assert whole.attention(row, grid, None, 2, 1.0) is None
-    assert whole.attention(row, grid.requires_grad_(), None, 2, 1.0) is None
+    # In training a matrix is kept that is small beside its cells, and scores that are few beside their channels.
+    for shape, few in (((2, 32, 5, 6), True), ((1, 16, 64, 65), False)):
+        grid = torch.randn(shape, requires_grad=True)
+        matrix = torch.ones(1, shape[1])
+        assert (whole.attention(row, grid, None, 1, 1.0) is not None) == few
+        assert (whole.attention(OPERATORS["siamese"], grid, matrix, 1, 1.0) is not None) == few
     for options in ({"project": "q"}, {"project": "v"}, {"project": "o"}, {"residual": True, "project": ""}):
         assert not GridAttention(32, "kronecker_qkv", **options).is_bare()
     assert not GridAttention(32, "siamese", project="", coefficient_norm=True).is_bare()
@@ -168,6 +173,13 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
     torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.score_attention.default, (grid, torch.randn(3, 3), True), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.axis_means.default, (grid,), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.cell_attention.default, (cells, 2, 0.5), test_utils=tests)
+    for weights in (None, torch.rand(4, 7, 7)):
+        arguments = (cells, weights, 2, 0.5, torch.randn(cells.shape))
+        torch.library.opcheck(torch.ops.farfield.cell_attention_backward.default, arguments, test_utils=tests)
+    arguments = (grid, torch.randn(3, 3), True, torch.randn(2, 3, 20), torch.randn(2, 4, 3), torch.randn(grid.shape))
+    torch.library.opcheck(torch.ops.farfield.score_attention_backward.default, arguments, test_utils=tests)
     arguments = (cells, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     torch.library.opcheck(torch.ops.farfield.read_and_sum.default, arguments, test_utils=tests)
 
@@ -206,6 +218,46 @@ def test_operators_answer_and_learn_as_by_the_equation(
             # Numbers that cancel, as the gradient of a key's bias does, say nothing.
             if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
                 assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
+
+
+@pytest.mark.parametrize("row", ["siamese", "siamese_local", "kronecker_qkv"])
+def test_large_grids_are_written_past_the_caches(on: None, row: str) -> None:
+    """From 2^22 numbers in training; no part of the sides or of a row is a whole vector's."""
+    attention, grid = GridAttention(64, row, project=""), torch.randn(1, 64, 257, 261)
+    exact = answers(attention, grid, None, torch.float64)
+    plain = off(answers, attention, grid, None, torch.float32)
+    for name, found in answers(attention, grid, None, torch.float32).items():
+        assert distance(found, exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["siamese", "kronecker_qkv"])
+def test_larger_ones_without_gradients_too(on: None, row: str) -> None:
+    attention, grid = GridAttention(64, row, project=""), torch.randn(1, 64, 725, 727)  # 2^25 numbers and more
+    with torch.no_grad():
+        found, plain = attention(grid), off(attention, grid)
+        exact = attention.double()(grid.double())
+    assert distance(found, exact) <= 2 * distance(plain, exact) + EPS
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("row", ["siamese", "siamese_local", "kronecker_qkv"])
+def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> None:
+    def second(dtype: torch.dtype) -> list[Tensor]:
+        random = torch.Generator().manual_seed(4)
+        leaf = torch.randn(2, 128, 5, 7, generator=random).to(dtype).requires_grad_()
+        torch.manual_seed(5)
+        attention = GridAttention(128, row, heads=heads, project="").to(dtype)
+        inputs = [leaf, *attention.parameters()]
+        first = torch.autograd.grad((attention(leaf) ** 3).sum(), inputs, create_graph=True)
+        return list(torch.autograd.grad(sum((part**2).sum() for part in first), inputs))
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the one that is differentiable twice
+        exact = second(torch.float64)
+        plain, found = off(second, torch.float32), second(torch.float32)
+    for values in zip(found, plain, exact, strict=True):
+        kernel, equation, wanted = values
+        assert distance(kernel, wanted) <= 2 * distance(equation, wanted) + EPS
 
 
 def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None:

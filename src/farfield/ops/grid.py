@@ -175,7 +175,8 @@ class _AxisSums(torch.autograd.Function):
     def backward(ctx: Any, upon: Tensor) -> Tensor:
         """Every cell takes the gradients of its indices."""
         upon = upon.to(ctx.dtype)
-        return add_axes(upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous(), ctx.sides)
+        upon = upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous()
+        return add_axes(upon, ctx.sides) if torch.is_grad_enabled() else add_all_axes(upon, ctx.sides, training=True)
 
 
 class _OuterSum(torch.autograd.Function):
@@ -185,7 +186,7 @@ class _OuterSum(torch.autograd.Function):
     def forward(ctx: Any, responses: Tensor, sides: tuple[int, ...]) -> Tensor:
         """Add up, and note the dtype."""
         ctx.dtype = responses.dtype
-        return add_axes(responses, sides)
+        return add_all_axes(responses, sides, training=True)
 
     @staticmethod
     def backward(ctx: Any, upon: Tensor) -> tuple[Tensor, None]:
@@ -204,16 +205,25 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
 
 def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
-    if place is None and len(sides) > 1:
-        if not keeps_all(responses):
+    if place is None:
+        if len(sides) > 1 and not keeps_all(responses):
             return _OuterSum.apply(responses, tuple(sides))
-        if kernels.runs(responses):
-            return cast(Tensor, torch.ops.farfield.outer_sum(responses, sides))
-    parts = list(responses.split_with_sizes(list(sides if place is None else place[1]), -1))
-    if place is not None:
-        parts = [part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)]
-    ones = (1,) * len(sides)
-    shapes = [(*ones[:axis], side, *ones[axis + 1 :]) for axis, side in enumerate(sides)]
+        return add_all_axes(responses, sides)
+    parts = responses.split_with_sizes(list(place[1]), -1)
+    return add_parts([part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)])
+
+
+def add_all_axes(responses: Tensor, sides: Sequence[int], *, training: bool = False) -> Tensor:
+    """The same of a whole; a kernel writes otherwise in training, where what it writes is new memory."""
+    if len(sides) > 1 and kernels.runs(responses):
+        return cast(Tensor, torch.ops.farfield.outer_sum(responses, sides, False, training))
+    return add_parts(list(responses.split_with_sizes(list(sides), -1)))
+
+
+def add_parts(parts: list[Tensor]) -> Tensor:
+    """Outer sum of one vector an axis, `(b, c, side)` each."""
+    ones = (1,) * len(parts)
+    shapes = [(*ones[:axis], part.shape[-1], *ones[axis + 1 :]) for axis, part in enumerate(parts)]
     terms = [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
     return functools.reduce(torch.add, terms)
 

@@ -24,6 +24,8 @@ from farfield.ops.table import Operator, softmax_of_products, weight
 PRODUCT, BLOCK = 2048, 1024
 # Cells of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
 WIDENED = 16384
+# Times the channels of a head: of so many slots or queries a matrix of coefficients is small.
+SMALL = 8
 
 
 def autocasts(tensor: Tensor) -> bool:
@@ -244,13 +246,13 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
 
 
 def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
-    """Whether the matrix of coefficients is at most eight times the queries: then two plain products are faster.
+    """Whether the matrix of coefficients is at most SMALL times the queries: then two plain products are faster.
 
     Not where they would round to half precision, nor in a compiled graph, which is to be one for all sizes.
     """
     if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
         return False
-    return max(query.shape[-1], slots.shape[2]) <= 8 * min(query.shape[2], slots.shape[3])
+    return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])
 
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:

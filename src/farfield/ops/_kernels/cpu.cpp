@@ -5,14 +5,22 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <tuple>
 #include <vector>
@@ -26,6 +34,9 @@ constexpr int64_t ROWS = 64;        // rows below each other that are
 constexpr int64_t BLOCK = 1 << 17;  // numbers, of all channels, that stay in a level-2 cache between two looks at them
 constexpr int64_t GRAIN = 1 << 15;  // numbers that are worth a thread
 constexpr int WIDTH = 8;
+// Bytes of a response or a gradient from which it is written past the caches. In training it takes new memory, of which
+// no cache holds a line that could be written to: writing past them is as fast as the memory, and not half as fast.
+constexpr int64_t PAST_IN_TRAINING = int64_t{1} << 24, PAST = int64_t{1} << 27;
 
 // The compiler splits these where the processor's vectors are shorter.
 using Lanes = float __attribute__((vector_size(WIDTH * sizeof(float))));
@@ -85,7 +96,41 @@ struct Axes {
 
 // to = number + from
 inline void add_number(float number, const float* __restrict from, float* __restrict to, int64_t count) {
-  for (int64_t x = 0; x < count; ++x) to[x] = number + from[x];
+  int64_t x = 0;
+  for (; x + WIDTH <= count; x += WIDTH) store(to + x, load(from + x) + number);
+  for (; x < count; ++x) to[x] = from[x] + number;
+}
+
+bool past_caches(const Tensor& out, bool training) {
+  return out.numel() * static_cast<int64_t>(sizeof(float)) >= (training ? PAST_IN_TRAINING : PAST);
+}
+
+// Writes past the caches, where the processor can.
+inline void write_past(const float* from, float* to, int64_t count) {
+  int64_t x = 0;
+#ifdef __AVX__
+  for (; x < count && reinterpret_cast<uintptr_t>(to + x) % sizeof(__m256); ++x) to[x] = from[x];
+  for (; x + 8 <= count; x += 8) _mm256_stream_ps(to + x, _mm256_loadu_ps(from + x));
+#endif
+  for (; x < count; ++x) to[x] = from[x];
+}
+
+// What was written past the caches is there for other threads to see.
+inline void finish_writing() {
+#ifdef __AVX__
+  _mm_sfence();
+#endif
+}
+
+// Calls `fill(to, first, length)` for parts of `count` numbers, and writes them past the caches or not.
+template <class Fill>
+inline void write(float* to, int64_t count, bool past, const Fill& fill) {
+  float part[CHUNK];
+  for (int64_t first = 0; first < count; first += CHUNK) {
+    const int64_t length = std::min(CHUNK, count - first);
+    fill(past ? part : to + first, first, length);
+    if (past) write_past(part, to + first, length);
+  }
 }
 
 // to = number + factor · from
@@ -121,8 +166,8 @@ inline void add_rows(const float* rows, int64_t width, float* __restrict columns
   }
 }
 
-// `(b, c, *sides)` to `(b, c, Σ sides)`: for each index of each axis the sum over all other axes.
-Tensor axis_sums(const Tensor& grid) {
+// `(b, c, *sides)` to `(b, c, Σ sides)`: for each index of each axis the sum over all other axes, or their mean.
+Tensor along_axes(const Tensor& grid, bool means) {
   const Axes axes(grid.sizes().slice(2));
   Tensor out = at::empty({grid.size(0), grid.size(1), axes.total}, grid.options());
   const float* from = grid.const_data_ptr<float>();
@@ -155,57 +200,106 @@ Tensor axis_sums(const Tensor& grid) {
         axes.places(slab, [&](int64_t where) { sums[where] += sum; });
       }
       flush();
-      std::copy(sums.begin(), sums.end(), to + p * axes.total);
-    }
-  });
-  return out;
-}
-
-// `(b, c, Σ sides)` to `(b, c, *sides)`: each cell the sum of what stands at its indices, first axis first.
-Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides) {
-  const Axes axes(sides);
-  std::vector<int64_t> sizes{vectors.size(0), vectors.size(1)};
-  sizes.insert(sizes.end(), sides.begin(), sides.end());
-  Tensor out = at::empty(sizes, vectors.options());
-  const float* from = vectors.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  const int64_t width = axes.width, height = axes.height;
-  at::parallel_for(0, sizes[0] * sizes[1], tasks_a_thread(axes.plane()), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const float* vector = from + p * axes.total;
-      const float *last = vector + axes.total - width, *upright = last - height;
-      for (int64_t slab = 0; slab < axes.slabs; ++slab) {
-        float* rows = to + (p * axes.slabs + slab) * height * width;
-        float sum = 0;
-        axes.places(slab, [&](int64_t where) { sum += vector[where]; });
-        for (int64_t y = 0; y < height; ++y) add_number(sum + upright[y], last, rows + y * width, width);
+      const double* sum = sums.data();
+      float* found = to + p * axes.total;
+      for (int64_t side : grid.sizes().slice(2)) {
+        const double share = means ? static_cast<double>(side) / static_cast<double>(axes.plane()) : 1.0;
+        for (int64_t i = 0; i < side; ++i) *found++ = static_cast<float>(*sum++ * share);
       }
     }
   });
   return out;
 }
 
+Tensor axis_sums(const Tensor& grid) { return along_axes(grid, false); }
+
+Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
+
+// `(b, c, Σ sides)` to `(b, c, *sides)`: each cell the sum of what stands at its indices, first axis first; with `means`
+// of what stands there divided by the number of cells of the index, as is the gradient of means.
+Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides, bool means, bool training) {
+  const Axes axes(sides);
+  std::vector<int64_t> sizes{vectors.size(0), vectors.size(1)};
+  sizes.insert(sizes.end(), sides.begin(), sides.end());
+  Tensor out = at::empty(sizes, vectors.options());
+  const bool past = past_caches(out, training);
+  const float* from = vectors.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const int64_t width = axes.width, height = axes.height;
+  const int64_t rows = past ? std::max<int64_t>(1, CHUNK / width) : height;
+  at::parallel_for(0, sizes[0] * sizes[1], tasks_a_thread(axes.plane()), [&](int64_t begin, int64_t end) {
+    std::vector<float> shares(axes.total), part(past ? rows * width : 0);
+    for (int64_t p = begin; p < end; ++p) {
+      const float* vector = from + p * axes.total;
+      if (means) {
+        int64_t place = 0;
+        for (int64_t side : sides) {
+          const float share = static_cast<float>(side) / static_cast<float>(axes.plane());
+          for (int64_t i = 0; i < side; ++i, ++place) shares[place] = vector[place] * share;
+        }
+        vector = shares.data();
+      }
+      const float *last = vector + axes.total - width, *upright = last - height;
+      for (int64_t slab = 0; slab < axes.slabs; ++slab) {
+        float sum = 0;
+        axes.places(slab, [&](int64_t where) { sum += vector[where]; });
+        for (int64_t first = 0; first < height; first += rows) {
+          const int64_t length = std::min(rows, height - first);
+          float* own = to + ((p * axes.slabs + slab) * height + first) * width;
+          float* found = past ? part.data() : own;
+          for (int64_t y = 0; y < length; ++y) add_number(sum + upright[first + y], last, found + y * width, width);
+          if (past) write_past(found, own, length * width);
+        }
+      }
+    }
+    finish_writing();
+  });
+  return out;
+}
+
+// Cells `(b, c, n)` by head, `(b · h, c / h, n)`.
+Tensor by_head(const Tensor& cells, int64_t heads) {
+  return cells.view({cells.size(0) * heads, cells.size(1) / heads, cells.size(2)});
+}
+
+// The matrix of coefficients `(b · h, n, n)` of cells that attend to each other, a row for each that asks.
+Tensor coefficients(const Tensor& cells, int64_t heads, double scale) {
+  const Tensor each = by_head(cells, heads);
+  return at::softmax(at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each), -1);
+}
+
+Tensor weighed(const Tensor& cells, const Tensor& weights, int64_t heads) {
+  return at::bmm(by_head(cells, heads), weights.mT()).view_as(cells);
+}
+
+// Softmax attention of cells `(b, c, n)` to each other.
+Tensor self_attention(const Tensor& cells, int64_t heads, double scale) {
+  const int64_t count = cells.size(2), depth = cells.size(1) / heads;
+  // The matrix is smaller than what it is made of.
+  if (count <= depth) return weighed(cells, coefficients(cells, heads, scale), heads);
+  const Tensor each = cells.view({cells.size(0), heads, depth, count}).mT().contiguous();
+  return at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale).mT().contiguous().view_as(cells);
+}
+
+// The same, and the matrix.
+std::tuple<Tensor, Tensor> cell_attention(const Tensor& cells, int64_t heads, double scale) {
+  const Tensor weights = coefficients(cells, heads, scale);
+  return {weighed(cells, weights, heads), weights};
+}
+
+// Its gradient. The products are symmetric, so that queries and keys say the same of the cells by one product.
+Tensor cell_attention_backward(
+    const Tensor& cells, const std::optional<Tensor>& kept, int64_t heads, double scale, const Tensor& upon) {
+  const Tensor each = by_head(cells, heads), asked = by_head(upon, heads);
+  const Tensor weights = kept ? *kept : coefficients(cells, heads, scale);
+  const Tensor products = at::_softmax_backward_data(at::bmm(asked.mT(), each), weights, -1, at::kFloat);
+  Tensor found = at::bmm(asked, weights);
+  return found.baddbmm_(each, at::add(products, products.mT()), 1, scale).view_as(cells);
+}
+
 // Softmax attention of the means along each axis to each other, in a grid by outer sum.
 Tensor axis_attention(const Tensor& grid, int64_t heads, double scale) {
-  const auto sides = grid.sizes().slice(2);
-  const int64_t batch = grid.size(0), channels = grid.size(1), cells = Axes(sides).plane();
-  Tensor means = axis_sums(grid);
-  float* mean = means.mutable_data_ptr<float>();
-  for (int64_t p = 0; p < batch * channels; ++p)
-    for (int64_t side : sides) {
-      const float count = static_cast<float>(cells / side);
-      for (int64_t i = 0; i < side; ++i) mean[i] /= count;
-      mean += side;
-    }
-  const int64_t count = means.size(2), depth = channels / heads;
-  if (count <= depth) {  // the matrix is smaller than what it is made of
-    const Tensor each = means.view({batch * heads, depth, count});
-    const Tensor weights = at::softmax(at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each), -1);
-    return outer_sum(at::bmm(each, weights.mT()).view_as(means), sides);
-  }
-  const Tensor each = means.view({batch, heads, depth, count}).mT().contiguous();
-  const Tensor found = at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale);
-  return outer_sum(found.mT().contiguous().view_as(means), sides);
+  return outer_sum(self_attention(axis_means(grid), heads, scale), grid.sizes().slice(2), false, false);
 }
 
 // rows += Σ factors · cells, of `K` channels.
@@ -290,14 +384,21 @@ std::tuple<Tensor, Tensor> read_and_sum(
   return {rows, parts.sum(0).to(at::kFloat)};
 }
 
+// A matrix `(h, c)` for every sample, `(b, h, c)`.
+Tensor for_each(const Tensor& matrix, int64_t batch) {
+  return matrix.unsqueeze(0).expand({batch, matrix.size(0), matrix.size(1)}).contiguous();
+}
+
 // Attention by scores, those of a head being `matrix`'s row · cells: each cell is answered by the mean cell times its own
-// score and, with `both`, by the mean of cells times their scores. The matrix is `(h, c)`.
-Tensor score_attention(const Tensor& grid, const Tensor& matrix, bool both) {
+// score and, with `both`, by the mean of cells times their scores. The matrix is `(h, c)`. Also the scores, `(b, h, n)`,
+// and the sums over cells of [1; scores] ⊗ cells, `(b, 1 + h, c)`.
+std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Tensor& matrix, bool both, bool training) {
   const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0);
-  const Tensor cells = grid.flatten(2), each = matrix.unsqueeze(0).expand({batch, heads, channels}).contiguous();
+  const Tensor cells = grid.flatten(2);
   const int64_t count = cells.size(2);
-  const auto [rows, sums] = read_and_sum(cells, each, {}, {});
+  const auto [rows, sums] = read_and_sum(cells, for_each(matrix, batch), {}, {});
   Tensor out = at::empty(grid.sizes(), grid.options());
+  const bool past = past_caches(out, training);
   const float *scores = rows.const_data_ptr<float>(), *sum = sums.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   at::parallel_for(0, batch * channels, tasks_a_thread(count), [&](int64_t begin, int64_t end) {
@@ -306,24 +407,82 @@ Tensor score_attention(const Tensor& grid, const Tensor& matrix, bool both) {
       const float* own = sum + b * (1 + heads) * channels + c;
       const float mean = own[0] / static_cast<float>(count);
       const float start = both ? own[(1 + head) * channels] / static_cast<float>(count) : 0.0f;
-      add_multiple(start, mean, scores + (b * heads + head) * count, to + p * count, count);
+      const float* score = scores + (b * heads + head) * count;
+      write(to + p * count, count, past, [&](float* found, int64_t first, int64_t length) {
+        add_multiple(start, mean, score + first, found, length);
+      });
     }
+    finish_writing();
   });
-  return out;
+  return {out, rows, sums};
+}
+
+// The gradients of grid and matrix. With responses y = mean · s + u, u being the mean of cells times scores:
+// ∂s = mean · ∂y + ∂u · x / n, ∂matrix = Σ ∂s ⊗ x and ∂x = (∂mean + ∂u s) / n + matrix · ∂s. `upon`, ∂y, and the grid
+// are read once each.
+std::tuple<Tensor, Tensor> score_attention_backward(
+    const Tensor& grid, const Tensor& matrix, bool both, const Tensor& scores, const Tensor& sums, const Tensor& upon) {
+  const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0), depth = channels / heads;
+  const Tensor cells = grid.flatten(2);
+  const int64_t count = cells.size(2);
+  const float share = 1.0f / static_cast<float>(count);
+  const float* sum = sums.const_data_ptr<float>();
+  Tensor means = at::zeros({batch, heads, channels}, grid.options());
+  Tensor halves = at::zeros({batch, heads, channels}, grid.options());  // ∂u / n
+  float *mean = means.mutable_data_ptr<float>(), *half = halves.mutable_data_ptr<float>();
+  const auto in_its_head = [&](const auto& each) {  // each(place in (b, h, c), b, c, h)
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t c = 0; c < channels; ++c) each((b * heads + c / depth) * channels + c, b, c, c / depth);
+  };
+  in_its_head([&](int64_t place, int64_t b, int64_t c, int64_t) { mean[place] = sum[b * (1 + heads) * channels + c] * share; });
+  const auto [started, heard] = read_and_sum(upon.flatten(2), means, {}, scores);
+  const float* sum_upon = heard.const_data_ptr<float>();
+  if (both)
+    in_its_head([&](int64_t place, int64_t b, int64_t c, int64_t) { half[place] = sum_upon[b * (1 + heads) * channels + c] * share; });
+  const auto [rows, products] = read_and_sum(cells, halves, started, {});
+  Tensor out = at::empty(grid.sizes(), grid.options());
+  const bool past = past_caches(out, true);
+  const float *score = scores.const_data_ptr<float>(), *row = rows.const_data_ptr<float>();
+  const float* factors = matrix.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  at::parallel_for(0, batch * channels, tasks_a_thread(count), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t b = p / channels, c = p % channels, head = c / depth;
+      const float start = sum_upon[(b * (1 + heads) + 1 + head) * channels + c] * share;
+      const float own = half[(b * heads + head) * channels + c];
+      write(to + p * count, count, past, [&](float* found, int64_t first, int64_t length) {
+        add_multiple(start, own, score + (b * heads + head) * count + first, found, length);
+        for (int64_t h = 0; h < heads; ++h)
+          add_scaled<1>(factors + h * channels + c, row + (b * heads + h) * count + first, count, found, length);
+      });
+    }
+    finish_writing();
+  });
+  return {out, products.narrow(1, 1, heads).sum(0)};
 }
 
 TORCH_LIBRARY(farfield, library) {
+  library.def("axis_means(Tensor grid) -> Tensor");
   library.def("axis_sums(Tensor grid) -> Tensor");
   library.def("axis_attention(Tensor grid, int heads, float scale) -> Tensor");
-  library.def("score_attention(Tensor grid, Tensor matrix, bool both) -> Tensor");
-  library.def("outer_sum(Tensor vectors, int[] sides) -> Tensor");
+  library.def("cell_attention(Tensor cells, int heads, float scale) -> (Tensor, Tensor)");
+  library.def("cell_attention_backward(Tensor cells, Tensor? weights, int heads, float scale, Tensor upon) -> Tensor");
+  library.def("score_attention(Tensor grid, Tensor matrix, bool both, bool training=False) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "score_attention_backward(Tensor grid, Tensor matrix, bool both, Tensor scores, Tensor sums, Tensor upon)"
+      " -> (Tensor, Tensor)");
+  library.def("outer_sum(Tensor vectors, int[] sides, bool means=False, bool training=False) -> Tensor");
   library.def("read_and_sum(Tensor cells, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(farfield, CPU, library) {
+  library.impl("axis_means", &axis_means);
   library.impl("axis_sums", &axis_sums);
   library.impl("axis_attention", &axis_attention);
   library.impl("score_attention", &score_attention);
+  library.impl("score_attention_backward", &score_attention_backward);
+  library.impl("cell_attention", &cell_attention);
+  library.impl("cell_attention_backward", &cell_attention_backward);
   library.impl("outer_sum", &outer_sum);
   library.impl("read_and_sum", &read_and_sum);
 }

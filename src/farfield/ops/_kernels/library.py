@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -105,13 +106,33 @@ def register() -> None:
     def axis_sums(grid: Tensor) -> Tensor:
         return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]))
 
+    def axis_means(grid: Tensor) -> Tensor:
+        return axis_sums(grid)
+
     def axis_attention(grid: Tensor, heads: int, scale: float) -> Tensor:
         return torch.empty_like(grid)
 
-    def score_attention(grid: Tensor, matrix: Tensor, both: bool) -> Tensor:
-        return torch.empty_like(grid)
+    def cell_attention(cells: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(cells), cells.new_empty(len(cells) * heads, *cells.shape[2:], cells.shape[2])
 
-    def outer_sum(vectors: Tensor, sides: Sequence[int]) -> Tensor:
+    def cell_attention_backward(
+        cells: Tensor, weights: Tensor | None, heads: int, scale: float, upon: Tensor
+    ) -> Tensor:
+        return torch.empty_like(cells)
+
+    def score_attention(
+        grid: Tensor, matrix: Tensor, both: bool, training: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (batch, channels), (heads, _) = grid.shape[:2], matrix.shape
+        scores = grid.new_empty(batch, heads, math.prod(grid.shape[2:]))
+        return torch.empty_like(grid), scores, grid.new_empty(batch, 1 + heads, channels)
+
+    def score_attention_backward(
+        grid: Tensor, matrix: Tensor, both: bool, scores: Tensor, sums: Tensor, upon: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(grid), torch.empty_like(matrix)
+
+    def outer_sum(vectors: Tensor, sides: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
         return vectors.new_empty(*vectors.shape[:2], *sides)
 
     def read_and_sum(
@@ -121,7 +142,8 @@ def register() -> None:
         rows = cells.new_empty(cells.shape[0], matrix.shape[1], cells.shape[2])
         return rows, cells.new_empty(cells.shape[0], slots, cells.shape[1])
 
-    for shapes in (axis_sums, axis_attention, outer_sum, read_and_sum, score_attention):
+    attentions = (axis_attention, cell_attention, cell_attention_backward, score_attention, score_attention_backward)
+    for shapes in (axis_means, axis_sums, outer_sum, read_and_sum, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
 
 

@@ -5,40 +5,118 @@ It hangs on what a row is made of, by the table below, and never on the row's na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from farfield.ops._kernels import library
 from farfield.ops._kernels.sums import few
-from farfield.ops.grid import ALL, AXES
-from farfield.ops.summary import autocasts
+from farfield.ops.grid import ALL, AXES, add_axes, keeps_all
+from farfield.ops.reading import Reading
+from farfield.ops.recompute import few as scalars
+from farfield.ops.recompute import read_and_summarize, respond_from
+from farfield.ops.summary import SMALL, autocasts, split_heads
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
-Call = Callable[[Tensor, Tensor | None, int, float], Tensor | None]
+Call = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 
-def of_means(grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
+def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend from axis means to axis means (KAN 14-18)."""
-    if grid.dim() < 4 or matrix is not None:
+    if grid.dim() < 4 or matrix is not None or not library.runs(grid.detach()):
         return None
-    return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale))
+    if keeps_all(grid):
+        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale))
+    if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
+        return None
+    return add_axes(_AttendCells.apply(_AxisMeans.apply(grid), heads, scale), grid.shape[2:])
 
 
-def of_scores(grid: Tensor, matrix: Tensor | None, both: bool) -> Tensor | None:
+class _AxisMeans(torch.autograd.Function):
+    """Means along each axis, keeping nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor) -> Tensor:
+        ctx.sides = grid.shape[2:]
+        return cast(Tensor, torch.ops.farfield.axis_means(grid))
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return cast(Tensor, torch.ops.farfield.outer_sum(upon.contiguous(), ctx.sides, True, True))
+        cells = math.prod(ctx.sides)
+        counts = [upon.new_full((side,), cells // side) for side in ctx.sides]
+        return add_axes(upon / torch.cat(counts), ctx.sides)
+
+
+class _AttendCells(torch.autograd.Function):
+    """Softmax attention of cells `(b, c, n)` to each other, keeping them, and the matrix where it is smaller."""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, heads: int, scale: float) -> Tensor:
+        ctx.heads, ctx.scale = heads, scale
+        response, weights = torch.ops.farfield.cell_attention(cells, heads, scale)
+        ctx.save_for_backward(cells, weights if cells.shape[2] * heads <= cells.shape[1] else None)
+        return cast(Tensor, response)
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor | None, ...]:
+        (cells, weights), upon = ctx.saved_tensors, upon.contiguous()
+        if not torch.is_grad_enabled():
+            found = torch.ops.farfield.cell_attention_backward(cells, weights, ctx.heads, ctx.scale, upon)
+            return found, None, None
+        each = split_heads(cells, ctx.heads)  # to be differentiated in turn
+        response = (each @ (ctx.scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
+        return torch.autograd.grad(response, cells, upon, create_graph=True)[0], None, None
+
+
+def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend by scores (SAN 4, SAN 5)."""
-    if matrix is None or not few(len(matrix), grid.shape[1]) or not library.runs(matrix):
+    if matrix is None or not few(heads, grid.shape[1]) or not library.runs(grid.detach(), matrix.detach()):
         return None
-    return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, both))
+    if keeps_all(grid, matrix):
+        return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key)[0])
+    return cast(Tensor, _Scores.apply(row, grid, matrix)) if scalars(heads, grid) else None
+
+
+class _Scores(torch.autograd.Function):
+    """`of_scores`, keeping the grid, its scores and two sums."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
+        ctx.row = row
+        response, scores, sums = torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key, True)
+        ctx.save_for_backward(grid, matrix, scores, sums)
+        return cast(Tensor, response)
+
+    @staticmethod
+    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor | None, ...]:
+        grid, matrix, scores, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated in turn, as the equations can be
+            response = equation(ctx.row, grid, matrix)
+            return None, *torch.autograd.grad(response, (grid, matrix), upon, create_graph=True, allow_unused=True)
+        both = ctx.row.basis is one_and_key
+        upon = upon.contiguous()
+        return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, scores, sums, upon)
+
+
+def equation(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
+    """What `of_scores` computes, by parts that are differentiable twice."""
+    reading, (cells, real) = Reading(matrix), row.answers.gather(grid)
+    options = {"shared": False, "complete": True}
+    query, summary = read_and_summarize(row, len(matrix), cells, real[:, None], reading, reading, **options)
+    response = respond_from(row, cells, reading, cast(Tensor, query), summary)
+    return row.asks.scatter(response.flatten(1, 2), grid.shape[2:])
 
 
 # What weighs cells, coefficients, what sums are divided by, who answers and who asks.
 CALLS: dict[tuple[object, ...], Call] = {
     (None, softmax_of_products, weight, AXES, AXES): of_means,
-    (one_and_key, query_and_one, cell, ALL, ALL): lambda grid, matrix, heads, scale: of_scores(grid, matrix, True),
-    (one, queries, cell, ALL, ALL): lambda grid, matrix, heads, scale: of_scores(grid, matrix, False),
+    (one_and_key, query_and_one, cell, ALL, ALL): of_scores,
+    (one, queries, cell, ALL, ALL): of_scores,
 }
 
 
@@ -56,6 +134,4 @@ def attention(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sc
         The responses, or None if no kernel gives them.
     """
     call = CALLS.get((row.basis, row.coefficients, row.per, row.answers, row.asks))
-    if call is None or autocasts(grid) or not library.runs(grid):
-        return None
-    return call(grid, matrix, heads, scale)
+    return None if call is None or autocasts(grid) else call(row, grid, matrix, heads, scale)
