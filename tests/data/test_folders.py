@@ -72,9 +72,11 @@ def test_a_subset_larger_than_the_data(tmp_path: Path) -> None:
         prepared(make_root(tmp_path), subset=100)
 
 
-def test_no_test_folder(tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match=r"there is no folder .*/test\."):
-        prepared(make_root(tmp_path), "test")
+def test_without_a_test_folder_what_validates_is_tested(tmp_path: Path) -> None:
+    data = prepared(make_root(tmp_path), "test")
+    paths = [path for path, _ in data.parts["test"].samples]
+    assert paths
+    assert all("/val/" in path for path in paths)
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png"])

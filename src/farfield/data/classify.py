@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
@@ -46,7 +47,8 @@ class ImageFolders(_Classification):
     """Read images from folders, one a class: `root/train/<class>/*`, `root/val/<class>/*` and, if there, `root/test`.
 
     Without `root/val` a fifth of each class is held out of the training images, always the same for one seed; the
-    classes may then also lie in `root` itself. All files are decoded once before the first epoch.
+    classes may then also lie in `root` itself. Without `root/test` what validates is tested. All files are decoded once
+    before the first epoch.
 
     Args:
         root: The folder. May be left out to predict with a checkpoint.
@@ -114,6 +116,9 @@ class ImageFolders(_Classification):
                 self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
         if stage == "predict":
             self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
+        if stage == "test" and "test" not in folders and "val" in self.parts:
+            rank_zero_info(f"ImageFolders: {self.root} has no folder test; testing on what validates.")
+            self.parts["test"] = self.parts["val"]
         wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
             raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
