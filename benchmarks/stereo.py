@@ -1,6 +1,7 @@
 """Train a small PSMNet without and with attention on scenes of Middlebury, equal budgets, several seeds: a table.
 
     python benchmarks/stereo.py train --root middlebury_sceneflow
+    python benchmarks/stereo.py train --root middlebury_sceneflow --only Teddy --runs runs/one      # to overfit it
     python benchmarks/stereo.py table                                    # the table again, from what is finished
     python benchmarks/stereo.py picture --root middlebury_sceneflow      # images, true and found disparities
 
@@ -28,20 +29,21 @@ OPERATORS = ["none", "factorized_gaussian"]
 FLOOR = 3.0
 
 
-def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]) -> None:
+def train(folder: Path, root: Path, held_out: list[str], operator: str, seed: int, options: list[str]) -> None:
     """Fit and measure one network, and note the minutes it took."""
     result = folder / "result.json"
     if result.exists():
         return
     words = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE), "--data.root", str(root)]
     words += ["--trainer.default_root_dir", str(folder), "--seed_everything", str(seed)]
+    words += ["--data.held_out", json.dumps(held_out)]
     words += ["--model.network.operator", "null" if operator == "none" else operator, *options]
     resumed = list(folder.glob("version_*/checkpoints/last.ckpt"))
     started = processor_minutes()
     subprocess.run([*words, *(["--ckpt_path", "last"] if resumed else [])], check=True)
     # Of a run that went on after a kill, the minutes are those of its last sitting.
     spent = {} if resumed else {"processor_minutes": round(processor_minutes() - started, 1)}
-    result.write_text(json.dumps({**spent, **measure(folder, root)}, indent=2) + "\n")
+    result.write_text(json.dumps({**spent, **measure(folder, root, held_out)}, indent=2) + "\n")
 
 
 def trained(folder: Path) -> torch.nn.Module:
@@ -56,22 +58,30 @@ def trained(folder: Path) -> torch.nn.Module:
     return module.eval()
 
 
-def scenes(root: Path) -> dict[str, list[tuple[torch.Tensor, ...]]]:
+def held_back(root: Path, only: str | None) -> list[str]:
+    """The scenes that are not trained on: those of the recipe, or all but one."""
+    from farfield.data.frames import frames_in
+
+    if only is None:
+        return yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["data"]["init_args"]["held_out"]
+    return sorted({frame.left.parents[1].name for frame in frames_in(root)} - {only})
+
+
+def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     """Read the whole scenes: those that were trained on, and those held back."""
     from farfield.data.frames import frames_in
     from farfield.data.stereo import Measured
 
-    held_out = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["data"]["init_args"]["held_out"]
     frames = frames_in(root)
     back = [frame for frame in frames if not frame.names.isdisjoint(held_out)]
     parts = {"trained": [frame for frame in frames if frame not in back], "back": back}
     return {name: list(Measured(part, zero_is_unknown=True)) for name, part in parts.items()}
 
 
-def measure(folder: Path, root: Path) -> dict[str, float]:
+def measure(folder: Path, root: Path, held_out: list[str]) -> dict[str, float]:
     """Measure a run on the scenes it was trained on and on those held back."""
     module, found = trained(folder), {}
-    for part, pairs in scenes(root).items():
+    for part, pairs in scenes(root, held_out).items():
         module.errors.reset()
         for left, right, disparity in pairs:
             with torch.inference_mode():
@@ -101,7 +111,7 @@ def table(runs: dict[str, list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
+def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: Path) -> None:
     """Draw a scene trained on and the one held back: left image, true and found disparities in one scale of colours."""
     import matplotlib.pyplot as plt
 
@@ -109,7 +119,7 @@ def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
     from farfield.tasks.disparities import coloured
 
     name, folders = list(runs.items())[-1]
-    module, pairs = trained(folders[0]), scenes(root)
+    module, pairs = trained(folders[0]), scenes(root, held_out)
     shown = {"trained on": pairs["trained"][0], "held back": pairs["back"][0]}
     figure, axes = plt.subplots(len(shown), 3, figsize=(9, 5.2), layout="constrained")
     mean, deviation = (torch.tensor(values)[:, None, None] for values in IMAGENET)
@@ -136,17 +146,18 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/stereo"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--only", help="the one scene that is trained on; all but the recipe's by default")
     parser.add_argument("--picture", type=Path, default=Path("stereo.png"))
     arguments, options = parser.parse_known_args()
     folders = {name: [arguments.runs / f"{name}-{seed}" for seed in arguments.seeds] for name in arguments.operators}
     if arguments.action == "train":
         for index, seed in enumerate(arguments.seeds):  # a whole table of one seed before the next
             for name, runs in folders.items():
-                train(runs[index], arguments.root, name, seed, options)
+                train(runs[index], arguments.root, held_back(arguments.root, arguments.only), name, seed, options)
     finished = {name: [run for run in runs if (run / "result.json").exists()] for name, runs in folders.items()}
     finished = {name: runs for name, runs in finished.items() if runs}
     if arguments.action == "picture":
-        picture(finished, arguments.root, arguments.picture)
+        picture(finished, arguments.root, held_back(arguments.root, arguments.only), arguments.picture)
     else:
         print(table(finished))
 
