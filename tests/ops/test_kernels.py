@@ -241,7 +241,7 @@ def test_larger_ones_without_gradients_too(on: None, row: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("row", ["siamese", "siamese_local", "kronecker_qkv"])
+@pytest.mark.parametrize("row", ["siamese", "siamese_local", "siamese_ones", "kronecker_qkv"])
 def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> None:
     def second(dtype: torch.dtype) -> list[Tensor]:
         random = torch.Generator().manual_seed(4)

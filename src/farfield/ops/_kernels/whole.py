@@ -17,7 +17,7 @@ from farfield.ops._kernels.sums import few
 from farfield.ops.grid import ALL, AXES, add_axes, keeps_all
 from farfield.ops.reading import Reading
 from farfield.ops.recompute import few as scalars
-from farfield.ops.recompute import read_and_summarize, respond_from
+from farfield.ops.recompute import gradients, read_and_summarize, respond_from
 from farfield.ops.summary import SMALL, autocasts, split_heads
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
@@ -96,8 +96,8 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, upon: Tensor) -> tuple[Tensor | None, ...]:
         grid, matrix, scores, sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated in turn, as the equations can be
-            response = equation(ctx.row, grid, matrix)
-            return None, *torch.autograd.grad(response, (grid, matrix), upon, create_graph=True, allow_unused=True)
+            wanted = [part if part.requires_grad else None for part in (grid, matrix)]
+            return None, *gradients(wanted, {equation(ctx.row, grid, matrix): upon})
         both = ctx.row.basis is one_and_key
         upon = upon.contiguous()
         return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, scores, sums, upon)
