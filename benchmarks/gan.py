@@ -120,12 +120,12 @@ def table(results: dict[str, dict[str, float]]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, found in results.items():
-        distance = f"{found['distance']:.2f} ± {found['distance_spread']:.2f}"
+        distance = f"{found['distance']:.4f} ± {found['distance_spread']:.4f}"
         minutes = found.get("processor_minutes", "not counted")
         lines.append(f"| `{name}` | {found['steps']} | {distance} | {100 * found['recognised']:.1f} | {minutes} |")
     any_of = next(iter(results.values()), None)
     if any_of:
-        distance = f"{any_of['distance_of_training_images']:.2f} ± {any_of['distance_of_training_images_spread']:.2f}"
+        distance = "{distance_of_training_images:.4f} ± {distance_of_training_images_spread:.4f}".format(**any_of)
         lines.append(f"| training images | | {distance} | | |")
     return "\n".join(lines)
 
