@@ -98,7 +98,7 @@ def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
     # What validates, and then images of its own.
     farfield("test", run / "config.yaml", data__root=root, ckpt_path="best")
     validated = capsys.readouterr().out
-    make_folder(root / "test", 4)
+    make_folder(root / "test", 7)
     farfield("test", run / "config.yaml", data__root=root, ckpt_path="best")
     tested = capsys.readouterr().out
     assert "test/discriminator" in validated
