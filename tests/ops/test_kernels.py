@@ -161,6 +161,8 @@ def test_one_call_is_made_for_nothing_else(on: None) -> None:
         matrix = torch.ones(1, shape[1])
         assert (whole.attention(row, grid, None, 1, 1.0) is not None) == few
         assert (whole.attention(OPERATORS["siamese"], grid, matrix, 1, 1.0) is not None) == few
+        # A grid that wants no gradient is given none, which would be one more grid written.
+        assert whole.attention(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
     for options in ({"project": "q"}, {"project": "v"}, {"project": "o"}, {"residual": True, "project": ""}):
         assert not GridAttention(32, "kronecker_qkv", **options).is_bare()
     assert not GridAttention(32, "siamese", project="", coefficient_norm=True).is_bare()

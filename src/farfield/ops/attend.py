@@ -55,7 +55,7 @@ def attend(
         q = read(reading, asking, heads)
         plain = values is answering.cells and row.reads_keys and reading.matrix is None
         summary = summarize(row, k, k if plain else split_heads(values, heads), real, mask is None)
-    alone = row.basis is None  # each cell is a slot, which torch's own attention takes
+    alone = row.basis is None  # each answering cell is a slot of its own
     response = respond(row, q, summary, scale) if alone else respond_from(row, asking, reading, q, summary)
     response = laid_out_for(query, response.flatten(1, 2).to(query.dtype))
     return in_layout_of(query, row.asks.scatter(response, query.shape[2:], None))

@@ -79,7 +79,8 @@ def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sc
         return None
     if keeps_all(grid, matrix):
         return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key)[0])
-    return cast(Tensor, _Scores.apply(row, grid, matrix)) if scalars(heads, grid) else None
+    # A grid that wants no gradient is not to be given one, which the parts know.
+    return cast(Tensor, _Scores.apply(row, grid, matrix)) if grid.requires_grad and scalars(heads, grid) else None
 
 
 class _Scores(torch.autograd.Function):
