@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import UserError
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farfield.models import CLASSIFIERS
@@ -107,7 +108,7 @@ def test_a_strided_attention_block_compiles_once(path: str) -> None:
 
 def free(name: str) -> Any:
     """A slow test; where cells are pooled, torch cannot prove that free sides are shorter then, and it has to fail."""
-    unproven = [pytest.mark.xfail(strict=True)] if name.endswith("pooled") else []
+    unproven = [pytest.mark.xfail(strict=True, raises=UserError)] if name.endswith("pooled") else []
     return pytest.param(name, marks=[pytest.mark.slow, *unproven])
 
 
