@@ -45,4 +45,4 @@ if "RANK" in os.environ:
 else:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(Path(__file__))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    print(subprocess.run(launch, check=True, capture_output=True, text=True, env=environment).stdout)
+    print(subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout)

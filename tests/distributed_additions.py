@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as distributed
+import torch.distributed.nn.functional  # before there is a group: its defaults would keep that one alive to the end
 from torch import Tensor, nn
 
 from farfield import insert

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from farfield import cost, ops, sharding
+from farfield._processes import all_gather
 from farfield.nn import GridAttention
 from farfield.sharding import place_of_part, sharded_attention
 from grids import relative_error
@@ -90,19 +92,19 @@ def refusals() -> dict[str, str]:
 
 def sent(row: str) -> tuple[int, int]:
     """Bytes that this process gives to the all-gather, and what the formula says."""
-    layer, sizes, gather = build(row).float().eval(), [], sharding.gather
+    layer, sizes = build(row).float().eval(), []
 
     def listening(message: Tensor, group: Any) -> Tensor:
         sizes.append(message.numel() * message.element_size())
-        return gather(message, group)
+        return all_gather(message, group)
 
-    sharding.gather = listening
+    sharding.all_gather = listening
     try:
         part = torch.randn(3, 4, 2, *SIDES[1:])
         _, sides = place_of_part(part)
         sharded_attention(layer, part)
     finally:
-        sharding.gather = gather
+        sharding.all_gather = all_gather
     [size] = sizes
     return size, cost.predict(layer, sides=sides, batch=3).gathered_bytes
 
@@ -147,3 +149,33 @@ def work(rank: int, world: int, folder: str) -> None:
         found[row, "sent"] = sent(row)
     torch.save(found, Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()
+
+
+def check_gather(rank: int, world: int) -> None:
+    """With x of each process and the sum over P processes of g³, g = all_gather(x): 3Px², and of its squares 36P²x³."""
+    own = (torch.arange(6.0, dtype=torch.float64).view(2, 3) + rank).requires_grad_()
+    gathered = all_gather(own)
+    torch.testing.assert_close(gathered, torch.stack([own + each - rank for each in range(world)]))
+    [first] = torch.autograd.grad(gathered.pow(3).sum(), own, create_graph=True)
+    torch.testing.assert_close(first, 3 * world * own**2)
+    [second] = torch.autograd.grad(first.square().sum(), own)
+    torch.testing.assert_close(second, 36 * world**2 * own**3)
+
+
+def twice(rank: int, world: int, folder: str) -> None:
+    """Two process groups after each other, as in a notebook; says what was left of each once it was destroyed."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    found = []
+    for attempt in range(2):
+        distributed.init_process_group("gloo", f"file://{folder}/store{attempt}", world_size=world, rank=rank)
+        group = weakref.ref(distributed.group.WORLD)
+        torch.manual_seed(3)
+        grid = torch.randn(world, 4, *SIDES[:2], dtype=torch.float64)
+        normed = build("siamese", "v", coefficient_norm=True)
+        batch = normed(grid[rank : rank + 1])
+        parts = sharded_attention(build("siamese", "v"), grid[:, :, rank::world])
+        (batch.square().sum() + parts.square().sum()).backward()
+        check_gather(rank, world)
+        distributed.destroy_process_group()
+        found.append({"left": group() is not None, "batch": batch.detach(), "parts": parts.detach()})
+    torch.save(found, Path(folder) / f"{rank}.pt")

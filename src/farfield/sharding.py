@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from farfield._checks import ShapeError
+from farfield._processes import all_gather
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Place
 from farfield.ops.summary import Summary
@@ -128,7 +129,7 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
         named |= {"asked": asked.cells, "askers": asked.real}
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in named.values()))
     message = torch.cat([part.to(dtype).flatten() for part in named.values()])
-    gathered = gather(message, group)  # (processes, numbers)
+    gathered = all_gather(message, group)  # (processes, numbers)
     merged: Whole | None = None
     for own in gathered:
         pieces = own.split([part.numel() for part in named.values()])
@@ -145,14 +146,6 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
             both = None if merged.asked is None else merged.asked.merge(cast(Gathered, sums))
             merged = Whole(merged.summary.merge(other), both)
     return cast(Whole, merged)
-
-
-def gather(message: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Every process's message, `(processes, numbers)`; gradients are summed over the processes."""
-    # Not imported above: it warns where torch has no processes.
-    from torch.distributed.nn.functional import all_gather
-
-    return torch.stack(list(all_gather(message, group=group or distributed.group.WORLD)))
 
 
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:

@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 from farfield import cost
 from farfield.nn import GridAttention
 from farfield.sharding import all_gather_summary, sharded_attention
-from sharded_workers import COMPRESSING, ROWS, work
+from sharded_workers import COMPRESSING, ROWS, twice, work
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 processes", "4 processes"])
@@ -78,3 +78,14 @@ def test_without_processes() -> None:
         sharded_attention(GridAttention(4, "siamese"), torch.randn(1, 4, 3, 3))
     with pytest.raises(ValueError, match="this summary is the grid itself; fix: an operator that compresses"):
         all_gather_summary(GridAttention(4, "softmax").summarize(torch.randn(1, 4, 3, 3)))
+
+
+def test_a_destroyed_group_is_gone_and_another_can_follow(tmp_path: Path) -> None:
+    """A group that something still holds has threads when the interpreter ends, which may abort the process."""
+    multiprocessing.spawn(twice, args=(2, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        first, second = torch.load(tmp_path / f"{rank}.pt")
+        assert not first["left"]
+        assert not second["left"]
+        assert torch.equal(first["batch"], second["batch"])
+        assert torch.equal(first["parts"], second["parts"])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
+from farfield._processes import all_gather
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
 from farfield.ops.summary import Summary, full_precision
 from farfield.ops.table import Operator, products, softmax_of_products, weight
@@ -110,8 +111,6 @@ class CoefficientNorm(nn.Module):
 
 def of_all_processes(moments: Moments) -> Moments:
     """Moments of the union of all processes' batches; gradients flow through."""
-    from torch.distributed.nn.functional import all_gather
-
     own = torch.stack([moments.mean, moments.variance, moments.count.expand_as(moments.mean)])
-    mean, variance, count = torch.stack(list(all_gather(own))).unbind(1)
+    mean, variance, count = all_gather(own).unbind(1)
     return pooled_moments(mean, variance, count.flatten(1)[:, 0])
