@@ -10,8 +10,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,11 +37,13 @@ def against(arguments: argparse.Namespace) -> None:
 
 def unpack(revision: str, folder: Path) -> Path:
     """The sources of a revision, with the ruler of this tree."""
-    archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, capture_output=True, check=False)
+    archive = subprocess.run(
+        ["git", "archive", "--format=zip", revision, "src"], cwd=ROOT, capture_output=True, check=False
+    )
     if archive.returncode:
         raise SystemExit(f"operators.py: git knows no revision {revision!r}: {archive.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder)
     source = folder / "src"
     for name in RULER:
         shutil.copy(ROOT / "src" / "farfield" / "cost" / name, source / "farfield" / "cost" / name)

@@ -168,6 +168,15 @@ def test_one_call_is_made_for_nothing_else(on: None) -> None:
     assert not GridAttention(32, "siamese", project="", coefficient_norm=True).is_bare()
 
 
+@pytest.mark.parametrize(("channels", "side", "numbers"), [(64, 64, 64 * 128 + 128**2), (16, 16, 16 * 32)])
+def test_coefficients_are_kept_that_are_few_beside_the_grid(on: None, channels: int, side: int, numbers: int) -> None:
+    attention = GridAttention(channels, "kronecker_qkv", project="")
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part) or part, lambda part: part):
+        attention(torch.randn(1, channels, side, side, requires_grad=True))
+    assert sum(part.numel() for part in kept) == numbers
+
+
 def test_operations_are_those_that_torch_expects(on: None) -> None:
     grid, cells = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
     tests = ("test_schema", "test_faketensor")
@@ -297,19 +306,36 @@ def test_gradients_have_gradients(on: None) -> None:
 
 
 # ---- why not ---------------------------------------------------------------------------------------------------------
+class Tagged(Tensor):
+    """A tensor of a class of somebody's own."""
+
+
+def reasons(*tensors: Tensor | None) -> list[str]:
+    """Every reason, and that there is one wherever no kernel runs."""
+    found = list(library.why_not(*tensors))
+    assert library.runs(*tensors) == (not found)
+    return found
+
+
 def test_every_reason_is_told(on: None) -> None:
     grid = torch.randn(2, 4, 5, 6)
-    assert list(library.why_not(grid)) == []
-    assert list(library.why_not(grid.double())) == ["torch.float64, not torch.float32"]
-    assert list(library.why_not(grid.to("meta"))) == ["on meta, not on a CPU"]
-    assert list(library.why_not(grid, None, grid.mT)) == ["strides (120, 30, 1, 6), not contiguous"]
-    assert list(library.why_not(grid.requires_grad_())) == ["recorded by autograd, for a gradient of the gradient"]
+    assert reasons(grid) == []
+    assert reasons(grid.double()) == ["torch.float64, not torch.float32"]
+    assert reasons(grid.to("meta")) == ["on meta, not on a CPU"]
+    assert reasons(grid.as_subclass(Tagged)) == ["a Tagged, not a plain tensor"]
+    assert reasons(grid, None, grid.mT) == ["strides (120, 30, 1, 6), not contiguous"]
+    told: list[str] = []
+    torch.func.vmap(lambda each: told.extend(reasons(grid)) or each)(grid)
+    assert told.pop() == "transformed by torch.func or in forward mode"
+    torch.jit.trace(lambda each: told.extend(reasons(grid)) or each, grid)
+    assert "compiled or traced" in told
+    assert reasons(grid.requires_grad_()) == ["recorded by autograd, for a gradient of the gradient"]
     with torch.no_grad():
-        assert library.runs(grid)
-    reasons = off(lambda: list(library.why_not(grid.detach().half().mT)))
-    assert [reason.split()[0] for reason in reasons] == ["switched", "torch.float16,", "strides"]
+        assert reasons(grid) == []
+    off_reasons = off(lambda: reasons(grid.detach().half().mT))
+    assert [reason.split()[0] for reason in off_reasons] == ["switched", "torch.float16,", "strides"]
     with cost.memory.LiveBytes():
-        assert list(library.why_not(grid.detach())) == ["watched by a dispatch mode, which counts the equation"]
+        assert reasons(grid.detach()) == ["watched by a dispatch mode, which counts the equation"]
 
 
 @pytest.mark.parametrize("row", ["siamese", "kronecker_qkv"])

@@ -5,13 +5,13 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_softmax.h>
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/softmax.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -31,9 +31,10 @@ using at::Tensor;
 
 constexpr int64_t CHUNK = 1024;     // numbers side by side that are summed in float
 constexpr int64_t ROWS = 64;        // rows below each other that are
-constexpr int64_t BLOCK = 1 << 17;  // numbers, of all channels, that stay in a level-2 cache between two looks at them
+constexpr int64_t BLOCK = 1 << 17;  // numbers that stay in a level-2 cache between two looks at them
 constexpr int64_t GRAIN = 1 << 15;  // numbers that are worth a thread
 constexpr int WIDTH = 8;
+constexpr int64_t AHEAD = 512;      // numbers between what is read or written and what a cache is asked for meanwhile
 // Bytes of a response or a gradient from which it is written past the caches. In training it takes new memory, of which
 // no cache holds a line that could be written to: writing past them is as fast as the memory, and not half as fast.
 constexpr int64_t PAST_IN_TRAINING = int64_t{1} << 24, PAST = int64_t{1} << 27;
@@ -50,9 +51,9 @@ inline Lanes load(const float* from) {
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
 inline float sum_of(Lanes lanes) {
-  float sum = 0;
-  for (int lane = 0; lane < WIDTH; ++lane) sum += lanes[lane];
-  return sum;
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
 }
 
 int64_t tasks_a_thread(int64_t numbers_a_task) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, numbers_a_task)); }
@@ -94,11 +95,15 @@ struct Axes {
   }
 };
 
-// to = number + from
-inline void add_number(float number, const float* __restrict from, float* __restrict to, int64_t count) {
+// to = number + factor · from; with `more` the numbers behind `to` are written soon too.
+inline void add_multiple(
+    float number, float factor, const float* __restrict from, float* __restrict to, int64_t count, bool more) {
   int64_t x = 0;
-  for (; x + WIDTH <= count; x += WIDTH) store(to + x, load(from + x) + number);
-  for (; x < count; ++x) to[x] = from[x] + number;
+  for (; x + WIDTH <= count; x += WIDTH) {
+    if (more) __builtin_prefetch(to + x + AHEAD, 1);
+    store(to + x, number + factor * load(from + x));
+  }
+  for (; x < count; ++x) to[x] = number + factor * from[x];
 }
 
 bool past_caches(const Tensor& out, bool training) {
@@ -133,11 +138,6 @@ inline void write(float* to, int64_t count, bool past, const Fill& fill) {
   }
 }
 
-// to = number + factor · from
-inline void add_multiple(float number, float factor, const float* __restrict from, float* __restrict to, int64_t count) {
-  for (int64_t x = 0; x < count; ++x) to[x] = number + factor * from[x];
-}
-
 // columns += `K` rows; sums = the sum of each row.
 template <int K>
 inline void add_rows(const float* rows, int64_t width, float* __restrict columns, double* sums) {
@@ -149,6 +149,7 @@ inline void add_rows(const float* rows, int64_t width, float* __restrict columns
     for (; x + WIDTH <= last; x += WIDTH) {
       Lanes several = {};
       for (int k = 0; k < K; ++k) {
+        __builtin_prefetch(rows + K * x + k * WIDTH + AHEAD);  // in the order of memory, across rows
         const Lanes row = load(rows + k * width + x);
         found[k] += row;
         several += row;
@@ -247,7 +248,8 @@ Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides, bool means, bool 
           const int64_t length = std::min(rows, height - first);
           float* own = to + ((p * axes.slabs + slab) * height + first) * width;
           float* found = past ? part.data() : own;
-          for (int64_t y = 0; y < length; ++y) add_number(sum + upright[first + y], last, found + y * width, width);
+          for (int64_t y = 0; y < length; ++y)
+            add_multiple(sum + upright[first + y], 1, last, found + y * width, width, !past);
           if (past) write_past(found, own, length * width);
         }
       }
@@ -265,7 +267,8 @@ Tensor by_head(const Tensor& cells, int64_t heads) {
 // The matrix of coefficients `(b · h, n, n)` of cells that attend to each other, a row for each that asks.
 Tensor coefficients(const Tensor& cells, int64_t heads, double scale) {
   const Tensor each = by_head(cells, heads);
-  return at::softmax(at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each), -1);
+  Tensor products = at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each);
+  return at::_softmax_out(products, products, -1, false);
 }
 
 Tensor weighed(const Tensor& cells, const Tensor& weights, int64_t heads) {
@@ -275,8 +278,8 @@ Tensor weighed(const Tensor& cells, const Tensor& weights, int64_t heads) {
 // Softmax attention of cells `(b, c, n)` to each other.
 Tensor self_attention(const Tensor& cells, int64_t heads, double scale) {
   const int64_t count = cells.size(2), depth = cells.size(1) / heads;
-  // The matrix is smaller than what it is made of.
-  if (count <= depth) return weighed(cells, coefficients(cells, heads, scale), heads);
+  // The matrix is smaller than what it is made of, or stays in a cache.
+  if (count <= depth || cells.size(0) * heads * count * count <= BLOCK) return weighed(cells, coefficients(cells, heads, scale), heads);
   const Tensor each = cells.view({cells.size(0), heads, depth, count}).mT().contiguous();
   return at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale).mT().contiguous().view_as(cells);
 }
@@ -287,14 +290,17 @@ std::tuple<Tensor, Tensor> cell_attention(const Tensor& cells, int64_t heads, do
   return {weighed(cells, weights, heads), weights};
 }
 
-// Its gradient. The products are symmetric, so that queries and keys say the same of the cells by one product.
+// Its gradient: with coefficients A and ∂S = A ∘ (P − rows' sums of A ∘ P), P being the products of ∂y and cells, values
+// take ∂y A, keys and queries cells (∂S + ∂Sᵀ): in one product where the matrices are the smaller ones.
 Tensor cell_attention_backward(
     const Tensor& cells, const std::optional<Tensor>& kept, int64_t heads, double scale, const Tensor& upon) {
   const Tensor each = by_head(cells, heads), asked = by_head(upon, heads);
   const Tensor weights = kept ? *kept : coefficients(cells, heads, scale);
-  const Tensor products = at::_softmax_backward_data(at::bmm(asked.mT(), each), weights, -1, at::kFloat);
-  Tensor found = at::bmm(asked, weights);
-  return found.baddbmm_(each, at::add(products, products.mT()), 1, scale).view_as(cells);
+  Tensor products = at::bmm(asked.mT(), each), found = at::bmm(asked, weights);
+  at::_softmax_backward_data_out(products, products, weights, -1, at::kFloat);
+  if (each.size(2) <= each.size(1)) found.baddbmm_(each, at::add(products, products.mT()), 1, scale);
+  else found.baddbmm_(each, products, 1, scale).baddbmm_(each, products.mT(), 1, scale);
+  return found.view_as(cells);
 }
 
 // Softmax attention of the means along each axis to each other, in a grid by outer sum.
@@ -409,7 +415,7 @@ std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Ten
       const float start = both ? own[(1 + head) * channels] / static_cast<float>(count) : 0.0f;
       const float* score = scores + (b * heads + head) * count;
       write(to + p * count, count, past, [&](float* found, int64_t first, int64_t length) {
-        add_multiple(start, mean, score + first, found, length);
+        add_multiple(start, mean, score + first, found, length, !past);
       });
     }
     finish_writing();
@@ -451,7 +457,7 @@ std::tuple<Tensor, Tensor> score_attention_backward(
       const float start = sum_upon[(b * (1 + heads) + 1 + head) * channels + c] * share;
       const float own = half[(b * heads + head) * channels + c];
       write(to + p * count, count, past, [&](float* found, int64_t first, int64_t length) {
-        add_multiple(start, own, score + (b * heads + head) * count + first, found, length);
+        add_multiple(start, own, score + (b * heads + head) * count + first, found, length, !past);
         for (int64_t h = 0; h < heads; ++h)
           add_scaled<1>(factors + h * channels + c, row + (b * heads + h) * count + first, count, found, length);
       });

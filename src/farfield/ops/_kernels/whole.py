@@ -32,7 +32,7 @@ def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sca
         return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    return add_axes(_AttendCells.apply(_AxisMeans.apply(grid), heads, scale), grid.shape[2:])
+    return add_axes(_AttendCells.apply(_AxisMeans.apply(grid), heads, scale, grid.numel() // SMALL), grid.shape[2:])
 
 
 class _AxisMeans(torch.autograd.Function):
@@ -53,13 +53,13 @@ class _AxisMeans(torch.autograd.Function):
 
 
 class _AttendCells(torch.autograd.Function):
-    """Softmax attention of cells `(b, c, n)` to each other, keeping them, and the matrix where it is smaller."""
+    """Softmax attention of cells `(b, c, n)` to each other, keeping them, and a matrix of at most `limit` numbers."""
 
     @staticmethod
-    def forward(ctx: Any, cells: Tensor, heads: int, scale: float) -> Tensor:
+    def forward(ctx: Any, cells: Tensor, heads: int, scale: float, limit: int) -> Tensor:
         ctx.heads, ctx.scale = heads, scale
         response, weights = torch.ops.farfield.cell_attention(cells, heads, scale)
-        ctx.save_for_backward(cells, weights if cells.shape[2] * heads <= cells.shape[1] else None)
+        ctx.save_for_backward(cells, weights if weights.numel() <= limit else None)
         return cast(Tensor, response)
 
     @staticmethod
@@ -67,10 +67,10 @@ class _AttendCells(torch.autograd.Function):
         (cells, weights), upon = ctx.saved_tensors, upon.contiguous()
         if not torch.is_grad_enabled():
             found = torch.ops.farfield.cell_attention_backward(cells, weights, ctx.heads, ctx.scale, upon)
-            return found, None, None
+            return found, None, None, None
         each = split_heads(cells, ctx.heads)  # to be differentiated in turn
         response = (each @ (ctx.scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
-        return torch.autograd.grad(response, cells, upon, create_graph=True)[0], None, None
+        return torch.autograd.grad(response, cells, upon, create_graph=True)[0], None, None, None
 
 
 def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
