@@ -279,7 +279,8 @@ Tensor weighed(const Tensor& cells, const Tensor& weights, int64_t heads) {
 Tensor self_attention(const Tensor& cells, int64_t heads, double scale) {
   const int64_t count = cells.size(2), depth = cells.size(1) / heads;
   // The matrix is smaller than what it is made of, or stays in a cache.
-  if (count <= depth || cells.size(0) * heads * count * count <= BLOCK) return weighed(cells, coefficients(cells, heads, scale), heads);
+  if (count <= depth || cells.size(0) * heads * count * count <= BLOCK)
+    return weighed(cells, coefficients(cells, heads, scale), heads);
   const Tensor each = cells.view({cells.size(0), heads, depth, count}).mT().contiguous();
   return at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale).mT().contiguous().view_as(cells);
 }
