@@ -102,6 +102,7 @@ def matrix(
 ) -> Tensor:
     """A of `row`, `(b, h, m, n)`, with `normalize(E, pairs)` put between E = KᵀQ and the softmax where there is one."""
     real, asks = real_cells(key, mask), real_cells(query, query_mask)
+    query = query.masked_fill(~asks[:, None], 0.0)
     q, k = split(query, heads), split(key, heads)  # (b, h, d, m), (b, h, d, n)
     answering, asking = real.flatten(1), asks.flatten(1)
     count = answering.sum(dim=1).clamp(min=1)[:, None, None, None]
