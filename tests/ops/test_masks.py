@@ -155,7 +155,7 @@ def test_no_result_depends_on_which_arguments_are_one_tensor(row: str, masked: b
 
 @pytest.mark.parametrize("row", ROWS)
 def test_queries_without_a_mask_are_read_whatever_the_key_is(row: str) -> None:
-    """`mask` is the mask of keys and values, also where the query is the same tensor: its NaN are read, in every form."""
+    """`mask` is the mask of keys and values, also where they are the query too: its NaN are read."""
     case = draw(row, (5, 3), (5, 3), channels=4, values=4, heads=2)
     mask = torch.rand(2, 5, 3) > 0.3
     grid = case.value.masked_fill(~mask[:, None], math.nan)
