@@ -1,12 +1,24 @@
-"""Relative L2 error against float64: 4 eps of the dtype for responses, 8 eps for gradients, for any number of cells."""
+"""Relative L2 errors against float64, within bounds that hold on any processor.
+
+A sum over positions is made of float32 products over PRODUCT positions at most. Adding L numbers one after the other,
+in whatever order a processor's library does it, rounds L times by half an eps of a partial sum at most, up or down:
+together √L · eps / 2. A few roundings to the dtype come before and after: 4 eps. Where the work is torch's, softmax
+attention over slots, the bound is twice the error of torch's own kernel on the same slots in the same test.
+"""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import explicit
 from farfield import ops
+from farfield.ops.summary import PRODUCT
 from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves, relative_error
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -28,33 +40,71 @@ def _rounded(case: Case, dtype: torch.dtype) -> tuple[Case, Case]:
     return low, low.map(lambda tensor: tensor.double())
 
 
+def _bound(row: str, dtype: torch.dtype, positions: int) -> float:
+    """Of a response whose sums are the library's own; `dot` sums all positions in one product."""
+    length = positions if row == "dot" else min(positions, PRODUCT)
+    return 4 * torch.finfo(dtype).eps + math.sqrt(length) * torch.finfo(torch.float32).eps / 2
+
+
+def _slots(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values `(b, h, n, d)` and valid slots `(b, 1, 1, n)` of a row of the softmax, in float64."""
+    mask, query_mask, heads = (case.options.get(name) for name in ("mask", "query_mask", "heads"))
+    query = case.query.masked_fill(~explicit.real_cells(case.query, query_mask)[:, None], 0.0)
+    key, value, valid = case.key, case.value, explicit.real_cells(case.key, mask)
+    if case.row == "softmax_pooled":
+        (key, valid), value = explicit.pool(key, mask), explicit.pool(value, mask)[0]
+    query, key, value = (explicit.split(grid, heads or 1) for grid in (query, key, value))
+    valid = valid.flatten(1)
+    if case.row in explicit.AXIS_ROWS:
+        axes = explicit.axes(tuple(case.key.shape[2:]), explicit.real_cells(case.key, mask))
+        key, value, valid = key @ axes.means[:, None], value @ axes.means[:, None], axes.present
+    if case.row == "kronecker_qkv":
+        query = (
+            query
+            @ explicit.axes(tuple(case.query.shape[2:]), explicit.real_cells(case.query, query_mask)).means[:, None]
+        )
+    return query.mT, key.mT, value.mT, valid[:, None, None]
+
+
+def _bound_of_softmax(exact: Case, dtype: torch.dtype) -> float:
+    """Twice the error of torch's own kernel on the same slots, after the roundings that make them."""
+    query, key, value, valid = _slots(exact)
+    scale = exact.options.get("scale", 1.0)
+    low = [part.to(dtype).contiguous() for part in (query, key, value)]
+    want = F.scaled_dot_product_attention(query, key, value, attn_mask=valid, scale=scale)
+    got = F.scaled_dot_product_attention(*low, attn_mask=valid, scale=scale)
+    return 4 * torch.finfo(dtype).eps + 2 * relative_error(got, want)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("sides", [(17, 19), (61, 67)], ids=["323 cells", "4087 cells"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS)
-def test_responses_are_within_four_eps(row: str, dtype: torch.dtype, sides: tuple, masked: bool) -> None:
+def test_responses_are_within_their_bound(row: str, dtype: torch.dtype, sides: tuple, masked: bool) -> None:
     case = draw(row, (6, 7), sides, channels=8, values=8, heads=2, masked=masked)
     low, exact = _rounded(case, dtype)
     got = low.library()
     assert got.dtype == dtype
-    assert relative_error(got, exact.explicit()) <= 4 * torch.finfo(dtype).eps
+    softmax = row in SCALED_ROWS
+    bound = _bound_of_softmax(exact, dtype) if softmax else _bound(row, dtype, math.prod(sides))
+    assert relative_error(got, exact.explicit()) <= bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS)
-def test_gradients_are_within_eight_eps(row: str, dtype: torch.dtype) -> None:
+def test_gradients_are_within_twice_the_bound(row: str, dtype: torch.dtype) -> None:
     with sdpa_kernel(SDPBackend.MATH):
-        _assert_gradients_within(8, row, dtype)
+        _assert_gradients_within(2 * _bound(row, dtype, 17 * 19), row, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", SCALED_ROWS)
 def test_gradients_of_the_fused_softmax_are_within_twice_that(row: str, dtype: torch.dtype) -> None:
     """A kernel, here torch's own, is allowed twice the error of the plain body."""
-    _assert_gradients_within(16, row, dtype)
+    _assert_gradients_within(4 * _bound(row, dtype, 17 * 19), row, dtype)
 
 
-def _assert_gradients_within(bound: int, row: str, dtype: torch.dtype) -> None:
+def _assert_gradients_within(bound: float, row: str, dtype: torch.dtype) -> None:
     case = draw(row, (6, 7), (17, 19), channels=8, values=8, heads=2)
     low, exact = (leaves(form) for form in _rounded(case, dtype))
     got, want = low.library(), exact.explicit()
@@ -62,7 +112,7 @@ def _assert_gradients_within(bound: int, row: str, dtype: torch.dtype) -> None:
     found, expected = gradients(got, low.inputs, cotangent), gradients(want, exact.inputs, cotangent.double())
     for field, gradient in found.items():
         assert gradient.dtype == dtype
-        assert relative_error(gradient, expected[field]) <= bound * torch.finfo(dtype).eps, field
+        assert relative_error(gradient, expected[field]) <= bound, field
 
 
 def _long_response(case: Case) -> torch.Tensor:
@@ -114,14 +164,45 @@ def test_the_long_form_is_the_explicit_matrix(row: str) -> None:
 
 @pytest.mark.parametrize("sides", [(256, 257), (1024, 1024)], ids=["65792 cells", "2^20 cells"])
 @pytest.mark.parametrize("row", LONG_ROWS)
-def test_long_single_precision_grids_keep_four_eps(row: str, sides: tuple) -> None:
+def test_long_single_precision_grids_keep_their_bound(row: str, sides: tuple) -> None:
     generator = torch.Generator().manual_seed(1)
     key = torch.randn(1, 8, *sides, generator=generator)
     query = torch.randn(1, 8, 5, 7, generator=generator)
     options = {"weight": torch.randn(8, generator=generator)} if row in WEIGHT_ROWS else {}
     case = Case(row, query, key, key, options)
     got = case.library()
-    assert relative_error(got, _long_response(case).view_as(got)) <= 4 * torch.finfo(torch.float32).eps
+    assert relative_error(got, _long_response(case).view_as(got)) <= _long_bound(case)
+
+
+def _long_bound(case: Case) -> float:
+    """The bound of a response in single precision, the slots of the Kronecker operators being means."""
+    if case.row not in SCALED_ROWS:
+        return _bound(case.row, torch.float32, math.prod(case.key.shape[2:]))
+    means = ops.axis_means(case.key.double())
+    query = ops.axis_means(case.query.double()) if case.row == "kronecker_qkv" else case.query.double().flatten(2)
+    return _bound_of_softmax(Case("softmax", query, means, means, {}), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [0.0, 1.0], ids=["centred", "one sign"])
+@pytest.mark.parametrize("row", [row for row in LONG_ROWS if row != "kronecker_kv"])
+def test_four_million_positions_in_single_precision(row: str, offset: float) -> None:
+    """Self-attention of 2^22 positions, forward and backward: 4,096 slots for the Kronecker operators."""
+    generator = torch.Generator().manual_seed(1)
+    grid = torch.randn(1, 4, 2048, 2048, generator=generator).add_(offset).requires_grad_()
+    options = {"weight": torch.randn(4, generator=generator)} if row in WEIGHT_ROWS else {}
+    case = Case(row, grid, grid, grid, options)
+    found, cotangent = case.library(), torch.randn(1, 4, 2048, 2048, generator=generator)
+    wide = grid.detach().double().requires_grad_()
+    want = case.replace(
+        query=wide, key=wide, value=wide, **{name: part.double() for name, part in options.items()}
+    ).library()
+    assert relative_error(found, want) <= _long_bound(case.map(torch.Tensor.detach))
+    bound = _bound(row, torch.float32, grid[0, 0].numel())
+    if row == "kronecker_qkv":
+        bound = 2 * torch.finfo(torch.float32).eps + _error_of_torch(wide.detach(), cotangent.double())
+    got, exact = (torch.autograd.grad(y, x, cotangent.to(y.dtype))[0] for y, x in ((found, grid), (want, wide)))
+    assert relative_error(got, exact) <= 2 * bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -162,3 +243,15 @@ def _of_one_sign(row: str) -> Case:
     options = {"weight": torch.rand(8, generator=generator)} if row in WEIGHT_ROWS else {}
     key, value = (torch.rand(1, 8, 40, 41, generator=generator) + 0.5 for _ in range(2))
     return Case(row, torch.rand(1, 8, 3, 5, generator=generator), key, value, options)
+
+
+def _error_of_torch(grid: Tensor, cotangent: Tensor) -> float:
+    """Relative error of the gradient of a grid by torch's own kernel on its axis means, all else in float64."""
+    means, found = ops.axis_means(grid), []
+    upon = torch.cat([cotangent.sum(3), cotangent.sum(2)], 2).mT[None]
+    for dtype in (torch.float32, torch.float64):
+        slots = means.mT[None].to(dtype).contiguous().requires_grad_()
+        response = F.scaled_dot_product_attention(slots, slots, slots, scale=1.0)
+        (gradient,) = torch.autograd.grad(response, slots, upon.to(dtype))
+        found.append(ops.outer_sum(gradient[0].mT.double(), grid.shape[2:]))
+    return relative_error(*found)
