@@ -413,3 +413,11 @@ def test_rows_compare_equal_after_replacing_nothing() -> None:
         maps.attention_row(GridAttention(4, own, project=""), grid, (1, 1)),
         maps.attention_row(GridAttention(4, "factorized_gaussian", project=""), grid, (1, 1)),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_overlay_of_no_weight_is_the_dark_image(dtype: torch.dtype) -> None:
+    shown = maps.overlay(torch.rand(3, 12, 16).to(dtype), torch.zeros(4, 5))
+    assert shown.dtype == dtype
+    assert shown.isfinite().all()
+    assert shown.any()

@@ -53,8 +53,8 @@ def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Flo
         raise shape_error("overlay", problem, fix, image=image, weights=weights)
     weights = weights.detach().to(image)
     sizes = weights.abs().flatten()
-    full = torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4).clamp_min(1e-30)
-    weights = (weights / full).clamp(-1, 1)
+    full = torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4)
+    weights = (weights / full.clamp_min(torch.finfo(full.dtype).tiny)).clamp(-1, 1)
     glow = F.interpolate(weights[None, None], image.shape[1:], mode="bilinear", align_corners=False)[0, 0]
     grey = (image * image.new_tensor(LUMINANCE)[:, None, None]).sum(0) * image.new_tensor(DARK)[:, None, None]
     colours = torch.where(glow > 0, ramp(WARM, glow.abs()), ramp(COLD, glow.abs()))
