@@ -360,7 +360,7 @@ class Rounding(TorchDispatchMode):
 
 
 def movements(form: Callable[[], list[Tensor]], eps: float) -> Iterator[tuple[list[float], float]]:
-    """How far each result moves when all intermediate ones are rounded to eps, three times; and the largest of those."""
+    """How far each result moves when all intermediate ones are rounded to eps, and the largest of those; thrice."""
     exact = form()
     for seed in range(3):
         with Rounding(eps, seed) as mode:
