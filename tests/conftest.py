@@ -10,8 +10,8 @@ from pathlib import Path
 # Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The equations are tested; tests of kernels switch them on, wherever they were built.
-os.environ["FARFIELD_KERNELS"] = "0"
+# The equations are tested; tests of kernels switch them on where they were built, `everywhere.py` for all.
+os.environ["FARFIELD_KERNELS"] = os.environ.get("FARFIELD_TEST_KERNELS", "0")
 # The loops of reference.py and its neighbours are imported by name from any folder of tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,7 +22,7 @@ import torch
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A first example may compile or warm a cache: no deadline. Derandomised, so that a failure is the same for everybody.
 hypothesis.settings.register_profile(
     "house",

@@ -32,7 +32,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}
 # Which of three tensors the query, the key and the value are.
 SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
-# Roundings that follow each other inside one operation, as in the sum of a product, are one in `movements`.
+# Roundings inside one operation are one in `movements`: a few beside those of a sum, which are the root of its length.
 ROUNDINGS = 32
 # Operations that compute nothing; the gradient of a largest number looks for the number itself.
 EXACT = {"amax", "cat", "clone", "eq", "gather", "ge", "gt", "le", "lt", "masked_fill", "ne", "scatter_reduce", "where"}
@@ -388,7 +388,7 @@ class Outcome(NamedTuple):
     """What a case gave.
 
     Attributes:
-        kind: "close", within ROUNDINGS eps; "conditioned", further off, as rounding explains; "range", where what the
+        kind: "close", a few eps off; "conditioned", further off, as rounding explains; "range", where what the
             explicit form holds does not fit the dtype; or "wrong".
         text: What is wrong.
     """
@@ -414,11 +414,12 @@ def check(drawn: Drawn) -> Outcome:
     with settings(drawn), autocast:
         *got, everywhere = results(call.run, call.leaves)
     want, eps = results(call.truth, call.exact)[:-1], torch.finfo(dtype).eps
-    close = [relative_error(g, w) <= ROUNDINGS * eps for g, w in zip(got, want, strict=True)]  # NaN is not
+    roundings = ROUNDINGS + math.sqrt(max(math.prod(drawn.query_size), math.prod(drawn.key_size)))
+    close = [relative_error(g, w) <= roundings * eps for g, w in zip(got, want, strict=True)]  # NaN is not
     if all(close) and everywhere.isfinite().all():
         return Outcome("close")
     distances = [float((g.double() - w).norm()) for g, w in zip(got, want, strict=True)]
-    limits = [ROUNDINGS * eps * float(w.norm()) for w in want]
+    limits = [roundings * eps * float(w.norm()) for w in want]
     wide = make_call(dataclasses.replace(drawn, dtype="float64", autocast=None))
     # What is zero in exact numbers, as the gradient of a shift under a softmax, each form leaves over in its own way.
     forms = [lambda: results(call.truth, call.exact)[:-1], lambda: results(wide.run, wide.leaves)[:-1]]
@@ -426,7 +427,7 @@ def check(drawn: Drawn) -> Outcome:
         if largest > torch.finfo(dtype).max / 16:
             return Outcome("range")
         limits = [
-            max(limit, ROUNDINGS * (m + eps * float(w.norm()))) for limit, m, w in zip(limits, moved, want, strict=True)
+            max(limit, roundings * (m + eps * float(w.norm()))) for limit, m, w in zip(limits, moved, want, strict=True)
         ]
         if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
             break
