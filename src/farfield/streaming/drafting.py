@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,14 +87,15 @@ class Draft:
         """See that tiles of one side give what the whole gives; read more, where they do not at its ends.
 
         A layer that continues a side by its own cells, reflected for example, sees there as far to one side as
-        elsewhere to the other.
+        elsewhere to the other, and further if it makes the side longer.
 
         Raises:
             NotLocalError: If they do not, however much they read.
         """
         differing = self.differing(axis, cells, needs)
         if differing is not None and not given:
-            needs[axis] = [(before + after, before + after) for before, after in needs[axis]]
+            longer = self.longer(axis)
+            needs[axis] = [(before + after + longer, before + after + longer) for before, after in needs[axis]]
             differing = self.differing(axis, cells, needs)
         if differing is not None:
             raise not_local(self.model, differing, axis, "gives a tile other than what it gives the whole")
@@ -102,10 +104,17 @@ class Draft:
         """The first step that gives a tile other than the whole, in any pass."""
         ends = cells, self.sides[axis] - (self.sides[axis] - 1) // cells * cells
         for each in self.passes(needs):
-            found = self.look().differing(axis, each.halo, ends, each.calls)
+            enough = each.halo.before[axis] + each.halo.after[axis] + self.longer(axis) + self.scale.multiple[axis]
+            found = self.look().differing(axis, each.halo, ends, enough, each.calls)
             if found is not None:
                 return found
         return None
+
+    def longer(self, axis: int) -> int:
+        """Cells by which the network's grids are longer than the volume on a side, measured in the volume's cells."""
+        grids = [(grid.sides, grid.along[axis]) for grid in self.placed]
+        ends = [sides[along.side] / along.ratio - self.sides[axis] for sides, along in grids if along is not None]
+        return rounded_up(max([Fraction(0), *ends]), self.scale.multiple[axis])
 
     def axes_cut(self, cells: Sequence[int]) -> list[int]:
         """Sides that are cut."""

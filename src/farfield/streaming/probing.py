@@ -206,20 +206,22 @@ class Probe:
                     levels[later] = max(levels[later], levels[asked] + 1)
         return levels
 
-    def differing(self, axis: int, halo: Halo, ends: tuple[int, int], calls: Sequence[int]) -> str | None:
+    def differing(
+        self, axis: int, halo: Halo, ends: tuple[int, int], enough: int, calls: Sequence[int]
+    ) -> str | None:
         """Cut a small grid on one side, and see whether its parts give what the whole gives.
 
         Args:
             axis: The side.
             halo: What parts read beyond their own cells.
             ends: Cells of the first and of the last tile.
+            enough: Cells from an end, beyond which nothing depends on where the tile is cut.
             calls: Attentions whose grids must be equal; none for the output.
 
         Returns:
             The first step that is not, and which may be the reason; None if all that must be are equal.
         """
         multiple, before, after = self.scale.multiple[axis], halo.before[axis], halo.after[axis]
-        enough = before + after + multiple  # further from an end nothing depends on where the tile is cut
         first = min(ends[0], enough)
         last = ends[1] if ends[1] <= enough else enough + ends[1] % multiple
         side = first + enough + last
