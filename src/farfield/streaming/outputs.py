@@ -208,9 +208,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".unfinished")
 
 
-def output_for(
-    caller: str, out: Any, wanted: Wanted, like: Any, overwrite: bool | None
-) -> FileOutput | ArrayOutput:
+def output_for(caller: str, out: Any, wanted: Wanted, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
     """An output for what the caller asked for: a path, an array, or None for one of the volume's kind in memory."""
     if isinstance(out, str | Path):
         return FileOutput(caller, Path(out), wanted, overwrite)
