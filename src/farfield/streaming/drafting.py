@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.geometry import Halo, Placed, cores, rounded_up
+from farfield.streaming.geometry import Halo, Placed, at_least, cores, rounded_up
 from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
 from farfield.streaming.merging import is_grid
-from farfield.streaming.probing import Probe, Scale
+from farfield.streaming.probing import Probe, Scale, not_local
 from farfield.streaming.refusals import NotLocalError
 
 # A tile may take this share of the memory that is free: what kernels need beside the grids is not counted.
@@ -77,12 +78,53 @@ class Draft:
             needs = {axis: self.needs(axis, given) for axis in self.axes_cut(cells)}
         if not needs:  # one tile: the network as it is
             return cells, (Pass((), self.joined({}, range(0)), 1.0),)
-        read = [index for index, grid in enumerate(self.placed) if grid.attends or grid.name == OUTPUT]
-        every = self.joined(needs, read)
         for axis in needs:
-            self.look().check(axis, every)
+            self.check(axis, cells[axis], needs, given is not None)
         self.check_summaries()
         return cells, self.passes(needs)
+
+    def check(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]], given: bool) -> None:
+        """See that tiles of one side give what the whole gives; read more, where they do not at its ends.
+
+        A layer that continues a side by its own cells, reflected for example, sees there as far to one side as
+        elsewhere to the other, and further if it makes the side longer.
+
+        Raises:
+            NotLocalError: If they do not, however much they read.
+        """
+        found, differing = needs[axis], self.differing(axis, cells, needs)
+        for times in () if given else (1, 2):
+            if differing is not None:
+                mirrored = [times * (before + after + self.beyond(axis)[1]) for before, after in found]
+                needs[axis] = [(both, both) for both in mirrored]
+                differing = self.differing(axis, cells, needs)
+        if differing is not None:
+            raise not_local(self.model, differing, axis, "gives a tile other than what it gives the whole")
+
+    def differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
+        """The first step that gives a tile other than the whole, in any pass."""
+        last, (shorter, longer) = (self.sides[axis] - 1) % cells + 1, self.beyond(axis)
+        for each in self.passes(needs):
+            enough = each.halo.before[axis] + each.halo.after[axis] + longer + self.scale.multiple[axis]
+            # Near the end tiles may have nothing of a grid that ends earlier: the one before them is its last then.
+            first, last = min(cells, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
+            widths = [first, enough, *[first] * -(-shorter // first), last]
+            found = self.look().differing(axis, each.halo, widths, each.calls)
+            if found is not None:
+                return found
+        return None
+
+    def beyond(self, axis: int) -> tuple[int, int]:
+        """By how much the network's grids are shorter and longer than the volume on a side, at most, in its cells."""
+        grids = [(grid.sides, grid.along[axis]) for grid in self.placed]
+        ends = [sides[along.side] / along.ratio - self.sides[axis] for sides, along in grids if along is not None]
+        multiple = self.scale.multiple[axis]
+        return rounded_up(max(Fraction(0), -min(ends)), multiple), rounded_up(max(Fraction(0), max(ends)), multiple)
+
+    @property
+    def least(self) -> tuple[int, ...]:
+        """Cells a side that a tile reads at least, as the network takes no fewer."""
+        return (0,) * len(self.sides) if self.probe is None else self.probe.least
 
     def axes_cut(self, cells: Sequence[int]) -> list[int]:
         """Sides that are cut."""
@@ -167,7 +209,7 @@ class Draft:
     def passes(self, needs: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
         """One pass for all attentions that hear of none but those before, and the last."""
         grids = [index for index, each in enumerate(self.placed) if each.attends]
-        levels = self.look().levels()
+        levels = self.look().levels
         found = []
         for level in range(max(levels, default=-1) + 1):
             calls = tuple(call for call, own in enumerate(levels) if own == level)
@@ -178,6 +220,8 @@ class Draft:
     def tile_bytes(self, cells: Sequence[int], halo: Halo) -> int:
         """Bytes that a tile's grids take at once."""
         read = halo.around(cores(self.sides, cells)[0], self.sides)
+        if self.axes_cut(cells):
+            read = at_least(self.look().least, read, self.sides)
         sides = tuple(
             min(side, stop + before) for side, (_, stop), before in zip(self.sides, read, halo.before, strict=True)
         )

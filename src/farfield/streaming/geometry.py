@@ -47,8 +47,11 @@ class Placed(NamedTuple):
         return tuple(spans)
 
     def span(self, follows: Along, span: Span, side: int) -> Span:
-        """Where a span of a side lies in this grid; what ends the volume ends the grid."""
-        start, stop = (int(index * follows.ratio) for index in span)
+        """Where a span of a side lies in this grid; what ends the volume ends the grid.
+
+        After convolutions without padding a grid ends earlier, and nothing of it need lie in a span near the end.
+        """
+        start, stop = (min(int(index * follows.ratio), self.sides[follows.side]) for index in span)
         return start, self.sides[follows.side] if span[1] == side else stop
 
 
@@ -78,6 +81,23 @@ def cores(sides: Sequence[int], tile: Sequence[int]) -> list[Region]:
         for side, cells in zip(sides, tile, strict=True)
     ]
     return list(itertools.product(*spans))
+
+
+def at_least(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:
+    """A region that is made larger where it has fewer cells a side than a network takes.
+
+    Args:
+        least: Cells a side that it takes, with what is left of the whole's when strides have divided it.
+        region: What is read.
+        whole: Sides of the volume.
+    """
+    found = []
+    for (start, stop), cells, side in zip(region, least, whole, strict=True):
+        if stop - start < cells:
+            stop = min(side, start + cells)
+            start = min(start, max(0, stop - cells))
+        found.append((start, stop))
+    return tuple(found)
 
 
 def cells_of(region: Region) -> int:

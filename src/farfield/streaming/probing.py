@@ -5,12 +5,13 @@ Attentions are answered cell by cell meanwhile, so that what is left is what til
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 import torch
@@ -18,14 +19,20 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
-from farfield.streaming.geometry import Along, Halo, rounded_up
+from farfield.streaming.geometry import Along, Halo, Placed, at_least, rounded_up
 from farfield.streaming.listening import OUTPUT, Step, Trace, cellwise, device_of, dtype_of, record, trace
 from farfield.streaming.refusals import NotLocalError, named
 
-# Sides that every stride divides that anyone uses: 2^6 · 3 · 5 · 7.
-DIVISIBLE = 6720
+# Sides that every stride divides that anyone uses: 2^6 · 3^3 · 5 · 7.
+DIVISIBLE = 60480
 # Cells a side of the longest probe.
 LONGEST = 4096
+# Of the labels at one place on a side so many may differ, where two classes are as good as equal; they are compared on
+# so many grids, as labels are often equal by chance.
+TIES = 0.05
+LABELLED = 32
+# Cells across it, at most.
+WIDEST = 2**14
 
 
 class Scale(NamedTuple):
@@ -128,15 +135,20 @@ class Probe:
     def __init__(self, model: nn.Module, channels: int, sides: Sequence[int], scale: Scale) -> None:
         self.model, self.channels, self.whole, self.scale = model, channels, tuple(sides), scale
         self.generator = torch.Generator().manual_seed(0)
-        self.small = self.smallest()
+        self.small = self.least = self.smallest()
 
-    def run(self, grid: Tensor) -> list[Step]:
+    def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
         """Run the network, its attentions answered cell by cell."""
-        return record(self.model, partial(self.model, grid))
+        return record(self.model, partial(self.model, grid), last_call=last_call)
 
-    def draw(self, sides: Sequence[int]) -> Tensor:
-        """A random grid."""
-        grid = torch.randn(1, self.channels, *sides, generator=self.generator)
+    @cached_property
+    def labels(self) -> bool:
+        """Whether any step is of whole numbers."""
+        return not all(step.dtype.is_floating_point for step in self.run(self.draw(self.small)))
+
+    def draw(self, sides: Sequence[int], samples: int = 1) -> Tensor:
+        """Random grids."""
+        grid = torch.randn(samples, self.channels, *sides, generator=self.generator)
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
@@ -166,10 +178,19 @@ class Probe:
             with plain_kernels():
                 steps = self.run(grid)
             spans = [nan_span(step, along[axis]) for step, along in zip(steps, self.scale.along, strict=True)]
+            lost = any(
+                span is None and along[axis] is not None and step.dtype.is_floating_point
+                for step, span, along in zip(steps, spans, self.scale.along, strict=True)
+            )
+            if lost and self.grow(axis):
+                continue
             if not any(span is not None and span.everywhere for span in spans):
+                pairs = zip(spans, self.scale.along, strict=True)
+                found = [self.needed(span, along[axis], half, multiple) for span, along in pairs]
+                # Whole numbers cannot be NaN: they need what all before them does, and `differing` sees whether it is so.
                 return [
-                    self.needed(span, along[axis], half, multiple)
-                    for span, along in zip(spans, self.scale.along, strict=True)
+                    each if step.dtype.is_floating_point else tuple(map(max, *found[: index + 1], (0, 0)))
+                    for index, (step, each) in enumerate(zip(steps, found, strict=True))
                 ]
             half *= 2
             if half > max(LONGEST, 64 * multiple):
@@ -177,6 +198,20 @@ class Probe:
                     step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
                 )
                 raise not_local(self.model, name, axis, f"sees further than {half // 2} cells")
+
+    def grow(self, axis: int) -> bool:
+        """Make the small grids larger on the other sides, up to the volume's; False if they are large enough.
+
+        Where they are smaller than the steps of a dilated convolution, some of its windows see nothing but padding.
+        """
+        doubled = tuple(
+            own if other == axis else min(own + rounded_up(own, multiple), max(own, side))
+            for other, (own, side, multiple) in enumerate(zip(self.small, self.whole, self.scale.multiple, strict=True))
+        )
+        if doubled == self.small or math.prod(doubled) // doubled[axis] > WIDEST:
+            return False
+        self.small = doubled
+        return True
 
     def needed(self, span: NanSpan | None, follows: Along | None, half: int, multiple: int) -> tuple[int, int]:
         """Cells before and after, where NaN in the multiple after half went so far."""
@@ -186,6 +221,7 @@ class Probe:
         after = half - Fraction(span.start) / follows.ratio
         return rounded_up(max(before, Fraction(0)), multiple), rounded_up(max(after, Fraction(0)), multiple)
 
+    @cached_property
     def levels(self) -> list[int]:
         """Which attentions hear of which: each one's level is one more than the highest it hears of."""
         grid = self.draw(self.small)
@@ -205,23 +241,48 @@ class Probe:
                     levels[later] = max(levels[later], levels[asked] + 1)
         return levels
 
-    def check(self, axis: int, halo: Halo) -> None:
-        """Cut a small grid in two on one side, and see that both parts give what the whole gives.
+    def differing(self, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int]) -> str | None:
+        """Cut a small grid on one side, and see whether its parts give what the whole gives.
 
-        Raises:
-            NotLocalError: If they do not.
+        Args:
+            axis: The side.
+            halo: What parts read beyond their own cells.
+            widths: Cells of the parts; one in the middle becomes wider where the network takes no grid so small.
+            calls: Attentions whose grids must be equal; none for the output.
+
+        Returns:
+            The first step that is not, and which may be the reason; None if all that must be are equal.
         """
-        multiple, before, after = self.scale.multiple[axis], halo.before[axis], halo.after[axis]
-        cut = before + multiple
-        side = cut + after + multiple + (self.whole[axis] % multiple or multiple)
-        grid = self.draw(replaced(self.small, axis, side))
-        whole = self.run(grid)
-        for core, read in (((0, cut), (0, cut + after)), ((cut, side), (cut - before, side))):
-            own = self.run(grid.narrow(axis + 2, read[0], read[1] - read[0]).contiguous())
-            pairs = list(zip(whole, own, [each[axis] for each in self.scale.along], strict=True))
-            differing = [one for one, other, follows in pairs if differs(one, other, follows, core, read[0], side)]
-            if any(step.attends or step.name == OUTPUT for step in differing):
-                raise not_local(self.model, differing[0].name, axis, "gives a tile other than what it gives the whole")
+        cells = list(widths)
+        cells[1] += rounded_up(max(0, self.least[axis] - sum(cells)), self.scale.multiple[axis])
+        stops = list(itertools.accumulate(cells))
+        side, last_call = stops[-1], max(calls, default=None)
+        grid = self.draw(replaced(self.small, axis, side), LABELLED if self.labels else 1)
+        whole = self.run(grid, last_call)
+        wanted = needed_steps(whole, calls)
+        for core in zip([0, *stops], stops, strict=False):
+            spans = [
+                own_span(step, along[axis], core, side) for step, along in zip(whole, self.scale.along, strict=False)
+            ]
+            if not any(spans[index][0] < spans[index][1] for index in wanted):
+                continue
+            read = max(0, core[0] - halo.before[axis]), min(side, core[1] + halo.after[axis])
+            ((start, stop),) = at_least(self.least[axis : axis + 1], (read,), (side,))
+            try:
+                own = self.run(grid.narrow(axis + 2, start, stop - start).contiguous(), last_call)
+            except RuntimeError:  # smaller than what a layer takes
+                return whole[wanted[0]].name
+            pairs = zip(whole, own, self.scale.along, spans, strict=False)
+            differs = [differ(one, other, along[axis], span, start) for one, other, along, span in pairs]
+            if any(differs[index] for index in wanted):
+                return whole[differs.index(True)].name
+        return None
+
+
+def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
+    """Which steps are read by these attentions, or are the output if there are none."""
+    attends = [index for index, step in enumerate(steps) if step.attends]
+    return [attends[call] for call in calls] or [len(steps) - 1]
 
 
 class NanSpan(NamedTuple):
@@ -244,12 +305,19 @@ def nan_span(step: Step, follows: Along | None) -> NanSpan | None:
     return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[follows.side + 2])
 
 
-def differs(whole: Step, own: Step, follows: Along | None, core: tuple[int, int], first: int, side: int) -> bool:
-    """Whether the own cells of a part are not those of the whole, by more than rounding."""
+def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: int) -> tuple[int, int]:
+    """Where a part's own cells lie in a grid of the whole."""
     if follows is None:
+        return 0, 1
+    placed = Placed(whole.name, whole.attends, whole.shape[2:], ())
+    return placed.span(follows, core, side)
+
+
+def differ(whole: Step, own: Step, follows: Along | None, span: tuple[int, int], first: int) -> bool:
+    """Whether the own cells of a part that reads from `first` on are not those of the whole, by more than rounding."""
+    start, stop = span
+    if follows is None or start >= stop:
         return False
-    start = int(core[0] * follows.ratio)
-    stop = whole.shape[follows.side + 2] if core[1] == side else int(core[1] * follows.ratio)
     offset = int(first * follows.ratio)
     if stop - offset > own.shape[follows.side + 2]:
         return True
@@ -257,6 +325,8 @@ def differs(whole: Step, own: Step, follows: Along | None, core: tuple[int, int]
     other = cast(Tensor, own.grid).narrow(follows.side + 2, start - offset, stop - start)
     if one.shape != other.shape:
         return True
+    if not one.is_floating_point():
+        return bool((one != other).double().movedim(follows.side + 2, 0).flatten(1).mean(1).max() > TIES)
     return bool((one - other).abs().max() > math.sqrt(torch.finfo(one.dtype).eps) * one.abs().max())
 
 

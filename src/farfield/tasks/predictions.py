@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
 
-from farfield.streaming.outputs import emptied, hold
+from farfield._files import OwnedFolder
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -78,7 +77,7 @@ class PredictionFolder(BasePredictionWriter):
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="batch")
         self.path = path
-        self.lock: int | None = None
+        self.growing: OwnedFolder | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a folder that holds something, and clear what an interrupted prediction left."""
@@ -89,16 +88,17 @@ class PredictionFolder(BasePredictionWriter):
                 "fix: remove it, or name another by --predictions.path."
             )
         if trainer.is_global_zero:
-            beside(place).mkdir(parents=True, exist_ok=True)
-            self.lock = hold("farfield predict", beside(place), place)
-            emptied(beside(place))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.growing = OwnedFolder("farfield predict", beside(place), place)
+            self.growing.hold()
+            self.growing.empty()
         trainer.strategy.barrier()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the folder its name."""
         trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            os.replace(beside(self.place(trainer)), self.place(trainer))
+        if self.growing is not None:
+            self.growing.become_target()
         self.let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -107,9 +107,9 @@ class PredictionFolder(BasePredictionWriter):
 
     def let_go(self) -> None:
         """Give up the lock, in the process that has it."""
-        if self.lock is not None:
-            os.close(self.lock)
-        self.lock = None
+        if self.growing is not None:
+            self.growing.let_go()
+        self.growing = None
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the folder."""

@@ -114,9 +114,12 @@ class Restore(LightningModule):
 
         Raises:
             FileExistsError: If something is there already.
+            ValueError: If that is the stack itself, which is never overwritten.
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
+        if output.exists() and output.samefile(path):
+            raise ValueError(f'{output} is the stack "{path}" itself, and is not overwritten; fix: another output.')
         if output.exists() and self.overwrite == "skip":
             return f"{output}, which was there"
         if output.exists() and not self.overwrite:

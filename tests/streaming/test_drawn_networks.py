@@ -1,0 +1,134 @@
+"""Drawn networks: convolutions of all paddings, strides and dilations give in tiles what they give of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from farfield.streaming import Plan, plan_whole, predict_whole
+from streamed_nets import CONVOLUTIONS, POOLS, attention, relative, settled
+
+UP = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d}
+PADS = {1: (nn.ReflectionPad1d, nn.ReplicationPad1d), 2: (nn.ReflectionPad2d, nn.ReplicationPad2d)}
+# Sums of a few hundred products in float32, in another order: 1e-7 each, over at most five layers.
+TOLERANCE = 1e-5
+
+
+@st.composite
+def layers(draw: st.DrawFn, rank: int, channels: int) -> nn.Module:
+    kind = draw(st.sampled_from(["convolution"] * 5 + ["pool", "up", "pad", "attention"]))
+    if kind == "convolution":
+        kernel, dilation, stride = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        padding = draw(st.sampled_from([0, 0, (kernel - 1) * dilation // 2, 1, 3] + ["same"] * (stride == 1)))
+        mode = draw(st.sampled_from(["zeros", "reflect", "replicate"] * 3 + ["circular"]))
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": mode}
+        return CONVOLUTIONS[rank](channels, 6, kernel, **options)
+    if kind == "pool":
+        return POOLS[rank](draw(st.integers(2, 3)), stride=draw(st.integers(1, 2)), ceil_mode=draw(st.booleans()))
+    if kind == "up":
+        kernel, stride = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+        return UP[rank](channels, 6, kernel, stride=stride, padding=draw(st.integers(0, (kernel - 1) // 2)))
+    if kind == "pad":
+        return draw(st.sampled_from(PADS[rank]))(tuple(draw(st.integers(0, 3)) for _ in range(2 * rank)))
+    return attention("siamese") if channels == 6 else nn.ReLU()
+
+
+@st.composite
+def networks(draw: st.DrawFn, rank: int) -> nn.Module:
+    channels, found = 1, []
+    for _ in range(draw(st.integers(1, 4))):
+        found.append(draw(layers(rank, channels)))
+        channels = getattr(found[-1], "out_channels", channels)
+    return settled(nn.Sequential(*found))
+
+
+def cropped(output: Tensor, plan: Plan) -> Tensor:
+    """What is promised of a padded volume: the network's output without the cells that stand for what was padded."""
+    for along, (before, after) in zip(plan.output.grid.along, plan.padding, strict=True):
+        if along is not None:
+            start, stop = int(before * along.ratio), output.shape[along.side + 2] - int(after * along.ratio)
+            output = output.narrow(along.side + 2, start, stop - start)
+    return output
+
+
+@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
+@given(st.data())
+def test_tiles_give_what_the_whole_gives_or_say_why_not(data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from([1, 1, 1, 2]))
+    net = data.draw(networks(rank))
+    size = tuple(data.draw(st.integers(4, 60 // rank)) for _ in range(rank))
+    tile = tuple(data.draw(st.sampled_from([rank, 3, 5, 8, 13, None])) for _ in range(rank))
+    pad = data.draw(st.sampled_from([None, "reflect", "replicate", "constant"]))
+    grid = torch.randn(1, 1, *size)
+    try:
+        plan = plan_whole(net, grid.shape, tile=tile, pad=pad)
+    except ValueError as error:
+        assert str(error).startswith("predict_whole: ")  # noqa: PT017  # both outcomes are right
+        event("refused: " + str(error).split(";")[0][-40:])
+        return
+    event(f"{len(plan.cores) > 1=}")
+    want = whole_of(net, grid, plan, pad)
+    got = predict_whole(net, grid, tile=tile, pad=pad, quiet=True)
+    assert relative(got, want) < TOLERANCE
+
+
+def whole_of(net: nn.Module, grid: Tensor, plan: Plan, pad: str | None) -> Tensor:
+    """The network on the whole, padded as the plan says, by NumPy, which reflects as often as it must."""
+    mode = "edge" if pad == "replicate" else pad or "constant"
+    padded = torch.from_numpy(np.pad(grid.numpy(), ((0, 0), (0, 0), *plan.padding), mode=mode))
+    with torch.no_grad():
+        return cropped(net(padded), plan)
+
+
+def sequence(*found: nn.Module) -> nn.Module:
+    return settled(nn.Sequential(*found))
+
+
+@pytest.mark.parametrize(
+    ("net", "size", "tile", "pad"),
+    [
+        # Padded to 34 x 58, and half as long: 17 x 29 cells stand for the volume, not 16 x 28.
+        (sequence(nn.Conv2d(1, 4, 3, stride=2, padding=1)), (33, 57), (8, 8), "reflect"),
+        # What is returned ends before the volume does.
+        (sequence(nn.Conv2d(1, 4, 5), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 1, 2, stride=2)), (33, 57), 8, "reflect"),
+        # Tiles of one cell at the end, which hold nothing of what is returned.
+        (sequence(nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, 1, 3)), (33, 57), (8, 8), None),
+        # Reflected to a longer grid: the last cells see further back than others do.
+        (sequence(nn.ReflectionPad1d((0, 3)), nn.Conv1d(1, 1, 4)), (33,), (8,), None),
+        (sequence(*[nn.Conv1d(1, 1, 4, padding="same", padding_mode="reflect") for _ in range(2)]), (33,), (8,), None),
+        # Windows of two cells with a gap, which see nothing of a grid one cell wide.
+        (sequence(nn.Conv2d(1, 6, 2, padding="same", dilation=2)), (20, 27), (None, 5), None),
+        # The last tile that returns anything is smaller than the network takes.
+        (sequence(nn.Conv1d(1, 6, 4, dilation=2), nn.ZeroPad1d(1)), (23,), (3,), None),
+        # The attention comes before what takes no small grid.
+        (sequence(nn.Conv1d(1, 6, 1), attention("siamese"), nn.Conv1d(6, 6, 4, dilation=2)), (39,), (8,), None),
+        # Strides of 9 in all.
+        (sequence(nn.Conv1d(1, 1, 1, stride=3), nn.Conv1d(1, 1, 3, stride=3)), (40,), (9,), "reflect"),
+    ],
+    ids=range(9),
+)
+def test_networks_that_were_wrong_once(net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None) -> None:
+    grid = torch.randn(1, 1, *size)
+    want = whole_of(net, grid, plan_whole(net, grid.shape, tile=tile, pad=pad), pad)
+    assert relative(predict_whole(net, grid, tile=tile, pad=pad, quiet=True), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [(33, 57), (34, 57), (35, 60), (36, 58)])
+def test_a_padded_volume_has_the_cells_of_one_that_needs_no_padding(size: tuple[int, int]) -> None:
+    # Convolutions that keep a side, or halve it rounding up, take any side: padding must not change how many cells come.
+    net = sequence(nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1))
+    grid = torch.randn(1, 1, *size)
+    with torch.no_grad():
+        want = net(grid).shape
+    for pad in (None, "reflect"):
+        assert predict_whole(net, grid, tile=8, pad=pad, quiet=True).shape == want
+
+
+def test_a_volume_of_which_nothing_is_left() -> None:
+    net = sequence(nn.Conv1d(1, 4, 7), nn.MaxPool1d(4), nn.ConvTranspose1d(4, 1, 4, stride=4), nn.Conv1d(1, 1, 3))
+    with pytest.raises(ValueError, match=r"predict_whole: .*nothing of which is left without .* padded; fix: a larger"):
+        predict_whole(net, torch.randn(1, 1, 9), tile=4, pad="constant", quiet=True)
