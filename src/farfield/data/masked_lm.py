@@ -107,6 +107,10 @@ class TextFolder(Loading):
         self.texts.setdefault("test", self.texts["val"])
         self.texts.setdefault("predict", self.texts["test"])
 
+    def inputs(self) -> list[Path]:
+        """Return the files that are read to predict, which nothing may be written over."""
+        return [text.file for text in self.texts.get("predict", [])]
+
     def _read(self) -> None:
         if self.root is not None and "train" not in self.texts:
             self.texts |= parted(self.root, self.val_share)
