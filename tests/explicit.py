@@ -82,10 +82,10 @@ def _softmax(scores: Tensor, answering: Tensor) -> Tensor:
 def _softmax_matrix(
     query: Tensor, key: Tensor, answering: Tensor, asking: Tensor, scale: float, normalize: Normalize | None
 ) -> Tensor:
-    scores = query.transpose(2, 3) @ key  # (b, h, m, n)
+    scores = scale * query.transpose(2, 3) @ key  # (b, h, m, n)
     if normalize is not None:
         scores = normalize(scores, asking[:, None, :, None] & answering[:, None, None, :])
-    return _softmax(scores * scale, answering[:, None, None, :])
+    return _softmax(scores, answering[:, None, None, :])
 
 
 def matrix(
@@ -100,8 +100,9 @@ def matrix(
     scale: float = 1.0,
     normalize: Normalize | None = None,
 ) -> Tensor:
-    """A of `row`, `(b, h, m, n)`, with `normalize(E, pairs)` put between E = KᵀQ and the softmax where there is one."""
+    """A of `row`, `(b, h, m, n)`, with `normalize(E, pairs)` between E = scale · KᵀQ and the softmax, if any."""
     real, asks = real_cells(key, mask), real_cells(query, query_mask)
+    query = query.masked_fill(~asks[:, None], 0.0)
     q, k = split(query, heads), split(key, heads)  # (b, h, d, m), (b, h, d, n)
     answering, asking = real.flatten(1), asks.flatten(1)
     count = answering.sum(dim=1).clamp(min=1)[:, None, None, None]

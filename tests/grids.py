@@ -78,7 +78,10 @@ class Case:
     def loops(self) -> Tensor:
         """The loops' answer."""
         options = {field: _numpy(option) for field, option in self.options.items()}
-        grids = (_numpy(self.query), _numpy(self.key), _numpy(self.value))
+        query = self.query
+        if self.row != "kronecker_qkv" and "query_mask" in options:  # only means of queries need to know
+            query = query.masked_fill(~torch.from_numpy(options.pop("query_mask"))[:, None], 0.0)
+        grids = (_numpy(query), _numpy(self.key), _numpy(self.value))
         return torch.from_numpy(np.asarray(getattr(reference, self.row)(*grids, **options)))
 
 
@@ -117,8 +120,7 @@ def draw(
         options["scale"] = scale
     if masked:
         options["mask"] = draw_mask(batch, answers, generator)
-        if row == "kronecker_qkv":
-            options["query_mask"] = draw_mask(batch, asks, generator)
+        options["query_mask"] = draw_mask(batch, asks, generator)
     return Case(row, query, key, value, options)
 
 

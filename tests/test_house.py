@@ -182,13 +182,13 @@ WEIGHTED = ("siamese", "siamese_local")
 @pytest.mark.parametrize("row", ops.OPERATORS)
 def test_every_row_has_its_whole(row: str) -> None:
     parameters = inspect.signature(getattr(ops, f"{row}_attention")).parameters
-    expected = ["query", "key", "value", "heads", "mask"]
-    expected += ["scale"] * (row in SCALED) + ["query_mask"] * (row == "kronecker_qkv") + ["weight"] * (row in WEIGHTED)
+    expected = ["query", "key", "value", "heads", "mask", "query_mask"]
+    expected += ["scale"] * (row in SCALED) + ["weight"] * (row in WEIGHTED)
     assert sorted(parameters) == sorted(expected)
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
     assert positional == ["query", "key", "value"]
     assert parameters["heads"].default == 1
-    assert parameters["mask"].default is None
+    assert parameters["mask"].default is parameters["query_mask"].default is None
 
 
 def functions(operator: ops.Operator) -> list[object]:

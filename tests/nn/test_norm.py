@@ -208,6 +208,30 @@ def test_statistics_of_low_precision_are_float32_at_least(row: str, dtype: torch
     assert_close(got, want, 16 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("size", [4.4, 11], ids=["in range", "beyond it"])
+@pytest.mark.parametrize("row", ["factorized", "dot", "averaged"])
+def test_running_variances_of_half_precision_stay_finite(row: str, size: float) -> None:
+    """A batch's variance may leave float16's range where a tenth of it, which the running one takes, does not."""
+    attention = GridAttention(4, row, project="v", coefficient_norm=True).half()
+    kept, exact = copy.deepcopy(attention), copy.deepcopy(attention).double()
+    kept.coefficient_norm.float()  # what the documentation says of larger responses
+    grid = (size * (1.95 if row == "averaged" else 1) * torch.randn(2, 4, 5, 6)).half()
+    for module in (attention, kept):
+        module(grid), module.eval()
+    written_out(exact, grid.double())
+    exact.eval()
+    want = exact.coefficient_norm.running_var
+    assert (want.amax() <= 65504) == (size < 5)
+    batch = (want - 0.9) / 0.1
+    assert batch.amax() > 65504
+    got = attention.coefficient_norm.running_var
+    assert got.dtype == torch.float16
+    assert_close(got, want.clamp(max=65504), 16 * torch.finfo(torch.float16).eps)
+    assert attention(grid).isfinite().all()
+    assert_close(kept.coefficient_norm.running_var, want, 16 * torch.finfo(torch.float16).eps)
+    assert_close(kept(grid), written_out(exact, grid.double()), 32 * torch.finfo(torch.float16).eps)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_autocast_keeps_the_statistics(row: str) -> None:
     attention = build(row).float()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
-from farfield import pad_grids
-from grids import ROWS, Case, assert_close, draw, gradients, leaves
+from farfield import ops, pad_grids
+from farfield.nn import GridAttention
+from grids import ROWS, Case, assert_close, draw, gradients, leaves, relative_error
 
 POISONS = [math.nan, math.inf, -math.inf, 1e300]
 
@@ -17,9 +19,7 @@ def _filled(case: Case, poison: float) -> Case:
     """The same call with `poison` in every cell that a mask hides."""
     hidden = ~case.options["mask"][:, None]
     changes = {"key": case.key.masked_fill(hidden, poison), "value": case.value.masked_fill(hidden, poison)}
-    if "query_mask" in case.options:
-        changes["query"] = case.query.masked_fill(~case.options["query_mask"][:, None], poison)
-    return case.replace(**changes)
+    return case.replace(query=case.query.masked_fill(~case.options["query_mask"][:, None], poison), **changes)
 
 
 @pytest.mark.parametrize("sides", [((9,), (11,)), ((3, 5), (4, 3)), ((2, 3, 2), (3, 2, 3))], ids=["1", "2", "3"])
@@ -45,8 +45,7 @@ def test_masked_cells_get_no_gradient(row: str) -> None:
     assert not found["key"][hidden].any()
     assert not found["value"][(~case.options["mask"][:, None]).expand_as(case.value)].any()
     assert found["value"].any()
-    if "query_mask" in case.options:
-        assert not found["query"][(~case.options["query_mask"][:, None]).expand_as(case.query)].any()
+    assert not found["query"][(~case.options["query_mask"][:, None]).expand_as(case.query)].any()
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -74,15 +73,16 @@ def test_a_sample_with_no_real_cell_answers_zero(row: str, poison: float) -> Non
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_batch_with_no_real_cell_at_all(row: str) -> None:
-    case = leaves(draw(row, heads=2).replace(mask=torch.zeros(2, 4, 3, dtype=torch.bool)))
+    case = leaves(draw(row, heads=2, masked=True).replace(mask=torch.zeros(2, 4, 3, dtype=torch.bool)))
     output = case.library()
     assert torch.equal(output, torch.zeros_like(output))
     for gradient in gradients(output, case.inputs, torch.randn_like(output)).values():
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_no_real_asking_cell_still_gets_a_finite_response() -> None:
-    case = draw("kronecker_qkv", heads=2, masked=True)
+@pytest.mark.parametrize("row", ROWS)
+def test_no_real_asking_cell_still_gets_a_finite_response(row: str) -> None:
+    case = draw(row, heads=2, masked=True)
     asks = case.options["query_mask"].clone()
     asks[0] = False
     poisoned = _filled(case.replace(query_mask=asks), math.nan)
@@ -99,8 +99,7 @@ def test_padding_a_ragged_batch_answers_as_each_grid_alone(row: str) -> None:
     ]
     batch, mask = pad_grids(grids)
     case = draw(row, (5, 5), (5, 5), batch=4, values=4, heads=2)
-    asks = {"query_mask": mask} if row == "kronecker_qkv" else {}
-    whole = case.replace(query=batch, key=batch, value=batch, mask=mask, **asks).library()
+    whole = case.replace(query=batch, key=batch, value=batch, mask=mask, query_mask=mask).library()
     for index, grid in enumerate(grids):
         alone = case.replace(query=grid[None], key=grid[None], value=grid[None]).library()
         corner = tuple(slice(side) for side in grid.shape[1:])
@@ -112,3 +111,114 @@ def test_padding_a_ragged_batch_answers_as_each_grid_alone(row: str) -> None:
 def test_masks_hide_nan_in_every_dtype(row: str, dtype: torch.dtype) -> None:
     case = draw(row, heads=2, masked=True).map(lambda tensor: tensor.to(dtype))
     assert torch.equal(_filled(case, math.nan).library(), _filled(case, 0.0).library())
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("row", ROWS)
+def test_self_attention_keeps_masked_content_out_of_every_gradient(row: str, poison: float) -> None:
+    """One tensor as queries, keys and values: its masked positions change no gradient of its valid ones."""
+    mask = torch.ones(2, 4, 3, dtype=torch.bool)
+    mask[0, 2:], mask[1, :, 1] = False, False
+    case = draw(row, (4, 3), (4, 3), channels=4, values=4, heads=2)
+    found = []
+    for content in (0.0, poison):
+        grid = case.value.masked_fill(~mask[:, None], content).requires_grad_()
+        output = case.replace(query=grid, key=grid, value=grid, mask=mask, query_mask=mask).library()
+        assert output.isfinite().all()
+        found.append(torch.autograd.grad(output.movedim(1, -1)[mask].square().sum(), grid)[0])
+    assert torch.equal(*found)
+    assert found[0].any()
+
+
+# Which of three equal tensors are the query, the key and the value: all one, some one, none.
+SHARED = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("row", ROWS)
+def test_no_result_depends_on_which_arguments_are_one_tensor(row: str, masked: bool) -> None:
+    mask = torch.rand(2, 5, 3) > 0.3 if masked else torch.ones(2, 5, 3, dtype=torch.bool)
+    case = draw(row, (5, 3), (5, 3), channels=4, values=4, heads=2)
+    content = case.value.masked_fill(~mask[:, None], math.nan)
+    outputs, totals = [], []
+    for pattern in SHARED:
+        grids = [content.clone().requires_grad_() for _ in range(3)]
+        masks = {"mask": mask, "query_mask": mask if pattern[0] == pattern[1] else mask.clone()} if masked else {}
+        query, key, value = (grids[index] for index in pattern)
+        outputs.append(case.replace(query=query, key=key, value=value, **masks).library())
+        used = [grids[index] for index in set(pattern)]
+        totals.append(sum(torch.autograd.grad(outputs[-1].square().sum(), used, materialize_grads=True)))
+    for output, total in zip(outputs, totals, strict=True):
+        assert_close(output, outputs[0], 1e-13)
+        assert_close(total, totals[0], 1e-12)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_queries_without_a_mask_are_read_whatever_the_key_is(row: str) -> None:
+    """`mask` is the mask of keys and values, also where they are the query too: its NaN are read."""
+    case = draw(row, (5, 3), (5, 3), channels=4, values=4, heads=2)
+    mask = torch.rand(2, 5, 3) > 0.3
+    grid = case.value.masked_fill(~mask[:, None], math.nan)
+    outputs = []
+    for pattern in SHARED:
+        query, key, value = ((grid, grid.clone(), grid.clone())[index] for index in pattern)
+        outputs.append(case.replace(query=query, key=key, value=value, mask=mask).library())
+    for output in outputs:
+        assert output.isnan().any()
+        assert torch.equal(output.isnan(), outputs[0].isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("project", ["", "k", "qk", "qkv", "qkvo"])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_masked_slot_of_half_precision_is_finite(row: str, project: str, dtype: torch.dtype) -> None:
+    """A masked key is its projection's bias: whatever it is divided by must not leave the range of float16."""
+    project = project.replace("k", "") if row == "siamese_local" else project
+    attention = GridAttention(4, row, heads=2, project=project).to(dtype)
+    grid, context = torch.randn(3, 4, 5, 3).to(dtype), torch.randn(3, 4, 3, 4).to(dtype)
+    mask, context_mask = torch.rand(3, 5, 3) > 0.4, torch.rand(3, 3, 4) > 0.4
+    mask[2], context_mask[2] = False, False
+    for arguments in ({"mask": mask}, {"mask": mask, "context": context, "context_mask": context_mask}):
+        own = grid.clone().requires_grad_()
+        output = attention(own, **arguments)
+        exact = copy.deepcopy(attention).double()
+        wider = {name: part.double() if part.is_floating_point() else part for name, part in arguments.items()}
+        want = exact(grid.double(), **wider)
+        assert relative_error(output, want) <= 16 * torch.finfo(dtype).eps
+        for gradient in torch.autograd.grad(output.float().square().sum(), [own, *attention.parameters()]):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("row", ["softmax", "softmax_pooled"])
+def test_a_masked_slot_is_finite_under_autocast(row: str, dtype: torch.dtype) -> None:
+    attention = GridAttention(4, row, project="qkv")
+    mask = torch.rand(3, 5, 3) > 0.4
+    mask[2] = False
+    grid = torch.randn(3, 4, 5, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        output = attention(grid, mask=mask)
+    assert output.isfinite().all()
+    for gradient in torch.autograd.grad(output.float().square().sum(), [grid, *attention.parameters()]):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_function_of_the_table_is_finite_in_every_dtype(row: str, dtype: torch.dtype) -> None:
+    """Called as maps, dropout and a user's own operator call it: on half precision itself, with a sample all masked."""
+    operator = ops.OPERATORS[row]
+    width = 1 if operator.score else 4
+    key, query, value = (torch.randn(2, 1, size, 6).to(dtype).requires_grad_() for size in (width, width, 3))
+    real = torch.tensor([[1.0, 0, 1, 1, 0, 1], [0] * 6])[:, None, None]
+    if operator.basis is not None:
+        basis, peak = operator.basis(key, real)
+        assert (basis * real).isfinite().all()
+        assert peak is None or peak.isfinite().all()
+    summary = ops.summarize(operator, key, value * real.to(dtype), real)
+    coefficients = operator.coefficients(query, summary)
+    response = ops.respond(operator, query, summary)
+    for output in (coefficients, response):
+        assert output.isfinite().all()
+        for gradient in torch.autograd.grad(output.sum(), [key, query, value], allow_unused=True, retain_graph=True):
+            assert gradient is None or gradient.isfinite().all()

@@ -72,7 +72,8 @@ def test_samples_do_not_hear_each_other(
 def test_the_order_of_cells_does_not_matter(row: str, asks: tuple, answers: tuple, masked: bool, seed: int) -> None:
     case = draw(row, asks, answers, masked=masked, seed=seed)
     ask, answer = torch.randperm(math.prod(asks)), torch.randperm(math.prod(answers))
-    options = {"mask": _permuted(case.options["mask"], answer, 1)} if masked else {}
+    orders = {"mask": answer, "query_mask": ask} if masked else {}
+    options = {field: _permuted(case.options[field], order, 1) for field, order in orders.items()}
     moved = case.replace(
         query=_permuted(case.query, ask, 2),
         key=_permuted(case.key, answer, 2),
@@ -97,7 +98,6 @@ def test_kronecker_allows_another_order_on_each_axis(
     options = {}
     if masked:
         options["mask"] = case.options["mask"][:, answer[0]][:, :, answer[1]]
-    if masked and row == "kronecker_qkv":
         options["query_mask"] = case.options["query_mask"][:, ask[0]][:, :, ask[1]]
     moved = case.replace(
         query=case.query[:, :, ask[0]][..., ask[1]],

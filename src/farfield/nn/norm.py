@@ -9,6 +9,7 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 
 from farfield._processes import all_gather
+from farfield.ops.grid import accumulation
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
 from farfield.ops.summary import Summary, full_precision
 from farfield.ops.table import Operator, products, softmax_of_products, weight
@@ -21,7 +22,9 @@ class CoefficientNorm(nn.Module):
     (KAN): the shift cancels in the softmax, so a scale a head on the query is all of it. Elsewhere it is batch norm of
     the responses over their channels (SAN): a scale on the slots and a shift. Statistics are those of
     `torch.nn.BatchNorm2d` on the explicit matrix, from the moments of queries, keys and slots; in distributed training
-    they are those of all processes.
+    they are those of all processes. They are computed in float32 at least; running ones that are kept in float16 end at
+    65,504, which is a standard deviation of 256: where responses vary more, keep the norm of a module of half precision
+    in float32, `attention.coefficient_norm.float()`.
 
     Args:
         operator: Whose coefficients or responses.
@@ -85,16 +88,18 @@ class CoefficientNorm(nn.Module):
 
     def statistics(self, query: Tensor, asked: Tensor, summary: Summary, row: Operator) -> tuple[Tensor, Tensor]:
         """Mean and variance to norm by: of the batch in training (which moves the running ones), else the running."""
+        wide = accumulation(self.running_var.dtype)
         if not self.training:
-            return self.running_mean, self.running_var
+            return self.running_mean.to(wide), self.running_var.to(wide)
         moments = self.moments(query, asked, summary, row)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             moments = of_all_processes(moments)
         mean, variance, count = moments.mean.flatten(), moments.variance.flatten(), moments.count
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp_min(1))
-            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var), self.momentum)
+            for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
+                limit = torch.finfo(running.dtype).max
+                running.copy_(running.to(wide).lerp(batch.to(wide), self.momentum).clamp(-limit, limit))
             self.num_batches_tracked += 1
         return mean, variance
 

@@ -16,6 +16,7 @@ def dot_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by its product with the query, over the channels.
 
@@ -30,13 +31,14 @@ def dot_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·N·(c + p) multiply-adds; b·h·M·N coefficients in memory.
@@ -51,4 +53,4 @@ def dot_attention(
         >>> torch.allclose(*both, atol=1e-4)
         True
     """
-    return attend("dot_attention", OPERATORS["dot"], query, key, value, heads=heads, mask=mask)
+    return attend("dot_attention", OPERATORS["dot"], query, key, value, heads=heads, mask=mask, query_mask=query_mask)

@@ -16,6 +16,7 @@ def averaged_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by its product with the query, over the number of cells.
 
@@ -29,13 +30,14 @@ def averaged_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
@@ -49,7 +51,9 @@ def averaged_attention(
         >>> ops.averaged_attention(volume, volume, volume).shape
         torch.Size([2, 8, 5, 6, 7])
     """
-    return attend("averaged_attention", OPERATORS["averaged"], query, key, value, heads=heads, mask=mask)
+    return attend(
+        "averaged_attention", OPERATORS["averaged"], query, key, value, heads=heads, mask=mask, query_mask=query_mask
+    )
 
 
 def factorized_attention(
@@ -59,6 +63,7 @@ def factorized_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by the query as coefficients, the values gathered by the key as a basis.
 
@@ -73,13 +78,14 @@ def factorized_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
@@ -93,7 +99,16 @@ def factorized_attention(
         >>> ops.factorized_attention(text, text, text, heads=2).shape
         torch.Size([2, 8, 512])
     """
-    return attend("factorized_attention", OPERATORS["factorized"], query, key, value, heads=heads, mask=mask)
+    return attend(
+        "factorized_attention",
+        OPERATORS["factorized"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+    )
 
 
 def factorized_gaussian_attention(
@@ -103,6 +118,7 @@ def factorized_gaussian_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by a softmax over channels, the means gathered by a softmax over cells.
 
@@ -119,13 +135,14 @@ def factorized_gaussian_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h multiply-adds and b·c·(M + N) exponentials; c·p/h numbers in the summary.
@@ -140,5 +157,12 @@ def factorized_gaussian_attention(
         True
     """
     return attend(
-        "factorized_gaussian_attention", OPERATORS["factorized_gaussian"], query, key, value, heads=heads, mask=mask
+        "factorized_gaussian_attention",
+        OPERATORS["factorized_gaussian"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
     )

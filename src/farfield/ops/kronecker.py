@@ -16,6 +16,7 @@ def kronecker_kv_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from every cell to the averages along each axis.
@@ -31,14 +32,15 @@ def kronecker_kv_attention(
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
             part. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·Σsides·(c + p) multiply-adds; b·h·M·Σsides coefficients.
@@ -53,7 +55,15 @@ def kronecker_kv_attention(
         torch.Size([2, 64, 56, 56])
     """
     return attend(
-        "kronecker_kv_attention", OPERATORS["kronecker_kv"], query, key, value, heads=heads, mask=mask, scale=scale
+        "kronecker_kv_attention",
+        OPERATORS["kronecker_kv"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        scale=scale,
     )
 
 
@@ -81,7 +91,8 @@ def kronecker_qkv_attention(
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
             part. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where an asking cell is real: means of asking cells run over those.
+        query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
+            anything and respond finitely.
         scale: What products are multiplied by.
 
     Returns:

@@ -18,6 +18,7 @@ def siamese_attention(
     weight: Float[Tensor, "c"],
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity: a local term from the query and a global one from the keys.
 
@@ -33,13 +34,14 @@ def siamese_attention(
         weight: The learned vector w, `(c,)`; c/heads numbers a head.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads, weight or mask do not fit together.
-        TypeError: If grids and weight are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads, weight or masks do not fit together.
+        TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
@@ -54,7 +56,17 @@ def siamese_attention(
         torch.Size([2, 64, 512])
     """
     check_weight("siamese_attention", query, weight)
-    return attend("siamese_attention", OPERATORS["siamese"], query, key, value, heads=heads, mask=mask, weight=weight)
+    return attend(
+        "siamese_attention",
+        OPERATORS["siamese"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        weight=weight,
+    )
 
 
 def siamese_local_attention(
@@ -65,6 +77,7 @@ def siamese_local_attention(
     weight: Float[Tensor, "c"],
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the local term of siamese attention alone.
 
@@ -80,13 +93,14 @@ def siamese_local_attention(
         weight: The learned vector w, `(c,)`; c/heads numbers a head.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; the mean is over those. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads, weight or mask do not fit together.
-        TypeError: If grids and weight are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads, weight or masks do not fit together.
+        TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         About b·M·(c + p) + b·N·p multiply-adds; p numbers in the summary.
@@ -102,7 +116,15 @@ def siamese_local_attention(
     """
     check_weight("siamese_local_attention", query, weight)
     return attend(
-        "siamese_local_attention", OPERATORS["siamese_local"], query, key, value, heads=heads, mask=mask, weight=weight
+        "siamese_local_attention",
+        OPERATORS["siamese_local"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        weight=weight,
     )
 
 
@@ -113,6 +135,7 @@ def siamese_ones_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by siamese similarity with a vector of ones, which is not learned.
 
@@ -126,13 +149,14 @@ def siamese_ones_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
@@ -146,7 +170,16 @@ def siamese_ones_attention(
         >>> ops.siamese_ones_attention(text, text, text, heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend("siamese_ones_attention", OPERATORS["siamese_ones"], query, key, value, heads=heads, mask=mask)
+    return attend(
+        "siamese_ones_attention",
+        OPERATORS["siamese_ones"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+    )
 
 
 def siamese_similarity(

@@ -16,6 +16,7 @@ def softmax_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by the softmax of its product with the query.
@@ -30,14 +31,15 @@ def softmax_attention(
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by; 1/√(c/heads) for the usual scaling.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·N·(c + p) multiply-adds; b·h·M·N coefficients, never all in memory.
@@ -51,7 +53,17 @@ def softmax_attention(
         >>> ops.softmax_attention(image, image, image, heads=4).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend("softmax_attention", OPERATORS["softmax"], query, key, value, heads=heads, mask=mask, scale=scale)
+    return attend(
+        "softmax_attention",
+        OPERATORS["softmax"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        scale=scale,
+    )
 
 
 def softmax_pooled_attention(
@@ -61,6 +73,7 @@ def softmax_pooled_attention(
     *,
     heads: int = 1,
     mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to the largest of every two cells a side.
@@ -76,14 +89,15 @@ def softmax_pooled_attention(
         value: The answering grid's values, `(b, p, *n)`, pooled channel by channel.
         heads: Channels are split into this many groups in order, each attending for itself.
         mask: `(b, *n)`, True where an answering cell is real; a window pools those. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
     Raises:
-        ShapeError: If grids, heads or mask do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or the mask is not boolean.
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·N'·(c + p) multiply-adds with N' windows, a quarter of N for images with even sides.
@@ -98,5 +112,13 @@ def softmax_pooled_attention(
         torch.Size([2, 8, 7, 7])
     """
     return attend(
-        "softmax_pooled_attention", OPERATORS["softmax_pooled"], query, key, value, heads=heads, mask=mask, scale=scale
+        "softmax_pooled_attention",
+        OPERATORS["softmax_pooled"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        scale=scale,
     )

@@ -30,7 +30,8 @@ def keys(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
 def exponentials(key: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """FA 4: a softmax over cells, without its division, relative to a peak that cancels in it."""
     key = key.masked_fill(real == 0, -torch.inf)
-    peak = key.detach().amax(-1, keepdim=True).clamp_min(-1e30)  # (b, h, r, 1)
+    # Of a slot without a valid position the least finite number: -inf less -inf would be NaN.
+    peak = key.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(key.dtype).min)  # (b, h, r, 1)
     return torch.exp(key - peak), peak
 
 
@@ -67,15 +68,16 @@ def products(query: Tensor, summary: Summary) -> Tensor:
 
 def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
     """KAN 1: softmax of KᵀQ over the slots in which a real cell is; `respond` never calls it but fuses it."""
-    real = summary.weights > 0
+    real = summary.weights > 0  # (b, 1, r, 1)
     means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
-    return torch.where(real, products(query, means).masked_fill(~real, -1e30).softmax(2), 0)
+    hidden = ~real & real.any(2, keepdim=True)  # of a sample with no valid slot none, or its softmax would be NaN
+    return torch.where(real, products(query, means).masked_fill(hidden, -torch.inf).softmax(2), 0)
 
 
 # ---- per(query, summary): what a slot's sum is divided by ------------------------------------------------------------
 def weight(query: Tensor, summary: Summary) -> Tensor:
-    """The slot's weight: a weighted mean of its cells."""
-    return summary.weights.clamp_min(1e-30)
+    """The slot's weight: a weighted mean of its cells; 1 of a slot without weight, which stays in any dtype's range."""
+    return torch.where(summary.weights == 0, 1, summary.weights)
 
 
 def cell(query: Tensor, summary: Summary) -> Tensor:

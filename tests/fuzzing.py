@@ -1,0 +1,442 @@
+"""Calls drawn at random, of every operator by function, by module and in tiles, against an explicit float64 matrix.
+
+A case is known by its index alone: `check(draw(index))` says what it gave. What a correct result may be off by is not a
+constant: `allowance` computes it again in float64 with the rounding of the case's dtype on every intermediate result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import explicit
+from attending import written_out
+from farfield import ops
+from farfield.nn import GridAttention
+from farfield.ops.table import softmax_of_products
+from grids import Case, relative_error, tiles
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}
+# Which of three tensors the query, the key and the value are.
+SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
+# Roundings that follow each other inside one operation, as in the sum of a product, are one in `allowance`.
+ROUNDINGS = 32
+# Operations that compute nothing; the gradient of a largest number looks for the number itself.
+EXACT = {"amax", "cat", "clone", "eq", "gather", "ge", "gt", "le", "lt", "masked_fill", "ne", "scatter_reduce", "where"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One call: what `repr` prints says all of it."""
+
+    index: int
+    form: str
+    operator: str
+    query_size: tuple[int, ...]
+    key_size: tuple[int, ...]
+    batch: int
+    heads: int
+    channels: int
+    values: int
+    dtype: str
+    autocast: str | None
+    layout: str
+    content: str
+    masked: tuple[str, str]
+    poison: str
+    shared: tuple[int, int, int]
+    scale: float
+    project: str
+    inner: int | None
+    bias: bool
+    norm: str
+    residual: bool
+    kernels: bool
+    threads: int
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+def draw(index: int) -> Drawn:
+    """The case of an index."""
+    source = random.Random(index)
+    pick = source.choice
+    form, operator = pick(["function", "function", "module", "module", "tiles"]), pick(list(ops.OPERATORS))
+    dtype = pick(["float64", "float64", "float32", "float32", "float32", "float16", "bfloat16"])
+    heads, shared = pick([1, 1, 2, 3, 4]), pick(SHARED)
+    channels, values = heads * pick([1, 1, 2, 3, 5]), heads * pick([1, 2, 4])
+    wide = pick([None, None, 2, 6])
+    long = source.random() < 0.03
+    query_size = draw_size(source, 6 if long else 120)
+    key_size = draw_size(source, 20_000 if long and operator != "softmax_pooled" else 120, 2 if long else 4)
+    if shared == (0, 0, 0) and not long:
+        key_size, values = query_size, channels
+    elif shared == (0, 0, 0):
+        shared = (0, 1, 1)
+    if shared[:2] == (0, 0) or shared[0] == shared[2]:
+        key_size, long = query_size, False
+    if shared in ((0, 1, 1), (0, 1, 0)):
+        values = channels
+    letters = "qvo" if operator == "siamese_local" else "qkvo"
+    project = "".join(letter for letter in letters if source.random() < 0.5)
+    both = "q" in project and ("k" in project or operator == "siamese_local")
+    softmax = ops.OPERATORS[operator].coefficients is softmax_of_products
+    normed = softmax or ops.OPERATORS[operator].asks.side_by_side
+    norm = pick(["", "", "training", "evaluation"]) if form != "function" and normed else ""
+    return Drawn(
+        index=index,
+        form=form,
+        operator=operator,
+        query_size=query_size,
+        key_size=key_size,
+        batch=pick([1, 2, 3]),
+        heads=heads,
+        channels=channels,
+        values=values,
+        dtype=dtype,
+        autocast=pick(["float16", "bfloat16"]) if dtype == "float32" and source.random() < 0.25 else None,
+        layout=pick(["contiguous", "contiguous", "channels last", "sliced", "expanded"]),
+        # Of constant grids a norm in training divides rounding by rounding.
+        content=pick(
+            ["normal", "one sign", "integers", "small", *["large"] * (not long), *["constant"] * (norm == "")]
+        ),
+        masked=(pick(["", "", "some", "ones", "none"]), pick(["", "", "some", "ones", "one sample", "none"])),
+        poison=pick(list(POISONS)),
+        shared=shared,
+        scale=pick([1.0, 0.5, channels**-0.5]) if softmax else 1.0,
+        project=project,
+        inner=heads * wide if wide and both and form != "function" else None,
+        bias=pick([True, False]),
+        norm="evaluation" if norm and form == "tiles" else norm,
+        residual=source.random() < 0.3,
+        kernels=source.random() < 0.5,
+        threads=2 if source.random() < 0.05 else 1,
+    )
+
+
+def draw_size(source: random.Random, most: int, least_dims: int = 1) -> tuple[int, ...]:
+    """One to four sizes whose product is `most` at most."""
+    size = []
+    for _ in range(source.choice([1, 2, 2, 3, 3, 4]) if most <= 120 else least_dims):
+        room = most // math.prod(size)
+        size.append(source.randint(1, max(1, min(room, 13 if most <= 120 else most // 60))))
+    return tuple(size)
+
+
+class Tensors:
+    """The random tensors of a case, in its dtype and layout."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn, self.dtype = drawn, DTYPES[drawn.dtype]
+        self.generator = torch.Generator().manual_seed(drawn.index)
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Normal float64 numbers."""
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def grid(self, channels: int, size: tuple[int, ...]) -> Tensor:
+        """`(b, c, *size)` as the case has its contents and its memory."""
+        batch = 1 if self.drawn.layout == "expanded" else self.drawn.batch
+        numbers = self.numbers(batch, channels, *size)
+        half = self.drawn.dtype in ("float16", "bfloat16") or self.drawn.autocast
+        numbers = {
+            "one sign": numbers.abs() + 1,
+            "constant": torch.ones_like(numbers) * 1.5,
+            "integers": (2 * numbers).round(),
+            "small": numbers * (0.05 if half else 1e-3),
+            "large": numbers * (3 if half else 20),
+        }.get(self.drawn.content, numbers)
+        return numbers.to(self.dtype)
+
+    def laid_out(self, grid: Tensor) -> Tensor:
+        """The same numbers in the memory of the case's layout, a leaf."""
+        if self.drawn.layout == "channels last":
+            grid = grid.movedim(1, -1).contiguous().movedim(-1, 1)
+        elif self.drawn.layout == "sliced":
+            grid = torch.stack([grid, torch.full_like(grid, math.nan)], -1)[..., 0]
+        elif self.drawn.layout == "expanded":
+            grid = grid[:1].expand(self.drawn.batch, *grid.shape[1:])
+        return grid.detach().requires_grad_()
+
+    def mask(self, kind: str, size: tuple[int, ...]) -> Tensor | None:
+        """A mask of one of the kinds that `draw` names."""
+        if not kind:
+            return None
+        if kind in ("ones", "none"):
+            return torch.full((self.drawn.batch, *size), kind == "ones")
+        mask = torch.rand(self.drawn.batch, *size, generator=self.generator) > 0.4
+        if kind == "one sample":
+            mask[-1] = False
+        return mask
+
+    def poisoned(self, grid: Tensor, mask: Tensor | None) -> Tensor:
+        """The grid with the case's poison in masked positions."""
+        if mask is None:
+            return grid
+        if self.drawn.layout == "expanded":  # all samples share one memory
+            mask = mask.any(0, keepdim=True)
+        return grid.expand(len(mask), *grid.shape[1:]).masked_fill(~mask[:, None], POISONS[self.drawn.poison])
+
+
+# ---- one call, by the library and written out ------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call in two forms, and what is compared.
+
+    Attributes:
+        run: The library's, on leaves of the case's dtype.
+        truth: Written out, on float64 leaves of the same numbers.
+        leaves: Of `run`.
+        exact: Of `truth`, in the same order.
+        valid: `(b, *size)`, which positions of the output are compared; others are finite.
+    """
+
+    run: Callable[[], Tensor]
+    truth: Callable[[], Tensor]
+    leaves: list[Tensor]
+    exact: list[Tensor]
+    valid: Tensor
+
+
+def doubled(leaf: Tensor) -> Tensor:
+    """The same numbers in float64, a leaf."""
+    return leaf.detach().double().requires_grad_()
+
+
+def make_call(drawn: Drawn) -> Call:
+    """A case in its two forms."""
+    return function_call(drawn) if drawn.form == "function" else module_call(drawn)
+
+
+def function_call(drawn: Drawn) -> Call:
+    """By `ops.*_attention`."""
+    make = Tensors(drawn)
+    mask, query_mask = make.mask(drawn.masked[1], drawn.key_size), make.mask(drawn.masked[0], drawn.query_size)
+    if drawn.shared[0] in drawn.shared[1:]:
+        query_mask = mask
+    sizes = (drawn.query_size, drawn.key_size, drawn.key_size)
+    masks, channels = (query_mask, mask, mask), (drawn.channels, drawn.channels, drawn.values)
+    leaves: dict[int, Tensor] = {}
+    for place, which in enumerate(drawn.shared):
+        if which not in leaves:
+            grid = make.grid(channels[place], sizes[place])
+            leaves[which] = make.laid_out(make.poisoned(grid, masks[place]))
+    weight = {}
+    if drawn.operator in explicit.WEIGHT_ROWS:
+        weight = {"weight": make.numbers(drawn.channels).to(make.dtype).requires_grad_()}
+    options = {"heads": drawn.heads, "mask": mask, "query_mask": query_mask}
+    if drawn.operator in explicit.SOFTMAX_ROWS:
+        options["scale"] = drawn.scale
+    exact, exact_weight = {which: doubled(leaf) for which, leaf in leaves.items()}, list(map(doubled, weight.values()))
+
+    def hidden(grid: Tensor, mask: Tensor | None) -> Tensor:
+        return grid if mask is None else torch.where(mask[:, None], grid, 0.0)
+
+    def truth() -> Tensor:
+        grids = [hidden(exact[which], mask) for which, mask in zip(drawn.shared, masks, strict=True)]
+        return explicit.attention(drawn.operator, *grids, **options, **dict(zip(weight, exact_weight, strict=True)))
+
+    case = Case(drawn.operator, *(leaves[which] for which in drawn.shared), {**options, **weight})
+    every = torch.ones(drawn.batch, *drawn.query_size, dtype=torch.bool)
+    return Call(case.library, truth, [*leaves.values(), *weight.values()], [*exact.values(), *exact_weight], every)
+
+
+def module_call(drawn: Drawn) -> Call:
+    """By `GridAttention`, on a grid or on a context, whole or in tiles."""
+    make = Tensors(drawn)
+    cross = drawn.form == "module" and drawn.shared != (0, 0, 0)
+    mask = make.mask(drawn.masked[0], drawn.query_size)
+    context_mask = make.mask(drawn.masked[1], drawn.key_size) if cross else None
+    grid = make.laid_out(make.poisoned(make.grid(drawn.channels, drawn.query_size), mask))
+    inputs = {"grid": grid}
+    if cross:
+        context = make.poisoned(make.grid(drawn.channels, drawn.key_size), context_mask)
+        inputs["context"] = make.laid_out(context)
+    module = build(drawn, make)
+    twin = copy.deepcopy(module).double()
+    exact = {name: doubled(leaf) for name, leaf in inputs.items()}
+    masks = {"mask": mask, "context_mask": context_mask} if cross else {"mask": mask}
+    run = functools.partial(module, **inputs, **masks)
+    if drawn.form == "tiles":
+        run = functools.partial(in_tiles, module, grid, mask, drawn.index)
+    started = copy.deepcopy(twin.state_dict())
+
+    def truth() -> Tensor:
+        twin.load_state_dict(started)  # a norm in training moves its statistics each time
+        return written_out(twin, exact["grid"], exact.get("context"), **masks)
+
+    valid = torch.ones(drawn.batch, *drawn.query_size, dtype=torch.bool) if mask is None else mask
+    return Call(run, truth, [*inputs.values(), *module.parameters()], [*exact.values(), *twin.parameters()], valid)
+
+
+def build(drawn: Drawn, make: Tensors) -> GridAttention:
+    """The module of a case; its norm trains only where there is a variance to train by."""
+    width = drawn.values if "v" in drawn.project and ("o" in drawn.project or not drawn.residual) else None
+    module = GridAttention(
+        drawn.channels,
+        drawn.operator,
+        heads=drawn.heads,
+        project=drawn.project,
+        inner_channels=drawn.inner,
+        value_channels=width,
+        bias=drawn.bias,
+        scale=drawn.scale,
+        coefficient_norm=bool(drawn.norm),
+        residual=drawn.residual,
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.1 + 0.6 * make.numbers(*parameter.shape))
+        if module.coefficient_norm is not None:
+            module.coefficient_norm.running_mean.copy_(make.numbers(len(module.coefficient_norm.running_mean)))
+            module.coefficient_norm.running_var.fill_(1.7)
+    enough = min(math.prod(drawn.query_size), math.prod(drawn.key_size)) > 8 and "none" not in drawn.masked
+    return module.to(make.dtype).train(drawn.norm == "training" and enough)
+
+
+def in_tiles(module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int) -> Tensor:
+    """Two passes over tiles cut at random, in two random orders."""
+    source, size = random.Random(seed), tuple(grid.shape[2:])
+    step = 2 if module.operator_name == "softmax_pooled" else 1
+    cuts = tuple(
+        tuple(
+            sorted(source.sample(range(step, length, step), min(source.randint(0, 2), len(range(step, length, step)))))
+        )
+        for length in size
+    )
+    parts = []
+    for origin, slices in tiles(size, cuts):
+        where = {"mask": None if mask is None else mask[(slice(None), *slices)], "origin": origin, "sides": size}
+        parts.append((grid[(slice(None), slice(None), *slices)], where, slices))
+    source.shuffle(parts)
+    summary = functools.reduce(lambda one, other: one.merge(other), (module.summarize(t, **w) for t, w, _ in parts))
+    asked = None
+    if not module.operator.asks.side_by_side:
+        gathered = (module.gather_asked(tile, **where) for tile, where, _ in parts)
+        asked = functools.reduce(lambda one, other: one.merge(other), gathered)
+    source.shuffle(parts)
+    found = [(slices, module.respond(tile, summary, asked=asked, **where)) for tile, where, slices in parts]
+    whole = found[0][1].new_zeros(grid.shape[0], found[0][1].shape[1], *size)
+    for slices, own in found:
+        whole[(slice(None), slice(None), *slices)] = own
+    return whole
+
+
+# ---- what a correct result may be off by -----------------------------------------------------------------------------
+class Rounding(TorchDispatchMode):
+    """Round what every operation reads and gives, at random, by at most eps; and note the largest number."""
+
+    def __init__(self, eps: float, seed: int) -> None:
+        super().__init__()
+        self.eps, self.largest = eps, 0.0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def rounded(self, value: Any) -> Any:
+        """A float64 tensor with every number rounded."""
+        if not isinstance(value, Tensor) or value.dtype != torch.float64:
+            return value
+        finite = value.detach().nan_to_num(0.0, 0.0, 0.0).abs()
+        self.largest = max(self.largest, float(finite.amax()) if finite.numel() else 0.0)
+        return value * (1 + self.eps * (2 * torch.rand(value.shape, generator=self.generator, dtype=value.dtype) - 1))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(part.alias_info is not None for part in func._schema.returns)
+        if views or func._opname in EXACT:
+            return func(*args, **(kwargs or {}))
+        found = func(*map(self.rounded, args), **(kwargs or {}))
+        return tuple(map(self.rounded, found)) if isinstance(found, tuple) else self.rounded(found)
+
+
+def allowance(forms: list[Callable[[], list[Tensor]]], eps: float) -> tuple[list[float], float]:
+    """How far each result of each form moves, at most, when every intermediate one is rounded to eps; and the largest.
+
+    `forms` compute the same in float64, written out and by the library: what is zero in exact numbers, as the gradient
+    of a shift under a softmax, is left over by each in its own way. Each is compared with itself alone.
+    """
+    moved, largest = [0.0], 0.0
+    for form in forms:
+        exact = form()
+        moved = moved if len(moved) == len(exact) else moved * len(exact)
+        for seed in range(2):
+            with Rounding(eps, seed) as mode:
+                found = form()
+            largest = max(largest, mode.largest)
+            moved = [max(m, float((f - e).nan_to_num().norm())) for m, f, e in zip(moved, found, exact, strict=True)]
+    return moved, largest
+
+
+# ---- checking --------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def settings(drawn: Drawn) -> Iterator[None]:
+    """The kernels' switch, the threads and the autocast of a case."""
+    before, threads = os.environ.get("FARFIELD_KERNELS"), torch.get_num_threads()
+    os.environ["FARFIELD_KERNELS"] = "1" if drawn.kernels else "0"
+    torch.set_num_threads(drawn.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop("FARFIELD_KERNELS")
+        if before is not None:
+            os.environ["FARFIELD_KERNELS"] = before
+
+
+class Outcome(NamedTuple):
+    """What a case gave.
+
+    Attributes:
+        kind: "close", within ROUNDINGS eps; "conditioned", further off, as rounding explains; "range", where what the
+            explicit form holds does not fit the dtype; or "wrong".
+        text: What is wrong.
+    """
+
+    kind: str
+    text: str = ""
+
+
+def check(drawn: Drawn) -> Outcome:
+    """Compare the library's responses and gradients with the explicit form's."""
+    call = make_call(drawn)
+    cotangent = torch.randn(1, generator=torch.Generator().manual_seed(drawn.index + 1), dtype=torch.float64)
+
+    def results(run: Callable[[], Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        output = run()
+        weights = torch.linspace(-1, 1, output[:, 0].numel() + 1, dtype=output.dtype)[:-1].view_as(output[:, 0])
+        valid = (call.valid * (weights + cotangent.to(output.dtype)))[:, None]
+        found = torch.autograd.grad(output, leaves, valid.expand_as(output), allow_unused=True, materialize_grads=True)
+        return [torch.where(call.valid[:, None], output, 0.0).detach(), *found, output.detach()]
+
+    dtype = DTYPES[drawn.autocast or drawn.dtype]
+    autocast = torch.autocast("cpu", dtype=DTYPES[drawn.autocast or "bfloat16"], enabled=drawn.autocast is not None)
+    with settings(drawn), autocast:
+        *got, everywhere = results(call.run, call.leaves)
+    want, eps = results(call.truth, call.exact)[:-1], torch.finfo(dtype).eps
+    close = [relative_error(g, w) <= ROUNDINGS * eps for g, w in zip(got, want, strict=True)]  # NaN is not
+    if all(close) and everywhere.isfinite().all():
+        return Outcome("close")
+    wide = make_call(dataclasses.replace(drawn, dtype="float64", autocast=None))
+    forms = [lambda: results(call.truth, call.exact)[:-1], lambda: results(wide.run, wide.leaves)[:-1]]
+    moved, largest = allowance(forms, eps)
+    if largest > torch.finfo(dtype).max / 16:
+        return Outcome("range")
+    if not everywhere.isfinite().all():
+        return Outcome("wrong", "a masked query does not respond finitely")
+    for number, (g, w, m) in enumerate(zip(got, want, moved, strict=True)):
+        name = f"gradient {number - 1}" if number else "response"
+        distance, limit = float((g.double() - w).norm()), ROUNDINGS * (m + eps * float(w.norm()))
+        if not distance <= limit:
+            return Outcome(
+                "wrong", f"{name} is off by {distance:.3g}, {distance / limit:.1f} times what rounding explains"
+            )
+    return Outcome("conditioned")

@@ -1,0 +1,67 @@
+"""The first cases of `benchmarks/fuzz.py`, and that a mistake in any part of an operator is seen by them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from farfield import ops
+from farfield.ops import table
+from fuzzing import check, draw
+
+CASES, PARTS = 240, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_drawn_cases_are_the_explicit_matrix(part: int) -> None:
+    for index in range(part, CASES, PARTS):
+        drawn = draw(index)
+        outcome = check(drawn)
+        assert outcome.kind != "wrong", f"{outcome.text}: {drawn}"
+
+
+def test_every_operator_form_and_dtype_is_drawn() -> None:
+    drawn = [draw(index) for index in range(CASES)]
+    assert {case.operator for case in drawn} == set(ops.OPERATORS)
+    assert {case.form for case in drawn} == {"function", "module", "tiles"}
+    assert {(case.dtype, case.autocast) for case in drawn} == {
+        *((dtype, None) for dtype in ("float64", "float32", "float16", "bfloat16")),
+        *(("float32", dtype) for dtype in ("float16", "bfloat16")),
+    }
+    assert {len(case.query_size) for case in drawn} == {1, 2, 3, 4}
+    assert draw(7) == draw(7)
+
+
+def _slightly_more(query: torch.Tensor, summary: ops.Summary) -> torch.Tensor:
+    return summary.count.clamp_min(1) * 1.001
+
+
+def _peakless(key: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    basis, peak = table.exponentials(key, real)
+    return basis, peak * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("row", "change"),
+    [
+        ("averaged", {"per": _slightly_more}),
+        ("siamese", {"per": _slightly_more}),
+        ("factorized_gaussian", {"basis": _peakless}),
+        ("kronecker_kv", {"asks": ops.AXES}),
+        ("dot", {"per": table.cell}),
+        ("softmax", {"answers": ops.grid.POOLED}),
+    ],
+)
+def test_a_mistake_is_seen(row: str, change: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops.OPERATORS, row, dataclasses.replace(ops.OPERATORS[row], **change))
+    cases = [index for index in range(CASES) if draw(index).operator == row]
+    assert any(_is_wrong(index) for index in cases)
+
+
+def _is_wrong(index: int) -> bool:
+    try:
+        return check(draw(index)).kind == "wrong"
+    except ValueError:  # a mistake may also end in an error
+        return True
