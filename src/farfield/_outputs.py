@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
-
-# Lies in a folder while outputs are written into it: what may be emptied is told from a user's folder by it.
-MARKER = ".farfield-partial"
 
 
 def output_path(folder: Path, name: str, suffix: str = "", number: int | None = None) -> Path:
@@ -64,47 +59,3 @@ def check_not_input(caller: str, output: Path, inputs: Iterable[Path]) -> None:
                 f"{caller}: {output} would replace {path}, which is read; nothing was written.\n"
                 "  fix: another output, best in a folder of its own."
             )
-
-
-def claim_folder(caller: str, folder: Path) -> None:
-    """Make a folder for outputs that are not whole yet, or take one up that was left.
-
-    Args:
-        caller: For the error.
-        folder: The folder.
-
-    Raises:
-        FileExistsError: If something else is there: a link, a file, another user's folder, or one that holds files and
-            not the marker of this function.
-    """
-    reason = None
-    if folder.is_symlink():
-        reason = "is a link"
-    elif folder.exists() and not folder.is_dir():
-        reason = "is no folder"
-    elif folder.is_dir() and hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
-        reason = "is another user's folder"
-    elif folder.is_dir() and not (folder / MARKER).is_file() and any(folder.iterdir()):
-        reason = "holds files that no prediction left there"
-    if reason:
-        raise FileExistsError(
-            f"{caller}: {folder}, where outputs wait until all are written, {reason}, and was left as it is.\n"
-            "  fix: move it away, or write to another path."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).touch()
-
-
-def empty_folder(folder: Path) -> None:
-    """Remove all but the marker from a claimed folder, which stays, because it may be locked."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != MARKER:
-            path.unlink()
-
-
-def release_folder(folder: Path, place: Path) -> None:
-    """Give a claimed folder, which is whole now, its name."""
-    (folder / MARKER).unlink()
-    os.replace(folder, place)

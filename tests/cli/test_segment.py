@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,11 +15,10 @@ import yaml
 from PIL import Image
 
 from farfield import ShapeError, models
-from farfield._outputs import claim_folder
+from farfield._files import OwnedFolder
 from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from farfield.data.segment import normalized, read
-from farfield.streaming.outputs import hold
 from farfield.tasks.predictions import PALETTE
 from made_masks import CLASSES, make_pair, make_sbd, make_voc
 from quiet import MARKS, TRAINER
@@ -161,15 +159,29 @@ def test_predictions_that_exist_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
     options = {**CAMVID, "data.root": make_voc(tmp_path / "voc"), "predictions.path": "new"}
-    claim_folder("farfield predict", Path(".new.partial"))
-    (Path(".new.partial") / "theirs.png").touch()
-    lock = hold("another process", Path(".new.partial"), Path("new"))
+    theirs = OwnedFolder("another process", Path(".new.partial"), Path("new"))
+    theirs.hold()
+    (theirs.path / "theirs.png").touch()
     with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):
         farfield("predict", **options)
-    assert (Path(".new.partial") / "theirs.png").is_file()
-    os.close(lock)
+    assert {path.name for path in theirs.path.iterdir()} == {".farfield", "theirs.png"}
+    theirs.let_go()
     farfield("predict", **options)
-    assert Path("new/masks").is_dir()
+    assert {path.name for path in Path("new").iterdir()} == {"masks", "overlays"}
+
+
+def test_a_folder_of_somebody_is_not_emptied(tmp_path: Path) -> None:
+    options = {**CAMVID, "data.root": make_voc(tmp_path / "voc"), "predictions.path": "new"}
+    Path("photographs").mkdir()
+    Path("photographs/mine.jpg").touch()
+    Path(".new.partial").symlink_to("photographs")
+    with pytest.raises(FileExistsError, match=r'".new.partial" is a link, and it would be emptied to write "new"; fix'):
+        farfield("predict", **options)
+    Path(".new.partial").unlink()
+    Path("photographs").rename(".new.partial")
+    with pytest.raises(FileExistsError, match=r'".new.partial" holds files that farfield did not write'):
+        farfield("predict", **options)
+    assert Path(".new.partial/mine.jpg").exists()
 
 
 KILLER = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo, Placed, cores, rounded_up
 from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
 from farfield.streaming.merging import is_grid
-from farfield.streaming.probing import Probe, Scale
+from farfield.streaming.probing import Probe, Scale, not_local
 from farfield.streaming.refusals import NotLocalError
 
 # A tile may take this share of the memory that is free: what kernels need beside the grids is not counted.
@@ -77,12 +78,43 @@ class Draft:
             needs = {axis: self.needs(axis, given) for axis in self.axes_cut(cells)}
         if not needs:  # one tile: the network as it is
             return cells, (Pass((), self.joined({}, range(0)), 1.0),)
-        read = [index for index, grid in enumerate(self.placed) if grid.attends or grid.name == OUTPUT]
-        every = self.joined(needs, read)
         for axis in needs:
-            self.look().check(axis, every)
+            self.check(axis, cells[axis], needs, given is not None)
         self.check_summaries()
         return cells, self.passes(needs)
+
+    def check(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]], given: bool) -> None:
+        """See that tiles of one side give what the whole gives; read more, where they do not at its ends.
+
+        A layer that continues a side by its own cells, reflected for example, sees there as far to one side as
+        elsewhere to the other, and further if it makes the side longer.
+
+        Raises:
+            NotLocalError: If they do not, however much they read.
+        """
+        differing = self.differing(axis, cells, needs)
+        if differing is not None and not given:
+            longer = self.longer(axis)
+            needs[axis] = [(before + after + longer, before + after + longer) for before, after in needs[axis]]
+            differing = self.differing(axis, cells, needs)
+        if differing is not None:
+            raise not_local(self.model, differing, axis, "gives a tile other than what it gives the whole")
+
+    def differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
+        """The first step that gives a tile other than the whole, in any pass."""
+        ends = cells, self.sides[axis] - (self.sides[axis] - 1) // cells * cells
+        for each in self.passes(needs):
+            enough = each.halo.before[axis] + each.halo.after[axis] + self.longer(axis) + self.scale.multiple[axis]
+            found = self.look().differing(axis, each.halo, ends, enough, each.calls)
+            if found is not None:
+                return found
+        return None
+
+    def longer(self, axis: int) -> int:
+        """Cells by which the network's grids are longer than the volume on a side, measured in the volume's cells."""
+        grids = [(grid.sides, grid.along[axis]) for grid in self.placed]
+        ends = [sides[along.side] / along.ratio - self.sides[axis] for sides, along in grids if along is not None]
+        return rounded_up(max([Fraction(0), *ends]), self.scale.multiple[axis])
 
     def axes_cut(self, cells: Sequence[int]) -> list[int]:
         """Sides that are cut."""
@@ -167,7 +199,7 @@ class Draft:
     def passes(self, needs: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
         """One pass for all attentions that hear of none but those before, and the last."""
         grids = [index for index, each in enumerate(self.placed) if each.attends]
-        levels = self.look().levels()
+        levels = self.look().levels
         found = []
         for level in range(max(levels, default=-1) + 1):
             calls = tuple(call for call, own in enumerate(levels) if own == level)

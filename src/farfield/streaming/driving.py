@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -14,8 +16,9 @@ from tqdm import tqdm
 from farfield.streaming.arrays import Region, Source, checksum
 from farfield.streaming.geometry import inner
 from farfield.streaming.merging import Merged
-from farfield.streaming.outputs import ArrayOutput, FileOutput, full_disk_says
-from farfield.streaming.progress import Progress, begin
+from farfield.streaming.formats import Wanted
+from farfield.streaming.outputs import ArrayOutput, FileOutput, box_checksum, check_path, full_disk_says, to_numpy
+from farfield.streaming.progress import Progress, Written, begin
 
 # What a pass does with a tile, by its index and its own cells.
 Take = Callable[[int, Region], None]
@@ -97,16 +100,38 @@ class Stream:
             )
         return grid
 
+    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
+        """Write a box of the tile at which the progress is, and note what it holds."""
+        self.output.write(index, box)
+        if isinstance(self.output, FileOutput):
+            wanted = self.output.wanted
+            spans = [list(span.indices(side)[:2]) for span, side in zip(index, wanted.shape, strict=True)]
+            checksum = box_checksum(to_numpy(box).astype(wanted.dtype, copy=False))
+            self.progress.written.append(Written(self.progress.stage, self.progress.tile, spans, checksum))
+
 
 def progress_of(
     caller: str,
     output: FileOutput | ArrayOutput,
     identity: Callable[[], dict[str, str]],
     tile: Sequence[int],
-    overwrite: bool,
+    overwrite: bool | None,
 ) -> Progress:
     """Progress that is saved beside a file; elsewhere none is."""
     if isinstance(output, FileOutput):
         with full_disk_says(caller, output.path):
             return begin(caller, output, identity(), tuple(tile), overwrite)
     return Progress(None, {}, tuple(tile))
+
+
+def write_whole(caller: str, path: Path, array: np.ndarray, axes: str, overwrite: bool) -> Any:
+    """Write an array that is in memory to a path, as predictions are: whole or not at all. Return it, opened."""
+    check_path(caller, path, overwrite)
+    output = FileOutput(caller, path, Wanted(array.shape, array.dtype, axes, array.shape), overwrite)
+    with full_disk_says(caller, path):
+        begin(caller, output, {"model": "in one piece"}, array.shape, overwrite)
+        try:
+            output.write((slice(None),) * array.ndim, torch.from_numpy(array))
+            return output.finish()
+        finally:
+            output.let_go()

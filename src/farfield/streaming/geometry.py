@@ -47,8 +47,11 @@ class Placed(NamedTuple):
         return tuple(spans)
 
     def span(self, follows: Along, span: Span, side: int) -> Span:
-        """Where a span of a side lies in this grid; what ends the volume ends the grid."""
-        start, stop = (int(index * follows.ratio) for index in span)
+        """Where a span of a side lies in this grid; what ends the volume ends the grid.
+
+        After convolutions without padding a grid ends earlier, and nothing of it need lie in a span near the end.
+        """
+        start, stop = (min(int(index * follows.ratio), self.sides[follows.side]) for index in span)
         return start, self.sides[follows.side] if span[1] == side else stop
 
 

@@ -14,13 +14,15 @@ from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.summary import Summary
+from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arrays import Layout, Region, Source, layout_of
 from farfield.streaming.drafting import SUMMARY_SHARE, free_bytes
 from farfield.streaming.driving import Stream, Tiled, progress_of
+from farfield.streaming.formats import Wanted
 from farfield.streaming.geometry import cells_of, cores, rounded_up
 from farfield.streaming.listening import device_of, dtype_of, width
 from farfield.streaming.merging import Merged, is_grid, summary_bytes
-from farfield.streaming.outputs import Wanted, box_index, check_path, numpy_dtype, output_for
+from farfield.streaming.outputs import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.progress import begun_tile, identity_of
 
 # Bytes of a grid that a tile has by default: a response takes a few times as much.
@@ -80,10 +82,12 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
+    inputs = {"grid": grid, "context": context, "mask": mask, "mask of the context": context_mask}
+    refuse_aliasing("respond_whole", out, inputs)
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:
-        check_path("respond_whole", path, False)
-        tile = begun_tile(path) if tile is None else tile
+        check_path("respond_whole", path, None)
+        tile = begun_tile("respond_whole", path, None) if tile is None else tile
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
     asking = Volume(layer, grid, mask, layout_for(layer, grid, tile), tile, "grid")
@@ -98,10 +102,10 @@ def respond_whole(
     channels, dtype = width(layer), dtype_of(layer)
     shape = asking.layout.shape(asking.source.batch, channels, asking.source.sides)
     wanted = Wanted(shape, numpy_dtype(dtype), asking.layout.axes(channels, asking.layout.rank), asking.cells)
-    output = output_for("respond_whole", out, wanted, grid)
+    output = output_for("respond_whole", out, wanted, grid, None)
     read = [each for each in (grid, context, mask, context_mask) if each is not None]
     identity = partial(identity_of, layer, read, (asking.cells, answering.cells, str(path)))
-    progress = progress_of("respond_whole", output, identity, asking.cells, False)
+    progress = progress_of("respond_whole", output, identity, asking.cells, None)
     volumes = {each.name: Tiled(each.source, each.tiles) for each in (asking, answering)}
     merged = [Merged(layer, "respond_whole")]
     return Response(asking, answering, Stream("respond_whole", output, progress, merged, volumes)).run(quiet)
@@ -232,7 +236,7 @@ class Response:
         summary, asked = self.whole
         found = self.merged.attention.respond(tile, summary, **self.asking.place(core), asked=asked)
         shape = self.asking.layout.shape(found.shape[0], found.shape[1], found.shape[2:])
-        self.stream.output.write(box_index(shape, core), found.reshape(shape))
+        self.stream.write(box_index(shape, core), found.reshape(shape))
 
     def check_size(self, tiles: int) -> None:
         """Refuse an attention whose summary is its grid, where that is too large."""

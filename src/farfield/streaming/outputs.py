@@ -4,125 +4,73 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield._files import OwnedFolder, remove
 from farfield.streaming.arrays import Region, release
-
-with contextlib.suppress(ImportError):  # not on Windows
-    import fcntl
+from farfield.streaming.formats import FORMATS, Wanted
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Bytes of a chunk, about, of a zarr array: a file each.
-CHUNK = 2**24
 
 
-class Wanted(NamedTuple):
-    """What is written.
+def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
+    """Refuse a path that cannot be written, or that holds what may not be replaced.
 
-    Attributes:
-        shape: Of the array.
-        dtype: Of its numbers.
-        axes: Their letters, as TIFF files name them.
-        tile: Cells a side that are written at a time.
+    Args:
+        caller: For errors.
+        path: Where something is to appear.
+        overwrite: Whether what is there is replaced; None where the caller does not offer that.
+
+    Raises:
+        ValueError: If it is of another format.
+        FileNotFoundError: If its folder does not exist.
+        FileExistsError: If it exists and may not be overwritten; if it is a link, or a folder that is more than a zarr
+            array; if the folder in which its contents would grow was not made here.
     """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    axes: str
-    tile: tuple[int, ...]
-
-
-# ---- formats: make a file, open it again -----------------------------------------------------------------------------
-def make_npy(path: Path, wanted: Wanted) -> Any:
-    """A NumPy file, mapped into memory."""
-    return np.lib.format.open_memmap(path, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
-
-
-def open_npy(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
-    return np.lib.format.open_memmap(path, mode=mode)
-
-
-def make_tiff(path: Path, wanted: Wanted) -> Any:
-    """A TIFF file whose numbers lie side by side, mapped into memory; OME-TIFF if it is named so."""
-    import tifffile
-
-    large = np.prod(wanted.shape, dtype=np.int64) * wanted.dtype.itemsize > 2**31
-    options: dict[str, Any] = {"photometric": "minisblack", "bigtiff": bool(large), "metadata": {"axes": wanted.axes}}
-    return tifffile.memmap(path, shape=wanted.shape, dtype=wanted.dtype, **options)
-
-
-def open_tiff(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
-    import tifffile
-
-    return tifffile.memmap(path, mode=mode)
-
-
-def make_zarr(path: Path, wanted: Wanted) -> Any:
-    """A zarr array of version 3, its chunks no larger than a tile, so that no chunk is written twice if it can be."""
-    import zarr
-
-    leading = len(wanted.shape) - len(wanted.tile)
-    chunks = [
-        *wanted.shape[:leading],
-        *(min(cells, side) for cells, side in zip(wanted.tile, wanted.shape[leading:], strict=True)),
-    ]
-    while np.prod(chunks, dtype=np.int64) * wanted.dtype.itemsize > CHUNK and any(side % 2 == 0 for side in chunks):
-        axis = max((side, axis) for axis, side in enumerate(chunks) if side % 2 == 0)[1]
-        chunks[axis] //= 2
-    return zarr.create_array(str(path), shape=wanted.shape, chunks=tuple(chunks), dtype=wanted.dtype)
-
-
-def open_zarr(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
-    import zarr
-
-    return zarr.open_array(str(path), mode=mode)
-
-
-class Format(NamedTuple):
-    """How files of a kind are made and opened.
-
-    Attributes:
-        make: `(path, wanted) -> array`.
-        open: `(path, mode) -> array`.
-        mapped: Whether the file is one piece in memory: its room on the disk is taken at once then, because a disk
-            that is full while such memory is written ends the process.
-    """
-
-    make: Callable[[Path, Wanted], Any]
-    open: Callable[[Path, Literal["r", "r+"]], Any]
-    mapped: bool
-
-
-FORMATS = {
-    ".npy": Format(make_npy, open_npy, True),
-    ".zarr": Format(make_zarr, open_zarr, False),
-    ".tif": Format(make_tiff, open_tiff, True),
-    ".tiff": Format(make_tiff, open_tiff, True),
-}
-
-
-def check_path(caller: str, path: Path, overwrite: bool) -> None:
-    """Refuse a path of another format, one that exists, or one whose folder does not."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
-    if path.exists() and not overwrite:
-        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path, or overwrite=True.')
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
             f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make it first.'
         )
+    if path.is_symlink():
+        fix = f'the path it leads to, "{os.readlink(path)}", or another one'
+        raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
+    if path.exists() and not overwrite:
+        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{offered(overwrite)}.')
+    if path.exists() and not (path.is_file() if FORMATS[path.suffix.lower()].mapped else is_zarr_array(path)):
+        what = "a folder that is not one zarr array and nothing else" if path.is_dir() else "not a zarr array"
+        raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
+    OwnedFolder(caller, unfinished(path), path).check()
+
+
+def offered(overwrite: bool | None) -> str:
+    """The fix that overwriting is, where a caller offers it."""
+    return "" if overwrite is None else ", or overwrite=True"
+
+
+def is_zarr_array(path: Path) -> bool:
+    """Whether a folder is one zarr array, as they are written here, and nothing else; so is an empty folder."""
+    if not path.is_dir():
+        return False
+    names = set(os.listdir(path))
+    if not names or not names <= {"zarr.json", "c"}:
+        return not names
+    try:
+        described = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(described, dict) and described.get("node_type") == "array"
 
 
 class FileOutput:
@@ -132,50 +80,68 @@ class FileOutput:
         caller: For errors.
         path: Where it appears.
         wanted: What is written.
+        overwrite: Whether what is there then is replaced.
     """
 
-    def __init__(self, caller: str, path: Path, wanted: Wanted) -> None:
-        self.caller, self.path, self.wanted = caller, path, wanted
-        self.folder = unfinished(path)
+    def __init__(self, caller: str, path: Path, wanted: Wanted, overwrite: bool | None) -> None:
+        self.caller, self.path, self.wanted, self.overwrite = caller, path, wanted, overwrite
+        self.owned = OwnedFolder(caller, unfinished(path), path)
+        self.folder = self.owned.path
         self.format = FORMATS[path.suffix.lower()]
         self.growing = self.folder / path.name
         self.array: Any = None
-        self.lock: int | None = None
-
-    def hold(self) -> None:
-        """Keep other processes from writing to the path until `let_go`, or until this one ends.
-
-        Raises:
-            BlockingIOError: If another one does.
-        """
-        self.folder.mkdir(exist_ok=True)
-        self.lock = hold(self.caller, self.folder, self.path)
 
     def let_go(self) -> None:
         """Let other processes write to the path."""
-        if self.lock is not None:
-            os.close(self.lock)
-        self.lock = None
+        self.owned.let_go()
 
     def make(self) -> None:
         """Make the file, with room for all of it where it is one piece."""
-        self.folder.mkdir(exist_ok=True)
+        self.array = None
+        if self.growing.exists() or self.growing.is_symlink():
+            remove(self.growing)
         try:
             self.array = self.format.make(self.growing, self.wanted)
-            if self.format.mapped and hasattr(os, "posix_fallocate"):
-                with self.growing.open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
+            self.reserve()
         except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
             if error.errno not in FULL:
                 raise
             size = np.prod(self.wanted.shape, dtype=np.int64) * self.wanted.dtype.itemsize
             problem = f'no room for the {size:,} bytes of "{self.path}"; nothing was begun'
             raise OSError(error.errno, f"{self.caller}: {problem}; fix: another disk.") from error
 
-    def open(self) -> None:
-        """Open the file that was begun before."""
-        self.array = self.format.open(self.growing, "r+")
+    def reserve(self) -> None:
+        """Take the room of all of the file on the disk, where it is one piece."""
+        if self.format.mapped and hasattr(os, "posix_fallocate"):
+            with self.growing.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
+
+    def open(self) -> bool:
+        """Open the file that was begun before; False if it is not there any more, or damaged beyond opening."""
+        if self.growing.is_symlink():
+            return False
+        try:
+            self.array = self.format.open(self.growing, "r+")
+            self.reserve()  # of a file that was cut short, which opening it has made long again
+        except FileNotFoundError:
+            return False
+        except OSError:  # a full disk, or too many open files, says nothing about the file
+            raise
+        except Exception:  # noqa: BLE001  # libraries say in many ways that a file is not of their kind
+            return False
+        return (tuple(self.array.shape), self.array.dtype) == (self.wanted.shape, self.wanted.dtype)
+
+    def holds(self, index: tuple[slice, ...], checksum: int) -> bool:
+        """Whether a box is what was written."""
+        try:
+            box = np.asarray(self.array[index])
+        except OSError:
+            raise
+        except Exception:  # noqa: BLE001  # of the codec of a damaged chunk
+            return False
+        found = box_checksum(box)
+        release(self.array)
+        return found == checksum
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         """Write a box."""
@@ -185,63 +151,47 @@ class FileOutput:
             release(self.array)
 
     def finish(self) -> Any:
-        """Give the file its name, remove the folder it grew in, and open it for reading."""
+        """Give the file its name, remove the folder it grew in, and open it for reading.
+
+        Raises:
+            FileExistsError: If something has appeared at the path that may not be replaced.
+        """
+        check_path(self.caller, self.path, self.overwrite)
         self.array = None
         for scrap in self.growing.rglob("*.partial"):  # chunks whose writer was killed
             scrap.unlink()
-        old = self.folder / "replaced"
         if self.path.is_dir():  # a folder cannot be replaced in one step
-            self.path.rename(old)
+            self.path.rename(self.folder / "replaced")
         self.growing.replace(self.path)
-        shutil.rmtree(self.folder)
+        self.owned.remove()
         return self.format.open(self.path, "r")
-
-
-def hold(caller: str, folder: Path, path: Path) -> int | None:
-    """Lock a folder in which the contents of `path` grow, until what is returned is closed or this process ends.
-
-    A killed process ends too, so no lock outlives the one that took it. None where the system knows no such locks.
-
-    Raises:
-        BlockingIOError: If another process has it.
-    """
-    if os.name == "nt":
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise BlockingIOError(
-            f'{caller}: another process is writing "{path}"; fix: wait until it is done, or another path.'
-        ) from None
-    except OSError:  # some network drives
-        os.close(handle)
-        return None
-    return handle
-
-
-def emptied(folder: Path) -> None:
-    """Remove what is in a folder, and not the folder, which may be locked."""
-    for each in folder.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
 
 
 class ArrayOutput:
     """An array that takes slices: the caller's, or one in memory.
 
     Args:
+        caller: For errors.
         array: NumPy's, torch's, zarr's, h5py's or one of the caller's.
     """
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    def __init__(self, caller: str, array: Any) -> None:
+        self.caller, self.array, self.dtype = caller, array, dtype_of_array(array)
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box."""
+        """Write a box.
+
+        Raises:
+            ValueError: If it holds whole numbers that the array cannot.
+        """
+        kept = numpy_dtype(box.dtype)
+        if self.dtype is not None and self.dtype.kind in "iu" and not np.can_cast(kept, self.dtype):
+            numbers, room = to_numpy(box), np.iinfo(self.dtype)
+            if numbers.min() < room.min or numbers.max() > room.max:
+                raise ValueError(
+                    f"{self.caller}: the result has numbers from {numbers.min()} to {numbers.max()}, and out is of "
+                    f"{self.dtype}; fix: an array of {kept}."
+                )
         self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else to_numpy(box)
         release(self.array)
 
@@ -258,18 +208,38 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".unfinished")
 
 
-def output_for(caller: str, out: Any, wanted: Wanted, like: Any) -> FileOutput | ArrayOutput:
+def output_for(
+    caller: str, out: Any, wanted: Wanted, like: Any, overwrite: bool | None
+) -> FileOutput | ArrayOutput:
     """An output for what the caller asked for: a path, an array, or None for one of the volume's kind in memory."""
     if isinstance(out, str | Path):
-        return FileOutput(caller, Path(out), wanted)
+        return FileOutput(caller, Path(out), wanted, overwrite)
     if out is None:
         empty = np.empty(wanted.shape, wanted.dtype)
-        return ArrayOutput(torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
+        return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
         raise TypeError(f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}.")
     if tuple(out.shape) != wanted.shape:
         raise ShapeError(f"{caller}: out must have shape {wanted.shape}, got {tuple(out.shape)}.")
-    return ArrayOutput(out)
+    dtype = dtype_of_array(out)
+    # Whole numbers into fewer bits, labels as bytes for example, are looked at when they are written.
+    labels = dtype is not None and dtype.kind in "iu" and wanted.dtype.kind in "iu"
+    if dtype is not None and not labels and not np.can_cast(wanted.dtype, dtype, "same_kind"):
+        raise TypeError(
+            f"{caller}: out is of {dtype}, and the result of {wanted.dtype} would be cut to that; fix: an array of "
+            f"{wanted.dtype}, or a network whose last step rounds to whole numbers of a torch integer dtype."
+        )
+    return ArrayOutput(caller, out)
+
+
+def dtype_of_array(array: Any) -> np.dtype | None:
+    """The dtype that an array says it has, as NumPy has it; None where it says none that NumPy knows."""
+    if isinstance(array, Tensor):
+        return numpy_dtype(array.dtype)
+    try:
+        return np.dtype(array.dtype)
+    except (AttributeError, TypeError):
+        return None
 
 
 def to_numpy(box: Tensor) -> np.ndarray:
@@ -281,6 +251,11 @@ def to_numpy(box: Tensor) -> np.ndarray:
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
     """The same."""
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
+
+
+def box_checksum(box: np.ndarray) -> int:
+    """A checksum of numbers, the same for 0 and -0: a chunk of nothing but -0 is kept as one of 0."""
+    return zlib.crc32(np.add(box, 0, order="C"))
 
 
 def box_index(layout_shape: Sequence[int], region: Region) -> tuple[slice, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from farfield._checks import unknown
+from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
 from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
 from farfield.streaming.drafting import Draft, Pass
@@ -85,12 +85,16 @@ class Plan:
 
     @property
     def kept(self) -> Region:
-        """Where the volume lies in the network's output: all of it, but for what was padded."""
-        # Beyond the end, so that a span that ends the volume does not take what is padded along.
-        beyond = tuple(side + 1 for side in self.sides)
-        own = tuple((before, side - after) for side, (before, after) in zip(self.sides, self.padding, strict=True))
-        pairs = zip(self.output.grid.part(own, beyond), self.output.grid.sides, strict=True)
-        return tuple(span if any(map(any, self.padding)) else (0, side) for span, side in pairs)
+        """Where the volume lies in the network's output: all of it but, on each end, the cells of what was padded.
+
+        A cell of the output that stands for padded cells and others is kept.
+        """
+        spans = [(0, side) for side in self.output.grid.sides]
+        for follows, (before, after) in zip(self.output.grid.along, self.padding, strict=True):
+            if follows is not None:
+                side = self.output.grid.sides[follows.side]
+                spans[follows.side] = (int(before * follows.ratio), side - int(after * follows.ratio))
+        return tuple(spans)
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -167,7 +171,7 @@ def plan_whole(
     ]
     draft = Draft(model, batch, channels, sides, scale, placed, whole)
     cells, passes = draft.cut(tile, halo)
-    return Plan(
+    plan = Plan(
         layout=layout,
         sides=sides,
         padding=padding,
@@ -178,6 +182,12 @@ def plan_whole(
         madds=whole.madds[-1],
         tile_bytes=draft.tile_bytes(cells, passes[-1].halo),
     )
+    if any(start >= stop for start, stop in plan.kept):
+        raise ShapeError(
+            f"predict_whole: the network returns {plan.output.grid.sides} for sides {sides}, nothing of which is left "
+            f"without what stands for the {padding} cells padded; fix: a larger volume, or one that needs no padding."
+        )
+    return plan
 
 
 def rank_of(model: nn.Module, tile: object) -> int:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
-from farfield.streaming.geometry import Along, Halo, rounded_up
+from farfield.streaming.geometry import Along, Halo, Placed, rounded_up
 from farfield.streaming.listening import OUTPUT, Step, Trace, cellwise, device_of, dtype_of, record, trace
 from farfield.streaming.refusals import NotLocalError, named
 
@@ -186,6 +186,7 @@ class Probe:
         after = half - Fraction(span.start) / follows.ratio
         return rounded_up(max(before, Fraction(0)), multiple), rounded_up(max(after, Fraction(0)), multiple)
 
+    @cached_property
     def levels(self) -> list[int]:
         """Which attentions hear of which: each one's level is one more than the highest it hears of."""
         grid = self.draw(self.small)
@@ -205,23 +206,50 @@ class Probe:
                     levels[later] = max(levels[later], levels[asked] + 1)
         return levels
 
-    def check(self, axis: int, halo: Halo) -> None:
-        """Cut a small grid in two on one side, and see that both parts give what the whole gives.
+    def differing(
+        self, axis: int, halo: Halo, ends: tuple[int, int], enough: int, calls: Sequence[int]
+    ) -> str | None:
+        """Cut a small grid on one side, and see whether its parts give what the whole gives.
 
-        Raises:
-            NotLocalError: If they do not.
+        Args:
+            axis: The side.
+            halo: What parts read beyond their own cells.
+            ends: Cells of the first and of the last tile.
+            enough: Cells from an end, beyond which nothing depends on where the tile is cut.
+            calls: Attentions whose grids must be equal; none for the output.
+
+        Returns:
+            The first step that is not, and which may be the reason; None if all that must be are equal.
         """
         multiple, before, after = self.scale.multiple[axis], halo.before[axis], halo.after[axis]
-        cut = before + multiple
-        side = cut + after + multiple + (self.whole[axis] % multiple or multiple)
+        first = min(ends[0], enough)
+        last = ends[1] if ends[1] <= enough else enough + ends[1] % multiple
+        side = first + enough + last
         grid = self.draw(replaced(self.small, axis, side))
         whole = self.run(grid)
-        for core, read in (((0, cut), (0, cut + after)), ((cut, side), (cut - before, side))):
-            own = self.run(grid.narrow(axis + 2, read[0], read[1] - read[0]).contiguous())
-            pairs = list(zip(whole, own, [each[axis] for each in self.scale.along], strict=True))
-            differing = [one for one, other, follows in pairs if differs(one, other, follows, core, read[0], side)]
-            if any(step.attends or step.name == OUTPUT for step in differing):
-                raise not_local(self.model, differing[0].name, axis, "gives a tile other than what it gives the whole")
+        for core in ((0, first), (first, side - last), (side - last, side)):
+            read = max(0, core[0] - before), min(side, core[1] + after)
+            wanted = needed_steps(whole, calls)
+            spans = [own_span(step, along[axis], core, side) for step, along in zip(whole, self.scale.along, strict=True)]
+            if not any(spans[index][0] < spans[index][1] for index in wanted):
+                continue
+            try:
+                own = self.run(grid.narrow(axis + 2, read[0], read[1] - read[0]).contiguous())
+            except RuntimeError:  # smaller than what a layer takes
+                return whole[wanted[0]].name
+            differs = [
+                differ(one, other, along[axis], span, read[0])
+                for one, other, along, span in zip(whole, own, self.scale.along, spans, strict=True)
+            ]
+            if any(differs[index] for index in wanted):
+                return whole[differs.index(True)].name
+        return None
+
+
+def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
+    """Which steps are read by these attentions, or are the output if there are none."""
+    attends = [index for index, step in enumerate(steps) if step.attends]
+    return [attends[call] for call in calls] or [len(steps) - 1]
 
 
 class NanSpan(NamedTuple):
@@ -244,12 +272,19 @@ def nan_span(step: Step, follows: Along | None) -> NanSpan | None:
     return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[follows.side + 2])
 
 
-def differs(whole: Step, own: Step, follows: Along | None, core: tuple[int, int], first: int, side: int) -> bool:
-    """Whether the own cells of a part are not those of the whole, by more than rounding."""
+def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: int) -> tuple[int, int]:
+    """Where a part's own cells lie in a grid of the whole."""
     if follows is None:
+        return 0, 1
+    placed = Placed(whole.name, whole.attends, whole.shape[2:], ())
+    return placed.span(follows, core, side)
+
+
+def differ(whole: Step, own: Step, follows: Along | None, span: tuple[int, int], first: int) -> bool:
+    """Whether the own cells of a part that reads from `first` on are not those of the whole, by more than rounding."""
+    start, stop = span
+    if follows is None or start >= stop:
         return False
-    start = int(core[0] * follows.ratio)
-    stop = whole.shape[follows.side + 2] if core[1] == side else int(core[1] * follows.ratio)
     offset = int(first * follows.ratio)
     if stop - offset > own.shape[follows.side + 2]:
         return True

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered
 from farfield.ops.summary import Summary
+from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arrays import Region, Source
 from farfield.streaming.driving import Stream, Tiled, progress_of
-from farfield.streaming.geometry import inner
+from farfield.streaming.formats import Wanted
+from farfield.streaming.geometry import cells_of, inner
 from farfield.streaming.listening import answering, device_of, dtype_of, width
 from farfield.streaming.merging import Merged
-from farfield.streaming.outputs import Wanted, box_index, check_path, numpy_dtype, output_for
+from farfield.streaming.outputs import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.planning import Plan, plan_whole
 from farfield.streaming.progress import begun_tile, identity_of
 
@@ -84,17 +86,19 @@ def predict_whole(
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
         True
     """
+    refuse_aliasing("predict_whole", out, {"volume": volume})
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:
         check_path("predict_whole", path, overwrite)
-        tile = begun_tile(path) if tile is None else tile
+        tile = begun_tile("predict_whole", path, overwrite) if tile is None else tile
     plan = plan_whole(model, volume.shape, tile=tile, halo=halo, pad=pad)
     if not quiet:
         print("\n".join(plan.lines()), file=sys.stderr)
     source = Source(volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect")
     shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
     axes = plan.layout.axes(plan.output.channels, len(plan.kept))
-    output = output_for("predict_whole", out, Wanted(shape, numpy_dtype(plan.output.dtype), axes, plan.written), volume)
+    wanted = Wanted(shape, numpy_dtype(plan.output.dtype), axes, plan.written)
+    output = output_for("predict_whole", out, wanted, volume, overwrite)
     identity = partial(identity_of, model, [volume], (plan.tile, plan.passes, plan.padding, pad, str(path)))
     progress = progress_of("predict_whole", output, identity, plan.tile, overwrite)
     return Prediction(
@@ -131,6 +135,9 @@ class Prediction:
         """Run a tile as far as the pass needs."""
         self.core, self.region, self.call = core, halo.around(core, self.plan.sides), 0
         grid = self.stream.read("volume", index, self.region)
+        read = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
+        if not any(cells_of(placed.part(core, self.plan.sides)) for placed in read):
+            return
         try:
             self.write(self.listened(grid, calls) if self.stream.merged else self.model(grid))
         except EnoughError:
@@ -156,6 +163,8 @@ class Prediction:
         """Summarize a tile's own cells."""
         placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         part = placed.part(self.core, self.plan.sides)
+        if not cells_of(part):
+            return
         cells = inner(part, placed.part(self.region, self.plan.sides))
         own, real = grid[cells], None if mask is None else mask[cells]
         origin = tuple(start for start, _ in part)
@@ -181,4 +190,4 @@ class Prediction:
         box = found[inner(part, plan.output.grid.part(self.region, plan.sides))]
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
         shape = plan.layout.shape(found.shape[0], plan.output.channels, box.shape[2:])
-        self.stream.output.write(box_index(shape, target), box.reshape(shape))
+        self.stream.write(box_index(shape, target), box.reshape(shape))

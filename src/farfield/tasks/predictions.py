@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
 
-from farfield._outputs import check_not_input, claim_folder, empty_folder, output_path, release_folder
-from farfield.streaming.outputs import hold
+from farfield._files import OwnedFolder
+from farfield._outputs import check_not_input, output_path
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -87,7 +87,7 @@ class PredictionFolder(BasePredictionWriter):
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="batch")
         self.path = path
-        self.lock: int | None = None
+        self.growing: OwnedFolder | None = None
         # Of each file, what it was written of.
         self.sources: dict[Path, str] = {}
 
@@ -101,16 +101,17 @@ class PredictionFolder(BasePredictionWriter):
                 "fix: remove it, or name another by --predictions.path."
             )
         if trainer.is_global_zero:
-            claim_folder("farfield predict", beside(place))
-            self.lock = hold("farfield predict", beside(place), place)
-            empty_folder(beside(place))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.growing = OwnedFolder("farfield predict", beside(place), place)
+            self.growing.hold()
+            self.growing.empty()
         trainer.strategy.barrier()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the folder its name."""
         trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            release_folder(beside(self.place(trainer)), self.place(trainer))
+        if self.growing is not None:
+            self.growing.become_target()
         self.let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -119,9 +120,9 @@ class PredictionFolder(BasePredictionWriter):
 
     def let_go(self) -> None:
         """Give up the lock, in the process that has it."""
-        if self.lock is not None:
-            os.close(self.lock)
-        self.lock = None
+        if self.growing is not None:
+            self.growing.let_go()
+        self.growing = None
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the folder."""

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from farfield.streaming import predict_whole
-from farfield.streaming.outputs import FileOutput, Wanted, check_path
+from farfield.streaming.aliasing import refuse_aliasing
+from farfield.streaming.driving import write_whole
+from farfield.streaming.outputs import check_path
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
@@ -91,15 +93,12 @@ def restore(
         # The number of sides must be said: the first convolution of a foreign network need not have them.
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
-    image = projected(scaled, stack, multiples)
     if out is None:
-        return image
-    path = Path(out)
-    check_path("restore", path, overwrite)
-    output = FileOutput("restore", path, Wanted(image.shape, image.dtype, "YX", image.shape))
-    output.make()
-    output.write((slice(None), slice(None)), torch.from_numpy(image))
-    return output.finish()
+        return projected(scaled, stack, multiples)
+    refuse_aliasing("restore", out, {"stack": stack})
+    check_path("restore", Path(out), overwrite)  # before the work
+    image = projected(scaled, stack, multiples)
+    return write_whole("restore", Path(out), image, "YX", overwrite)
 
 
 def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
