@@ -188,6 +188,14 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, content: bytes)
     assert str(tmp_path) in refusal if found is None else found.mask_token == "[MASK]"
 
 
+@pytest.mark.parametrize("text", ["", "{", "[" * 10_000, "5", None])
+def test_a_damaged_tokenizer_of_a_checkpoint_is_refused(tmp_path: Path, text: Any) -> None:
+    data = folder(make_texts(tmp_path))
+    state = data.state_dict() | {"tokenizer": text}
+    with pytest.raises(FolderError, match=r"TextFolder: the checkpoint's tokenizer is damaged: .*; fix: train anew"):
+        data.load_state_dict(state)
+
+
 def test_a_tokenizer_brings_no_code(tmp_path: Path) -> None:
     trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
