@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.geometry import Halo, Placed, cores, rounded_up
+from farfield.streaming.geometry import Halo, Placed, at_least, cores, rounded_up
 from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
 from farfield.streaming.merging import is_grid
 from farfield.streaming.probing import Probe, Scale, not_local
@@ -92,29 +92,39 @@ class Draft:
         Raises:
             NotLocalError: If they do not, however much they read.
         """
-        differing = self.differing(axis, cells, needs)
-        if differing is not None and not given:
-            longer = self.longer(axis)
-            needs[axis] = [(before + after + longer, before + after + longer) for before, after in needs[axis]]
-            differing = self.differing(axis, cells, needs)
+        found, differing = needs[axis], self.differing(axis, cells, needs)
+        for times in () if given else (1, 2):
+            if differing is not None:
+                mirrored = [times * (before + after + self.beyond(axis)[1]) for before, after in found]
+                needs[axis] = [(both, both) for both in mirrored]
+                differing = self.differing(axis, cells, needs)
         if differing is not None:
             raise not_local(self.model, differing, axis, "gives a tile other than what it gives the whole")
 
     def differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
         """The first step that gives a tile other than the whole, in any pass."""
-        ends = cells, self.sides[axis] - (self.sides[axis] - 1) // cells * cells
+        last, (shorter, longer) = (self.sides[axis] - 1) % cells + 1, self.beyond(axis)
         for each in self.passes(needs):
-            enough = each.halo.before[axis] + each.halo.after[axis] + self.longer(axis) + self.scale.multiple[axis]
-            found = self.look().differing(axis, each.halo, ends, enough, each.calls)
+            enough = each.halo.before[axis] + each.halo.after[axis] + longer + self.scale.multiple[axis]
+            # Near the end tiles may have nothing of a grid that ends earlier: the one before them is its last then.
+            first, last = min(cells, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
+            widths = [first, enough, *[first] * -(-shorter // first), last]
+            found = self.look().differing(axis, each.halo, widths, each.calls)
             if found is not None:
                 return found
         return None
 
-    def longer(self, axis: int) -> int:
-        """Cells by which the network's grids are longer than the volume on a side, measured in the volume's cells."""
+    def beyond(self, axis: int) -> tuple[int, int]:
+        """By how much the network's grids are shorter and longer than the volume on a side, at most, in its cells."""
         grids = [(grid.sides, grid.along[axis]) for grid in self.placed]
         ends = [sides[along.side] / along.ratio - self.sides[axis] for sides, along in grids if along is not None]
-        return rounded_up(max([Fraction(0), *ends]), self.scale.multiple[axis])
+        multiple = self.scale.multiple[axis]
+        return rounded_up(max(Fraction(0), -min(ends)), multiple), rounded_up(max(Fraction(0), max(ends)), multiple)
+
+    @property
+    def least(self) -> tuple[int, ...]:
+        """Cells a side that a tile reads at least, as the network takes no fewer."""
+        return (0,) * len(self.sides) if self.probe is None else self.probe.least
 
     def axes_cut(self, cells: Sequence[int]) -> list[int]:
         """Sides that are cut."""
@@ -210,6 +220,8 @@ class Draft:
     def tile_bytes(self, cells: Sequence[int], halo: Halo) -> int:
         """Bytes that a tile's grids take at once."""
         read = halo.around(cores(self.sides, cells)[0], self.sides)
+        if self.axes_cut(cells):
+            read = at_least(self.look().least, read, self.sides)
         sides = tuple(
             min(side, stop + before) for side, (_, stop), before in zip(self.sides, read, halo.before, strict=True)
         )

@@ -83,6 +83,23 @@ def cores(sides: Sequence[int], tile: Sequence[int]) -> list[Region]:
     return list(itertools.product(*spans))
 
 
+def at_least(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:
+    """A region that is made larger where it has fewer cells a side than a network takes.
+
+    Args:
+        least: Cells a side that it takes, with what is left of the whole's when strides have divided it.
+        region: What is read.
+        whole: Sides of the volume.
+    """
+    found = []
+    for (start, stop), cells, side in zip(region, least, whole, strict=True):
+        if stop - start < cells:
+            stop = min(side, start + cells)
+            start = min(start, max(0, stop - cells))
+        found.append((start, stop))
+    return tuple(found)
+
+
 def cells_of(region: Region) -> int:
     """How many cells a region has."""
     return math.prod(stop - start for start, stop in region)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,6 +73,10 @@ def cellwise(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | N
     return grid.mean(1, keepdim=True).repeat(1, width(attention), *[1] * (grid.dim() - 2))
 
 
+class EnoughError(Exception):
+    """All that a network is run for has been heard; the rest of it would say nothing new."""
+
+
 class Step(NamedTuple):
     """A grid on its way through a network.
 
@@ -91,7 +95,14 @@ class Step(NamedTuple):
     grid: Tensor | None
 
 
-def record(model: nn.Module, run: Callable[[], Any], answer: Answer = cellwise, *, keep: bool = True) -> list[Step]:
+def record(
+    model: nn.Module,
+    run: Callable[[], Any],
+    answer: Answer = cellwise,
+    *,
+    keep: bool = True,
+    last_call: int | None = None,
+) -> list[Step]:
     """Run a model and note what its attentions read and its modules return; the last step is its output.
 
     Args:
@@ -99,6 +110,7 @@ def record(model: nn.Module, run: Callable[[], Any], answer: Answer = cellwise, 
         run: Runs it and returns what it returns.
         answer: Stands in for its attentions.
         keep: Whether to keep the grids, and not their shapes alone.
+        last_call: The attention whose grid is the last step that is wanted; None for the output.
 
     Raises:
         TypeError: If the model does not return one grid.
@@ -110,6 +122,8 @@ def record(model: nn.Module, run: Callable[[], Any], answer: Answer = cellwise, 
 
     def attend(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
         note(path, True, grid)
+        if sum(step.attends for step in steps) - 1 == last_call:
+            raise EnoughError
         return answer(path, attention, grid, mask)
 
     def returned(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -119,7 +133,8 @@ def record(model: nn.Module, run: Callable[[], Any], answer: Answer = cellwise, 
     with torch.no_grad(), answering(model, attend), ExitStack() as stack:
         for path, module in steps_of(model):
             stack.enter_context(module.register_forward_hook(partial(returned, path)))
-        note(OUTPUT, False, checked_output(model, run()))
+        with suppress(EnoughError):
+            note(OUTPUT, False, checked_output(model, run()))
     return steps
 
 

@@ -56,6 +56,7 @@ class Plan:
         sides: Of the volume, padded.
         padding: Cells added before and after each side.
         tile: Cells a side that a tile writes.
+        least: Cells a side that it reads at least, however small it is.
         calls: Of attentions, in their order.
         passes: Summary passes, and the last, which writes.
         output: What the network returns.
@@ -67,6 +68,7 @@ class Plan:
     sides: tuple[int, ...]
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
+    least: tuple[int, ...]
     calls: tuple[Call, ...]
     passes: tuple[Pass, ...]
     output: Output
@@ -176,6 +178,7 @@ def plan_whole(
         sides=sides,
         padding=padding,
         tile=cells,
+        least=draft.least,
         calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
         passes=passes,
         output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),

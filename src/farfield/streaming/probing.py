@@ -5,6 +5,7 @@ Attentions are answered cell by cell meanwhile, so that what is left is what til
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
-from farfield.streaming.geometry import Along, Halo, Placed, rounded_up
+from farfield.streaming.geometry import Along, Halo, Placed, at_least, rounded_up
 from farfield.streaming.listening import OUTPUT, Step, Trace, cellwise, device_of, dtype_of, record, trace
 from farfield.streaming.refusals import NotLocalError, named
 
@@ -26,6 +27,8 @@ from farfield.streaming.refusals import NotLocalError, named
 DIVISIBLE = 6720
 # Cells a side of the longest probe.
 LONGEST = 4096
+# Cells across it, at most.
+WIDEST = 2**14
 
 
 class Scale(NamedTuple):
@@ -128,11 +131,11 @@ class Probe:
     def __init__(self, model: nn.Module, channels: int, sides: Sequence[int], scale: Scale) -> None:
         self.model, self.channels, self.whole, self.scale = model, channels, tuple(sides), scale
         self.generator = torch.Generator().manual_seed(0)
-        self.small = self.smallest()
+        self.small = self.least = self.smallest()
 
-    def run(self, grid: Tensor) -> list[Step]:
+    def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
         """Run the network, its attentions answered cell by cell."""
-        return record(self.model, partial(self.model, grid))
+        return record(self.model, partial(self.model, grid), last_call=last_call)
 
     def draw(self, sides: Sequence[int]) -> Tensor:
         """A random grid."""
@@ -166,6 +169,12 @@ class Probe:
             with plain_kernels():
                 steps = self.run(grid)
             spans = [nan_span(step, along[axis]) for step, along in zip(steps, self.scale.along, strict=True)]
+            lost = any(
+                span is None and along[axis] is not None and step.dtype.is_floating_point
+                for step, span, along in zip(steps, spans, self.scale.along, strict=True)
+            )
+            if lost and self.grow(axis):
+                continue
             if not any(span is not None and span.everywhere for span in spans):
                 return [
                     self.needed(span, along[axis], half, multiple)
@@ -177,6 +186,20 @@ class Probe:
                     step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
                 )
                 raise not_local(self.model, name, axis, f"sees further than {half // 2} cells")
+
+    def grow(self, axis: int) -> bool:
+        """Make the small grids larger on the other sides, up to the volume's; False if they are large enough.
+
+        Where they are smaller than the steps of a dilated convolution, some of its windows see nothing but padding.
+        """
+        doubled = tuple(
+            own if other == axis else min(own + rounded_up(own, multiple), max(own, side))
+            for other, (own, side, multiple) in enumerate(zip(self.small, self.whole, self.scale.multiple, strict=True))
+        )
+        if doubled == self.small or math.prod(doubled) // doubled[axis] > WIDEST:
+            return False
+        self.small = doubled
+        return True
 
     def needed(self, span: NanSpan | None, follows: Along | None, half: int, multiple: int) -> tuple[int, int]:
         """Cells before and after, where NaN in the multiple after half went so far."""
@@ -206,41 +229,37 @@ class Probe:
                     levels[later] = max(levels[later], levels[asked] + 1)
         return levels
 
-    def differing(
-        self, axis: int, halo: Halo, ends: tuple[int, int], enough: int, calls: Sequence[int]
-    ) -> str | None:
+    def differing(self, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int]) -> str | None:
         """Cut a small grid on one side, and see whether its parts give what the whole gives.
 
         Args:
             axis: The side.
             halo: What parts read beyond their own cells.
-            ends: Cells of the first and of the last tile.
-            enough: Cells from an end, beyond which nothing depends on where the tile is cut.
+            widths: Cells of the parts; one in the middle becomes wider where the network takes no grid so small.
             calls: Attentions whose grids must be equal; none for the output.
 
         Returns:
             The first step that is not, and which may be the reason; None if all that must be are equal.
         """
-        multiple, before, after = self.scale.multiple[axis], halo.before[axis], halo.after[axis]
-        first = min(ends[0], enough)
-        last = ends[1] if ends[1] <= enough else enough + ends[1] % multiple
-        side = first + enough + last
+        cells = list(widths)
+        cells[1] += rounded_up(max(0, self.least[axis] - sum(cells)), self.scale.multiple[axis])
+        stops = list(itertools.accumulate(cells))
+        side, last_call = stops[-1], max(calls, default=None)
         grid = self.draw(replaced(self.small, axis, side))
-        whole = self.run(grid)
-        for core in ((0, first), (first, side - last), (side - last, side)):
-            read = max(0, core[0] - before), min(side, core[1] + after)
-            wanted = needed_steps(whole, calls)
-            spans = [own_span(step, along[axis], core, side) for step, along in zip(whole, self.scale.along, strict=True)]
+        whole = self.run(grid, last_call)
+        wanted = needed_steps(whole, calls)
+        for core in zip([0, *stops], stops, strict=False):
+            spans = [own_span(step, along[axis], core, side) for step, along in zip(whole, self.scale.along, strict=False)]
             if not any(spans[index][0] < spans[index][1] for index in wanted):
                 continue
+            read = max(0, core[0] - halo.before[axis]), min(side, core[1] + halo.after[axis])
+            ((start, stop),) = at_least(self.least[axis : axis + 1], (read,), (side,))
             try:
-                own = self.run(grid.narrow(axis + 2, read[0], read[1] - read[0]).contiguous())
+                own = self.run(grid.narrow(axis + 2, start, stop - start).contiguous(), last_call)
             except RuntimeError:  # smaller than what a layer takes
                 return whole[wanted[0]].name
-            differs = [
-                differ(one, other, along[axis], span, read[0])
-                for one, other, along, span in zip(whole, own, self.scale.along, spans, strict=True)
-            ]
+            pairs = zip(whole, own, self.scale.along, spans, strict=False)
+            differs = [differ(one, other, along[axis], span, start) for one, other, along, span in pairs]
             if any(differs[index] for index in wanted):
                 return whole[differs.index(True)].name
         return None

@@ -219,8 +219,10 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
     with open_replacement(file) as opened, zipfile.ZipFile(opened, "w") as archive:
         archive.writestr("state.json", text)
         for number, tensor in enumerate(tensors):
+            flat = tensor.detach().cpu().contiguous()
+            flat = flat.as_strided((flat.numel(),), (1,))  # a single number may have any stride
             with archive.open(f"tensor{number}", "w", force_zip64=True) as member:
-                member.write(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+                member.write(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def read_state(file: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arrays import Region, Source
 from farfield.streaming.driving import Stream, Tiled, progress_of
 from farfield.streaming.formats import Wanted
-from farfield.streaming.geometry import cells_of, inner
-from farfield.streaming.listening import answering, device_of, dtype_of, width
+from farfield.streaming.geometry import at_least, cells_of, inner
+from farfield.streaming.listening import EnoughError, answering, device_of, dtype_of, width
 from farfield.streaming.merging import Merged
 from farfield.streaming.outputs import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.planning import Plan, plan_whole
@@ -106,10 +106,6 @@ def predict_whole(
     ).run(quiet)
 
 
-class EnoughError(Exception):
-    """All that a pass is for has been heard; the rest of the network would say nothing new."""
-
-
 class Prediction:
     """A network's passes over the tiles of a volume.
 
@@ -133,7 +129,8 @@ class Prediction:
 
     def take(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
         """Run a tile as far as the pass needs."""
-        self.core, self.region, self.call = core, halo.around(core, self.plan.sides), 0
+        self.core, self.call = core, 0
+        self.region = at_least(self.plan.least, halo.around(core, self.plan.sides), self.plan.sides)
         grid = self.stream.read("volume", index, self.region)
         read = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
         if not any(cells_of(placed.part(core, self.plan.sides)) for placed in read):

@@ -1,0 +1,480 @@
+"""What a prediction that was begun finds when it is called again: files cut short, damaged progress, foreign folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+import zarr
+from torch import nn
+
+from farfield import models, streaming
+from farfield.streaming import predict_whole, respond_whole
+from farfield.tasks.restoring import restore
+from streamed_nets import attention, settled
+
+SIZE = (20, 24)
+TILE = (10, 8)
+TILES = 6
+SUFFIXES = (".npy", ".tif", ".zarr")
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def net() -> torch.nn.Module:
+    convolutions = [nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 1, 3, padding=1)]
+    return settled(nn.Sequential(convolutions[0], attention("factorized_gaussian"), convolutions[1]))
+
+
+@pytest.fixture(scope="module")
+def volume() -> np.ndarray:
+    return np.random.default_rng(0).random(SIZE, "float32")
+
+
+@pytest.fixture(scope="module")
+def want(net: torch.nn.Module, volume: np.ndarray) -> np.ndarray:
+    return predict_whole(net, volume, tile=TILE, quiet=True)
+
+
+@pytest.fixture
+def stop(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Begin a prediction of 2 passes, and stop it before it reads so many tiles."""
+
+    def stopped(suffix: str, reads: int = TILES + 5) -> Path:
+        out, read, count = tmp_path / f"out{suffix}", streaming.driving.Stream.read, [0]
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            count[0] += 1
+            if count[0] == reads:
+                raise StopError
+            return read(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
+            patch.setattr(streaming.driving.Stream, "read", counted)
+            with pytest.raises(StopError):
+                predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+        return out
+
+    return stopped
+
+
+def growing(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished") / out.name
+
+
+def state(out: Path) -> Path:
+    return growing(out).with_name("progress.zip")
+
+
+# ---- the file that grows ---------------------------------------------------------------------------------------------
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def cut_to_its_header(file: Path) -> None:
+    os.truncate(file, 40)
+
+
+def cut_to_nothing(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def one_number_changed(file: Path) -> None:
+    with file.open("r+b") as opened:
+        # In the first tile, which is written: behind the header, which is shorter than that.
+        opened.seek(file.stat().st_size - 4 * SIZE[0] * SIZE[1] + 8)
+        opened.write(b"\x00\x00\x80\x3f")
+
+
+def another_shape(file: Path) -> None:
+    if file.suffix == ".npy":
+        np.save(file, np.zeros((SIZE[1], SIZE[0]), "float32"))
+    else:
+        tifffile.imwrite(file, np.zeros((SIZE[1], SIZE[0]), "float32"), photometric="minisblack")
+
+
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+def a_link_to_a_copy(file: Path) -> None:
+    shutil.copy(file, file.parents[1] / "copy")
+    file.unlink()
+    file.symlink_to(file.parents[1] / "copy")
+
+
+DAMAGES = (cut_short, cut_to_its_header, cut_to_nothing, one_number_changed, another_shape, gone, a_link_to_a_copy)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("suffix", [".npy", ".tif"])
+def test_a_file_that_lost_what_was_written_is_made_anew(
+    suffix: str,
+    damage: Callable[[Path], None],
+    stop: Callable,
+    net: torch.nn.Module,
+    volume: np.ndarray,
+    want: np.ndarray,
+) -> None:
+    out = stop(suffix)
+    damage(growing(out))
+    copy = out.with_name("copy")
+    before = copy.read_bytes() if copy.exists() else b""
+    text = f'predict_whole: "{growing(out)}" does not hold any more what was written to it; it is made anew, and its 4'
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    np.testing.assert_array_equal(got, want)
+    assert not out.is_symlink()
+    assert (copy.read_bytes() if copy.exists() else b"") == before
+
+
+def chunk_lost(folder: Path) -> None:
+    next(each for each in sorted(folder.rglob("c/*/*")) if each.is_file()).unlink()
+
+
+def chunk_cut_short(folder: Path) -> None:
+    cut_short(next(each for each in sorted(folder.rglob("c/*/*")) if each.is_file()))
+
+
+def description_lost(folder: Path) -> None:
+    (folder / "zarr.json").unlink()
+
+
+def description_garbled(folder: Path) -> None:
+    (folder / "zarr.json").write_text("{")
+
+
+def description_of_another(folder: Path) -> None:
+    shutil.rmtree(folder)
+    zarr.create_array(str(folder), shape=SIZE, chunks=TILE, dtype="float64")
+
+
+CHUNKS = (chunk_lost, chunk_cut_short, description_lost, description_garbled, description_of_another)
+
+
+@pytest.mark.parametrize("damage", CHUNKS, ids=lambda damage: damage.__name__)
+def test_a_zarr_that_lost_what_was_written_is_made_anew(
+    damage: Callable[[Path], None], stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
+) -> None:
+    out = stop(".zarr")
+    damage(growing(out))
+    with pytest.warns(UserWarning, match="does not hold any more what was written to it"):
+        got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    np.testing.assert_array_equal(got[:], want)
+    assert got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_whole_file_is_gone_on_with(
+    suffix: str, stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
+) -> None:
+    seen: list[int] = []
+    out = stop(suffix)
+    hook = net[-1].register_forward_hook(lambda module, inputs, output: seen.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    hook.remove()
+    np.testing.assert_array_equal(got[:], want)
+    probes: list[int] = []
+    hook = net[-1].register_forward_hook(lambda module, inputs, output: probes.append(1))
+    streaming.plan_whole(net, SIZE, tile=TILE)
+    hook.remove()
+    assert len(seen) - len(probes) == 2  # the tiles that were left
+
+
+def test_what_was_written_is_looked_at_after_the_last_tile_too(
+    stop: Callable,
+    net: torch.nn.Module,
+    volume: np.ndarray,
+    want: np.ndarray,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.tif"
+
+    def stopped(*arguments: Any) -> None:
+        raise StopError
+
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(streaming.outputs.FileOutput, "finish", stopped)
+        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    cut_short(growing(out))
+    with pytest.warns(UserWarning, match=f"its {TILES} tiles are computed again"):
+        got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    np.testing.assert_array_equal(got, want)
+
+
+# ---- the file that says how far it is --------------------------------------------------------------------------------
+class Malicious:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (Path.cwd() / "ran",)
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 30)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def text(file: Path) -> None:
+    file.write_text("tile 3")
+
+
+def pickled(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Malicious()))
+
+
+def saved_by_torch(file: Path) -> None:
+    torch.save({"identity": Malicious()}, file)
+
+
+def one_byte_changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def rewritten(file: Path, change: Callable[[dict], object]) -> None:
+    with zipfile.ZipFile(file) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    content["state.json"] = json.dumps(change(json.loads(content["state.json"]))).encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, each in content.items():
+            archive.writestr(name, each)
+
+
+def of_another_version(file: Path) -> None:
+    rewritten(file, lambda saved: saved | {"version": 99})
+
+
+def of_another_kind(file: Path) -> None:
+    rewritten(file, lambda saved: [saved])
+
+
+def without_a_field(file: Path) -> None:
+    rewritten(file, lambda saved: {key: value for key, value in saved.items() if key != "tile"})
+
+
+def of_wrong_types(file: Path) -> None:
+    rewritten(file, lambda saved: saved | {"tile": "three"})
+
+
+def nested_deeply(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("state.json", "[" * 200_000)
+
+
+FAULTS = (
+    truncated,
+    empty,
+    text,
+    pickled,
+    saved_by_torch,
+    one_byte_changed,
+    of_another_version,
+    of_another_kind,
+    without_a_field,
+    of_wrong_types,
+    nested_deeply,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_damaged_progress_says_the_way_out_and_overwriting_is_one(
+    fault: Callable[[Path], None],
+    stop: Callable,
+    net: torch.nn.Module,
+    volume: np.ndarray,
+    want: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = stop(".npy", 9)
+    monkeypatch.chdir(out.parent)
+    fault(state(out))
+    for tile in (TILE, None):
+        with pytest.raises(ValueError, match=r"predict_whole: .*is damaged: ") as error:
+            predict_whole(net, volume, tile=tile, out=out, quiet=True)
+        said = str(error.value)
+        assert f'"{state(out)}", which says how far an unfinished prediction is' in said
+        assert said.endswith(f'fix: to begin anew, remove "{state(out).parent}", or overwrite=True.')
+        assert "weights_only" not in said
+        assert "pickle" not in said
+    got = predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)
+    np.testing.assert_array_equal(got, want)
+    assert [each.name for each in out.parent.iterdir()] == [out.name]
+
+
+def test_removing_the_folder_is_a_way_out_too(
+    stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
+) -> None:
+    out = stop(".npy", 9)
+    empty(state(out))
+    shutil.rmtree(state(out).parent)
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=TILE, out=out, quiet=True), want)
+
+
+def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) -> None:
+    layer, grid, out = settled(attention("siamese")), torch.randn(6, 8, 9), tmp_path / "out.npy"
+    respond_whole(layer, grid, out=out, quiet=True)
+    with pytest.raises(FileExistsError, match=r'respond_whole: ".*out.npy" exists; fix: another path\.$'):
+        respond_whole(layer, grid, out=out, quiet=True)
+    out.unlink()
+    growing(out).parent.mkdir()
+    (growing(out).parent / ".farfield").touch()
+    empty(state(out))
+    with pytest.raises(ValueError, match=r'respond_whole: .*fix: to begin anew, remove ".*out.npy.unfinished"\.$'):
+        respond_whole(layer, grid, out=out, quiet=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
+def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    merged = streaming.merging.Merged(settled(attention(row)).to(dtype), "net")
+    grid = torch.randn(1, 6, 4, 5, dtype=dtype)
+    merged.add(grid, None, (0, 0), (4, 5))
+    merged.ask(grid, None, (0, 0), (4, 5))
+    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
+    streaming.progress.write_state(tmp_path / "state", state | {"found": [merged.state()]})
+    found = streaming.progress.read_state(tmp_path / "state")["found"][0]
+    again = streaming.merging.Merged(merged.attention, "net")
+    again.load(found)
+    (summary, asked), (twin, twin_asked) = merged.whole(grid.device), again.whole(grid.device)
+    for one, other in zip([*summary, *(asked or ())], [*twin, *(twin_asked or ())], strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+# ---- folders and paths that are somebody's ---------------------------------------------------------------------------
+def test_a_folder_of_somebody_is_not_emptied(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path) -> None:
+    out, theirs = tmp_path / "out.npy", tmp_path / "photographs"
+    theirs.mkdir()
+    (theirs / "mine.jpg").write_text("mine")
+    folder = growing(out).parent
+    folder.symlink_to(theirs)
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=r'predict_whole: ".*unfinished" is a link, and it would be emptied'):
+            predict_whole(net, volume, tile=TILE, out=out, overwrite=overwrite, quiet=True)
+    folder.unlink()
+    theirs.rename(folder)
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match='".*unfinished" holds files that farfield did not write, .*; fix: '):
+            predict_whole(net, volume, tile=TILE, out=out, overwrite=overwrite, quiet=True)
+    assert (folder / "mine.jpg").read_text() == "mine"
+    assert [each.name for each in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_folder_of_an_earlier_version_is_named(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path) -> None:
+    folder = growing(tmp_path / "out.npy").parent
+    folder.mkdir()
+    torch.save({"stage": 1}, folder / "progress.pt")
+    with pytest.raises(FileExistsError, match='".*unfinished" holds files that farfield did not write'):
+        predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
+
+
+def test_a_link_is_not_written_through(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path) -> None:
+    precious = tmp_path / "precious.npy"
+    np.save(precious, np.zeros(3))
+    before = precious.read_bytes()
+    (tmp_path / "out.npy").symlink_to(precious)
+    (tmp_path / "nowhere.npy").symlink_to(tmp_path / "missing")
+    for name in ("out.npy", "nowhere.npy"):
+        for overwrite in (False, True):
+            with pytest.raises(FileExistsError, match=f'".*{name}" is a link, and links are not replaced; fix: the'):
+                predict_whole(net, volume, tile=TILE, out=tmp_path / name, overwrite=overwrite, quiet=True)
+    assert precious.read_bytes() == before
+
+
+def results(path: Path) -> None:
+    path.mkdir()
+    (path / "mine.txt").touch()
+
+
+def group(path: Path) -> None:
+    zarr.open_group(str(path)).create_array("a", data=np.ones(3))
+
+
+def array_and_more(path: Path) -> None:
+    zarr.create_array(str(path), data=np.ones(3))
+    (path / "mine.txt").touch()
+
+
+def file(path: Path) -> None:
+    path.write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "text"),
+    [
+        ("out.zarr", results, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", group, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", array_and_more, "a folder that is not one zarr array and nothing else"),
+        ("out.npy", results, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", file, "not a zarr array"),
+    ],
+)
+def test_overwriting_replaces_what_it_would_write_and_nothing_else(
+    name: str, make: Callable[[Path], None], text: str, net: torch.nn.Module, volume: np.ndarray, tmp_path: Path
+) -> None:
+    make(tmp_path / name)
+    before = sorted(str(each) for each in tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match=f'predict_whole: ".*{name}" is {text}, and is not overwritten; fix: '):
+        predict_whole(net, volume, tile=TILE, out=tmp_path / name, overwrite=True, quiet=True)
+    assert sorted(str(each) for each in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_appears_at_the_path_meanwhile_is_left(
+    suffix: str, stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
+) -> None:
+    out = stop(suffix)
+    finish = streaming.outputs.FileOutput.finish
+
+    def interrupted(output: Any) -> Any:
+        out.write_text("mine") if suffix != ".zarr" else zarr.create_array(str(out), data=np.ones(3))
+        return finish(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming.outputs.FileOutput, "finish", interrupted)
+        with pytest.raises(FileExistsError, match=r'".*" exists; fix: another path, or overwrite=True'):
+            predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    assert out.is_dir() if suffix == ".zarr" else out.read_text() == "mine"
+    got = predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)  # the fix works
+    np.testing.assert_array_equal(got[:], want)
+    assert [each.name for each in out.parent.iterdir()] == [out.name]
+
+
+def test_a_projection_is_written_as_carefully(tmp_path: Path) -> None:
+    net, stack = settled(models.unet_projection(first_channels=4)), np.random.default_rng(0).random((4, 20, 24))
+    out = tmp_path / "out.tif"
+    (tmp_path / "photographs").mkdir()
+    (tmp_path / "photographs" / "mine.jpg").touch()
+    growing(out).parent.symlink_to(tmp_path / "photographs")
+    with pytest.raises(FileExistsError, match='restore: ".*unfinished" is a link, and it would be emptied'):
+        restore(net, stack, out=out)
+    assert (tmp_path / "photographs" / "mine.jpg").exists()
+    growing(out).parent.unlink()
+    got = restore(net, stack, out=out)
+    np.testing.assert_array_equal(got, restore(net, stack))
+    assert {each.name for each in tmp_path.iterdir()} == {"out.tif", "photographs"}
