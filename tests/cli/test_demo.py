@@ -74,6 +74,19 @@ def test_saved_network_has_the_accuracy_that_is_told(run):
     assert abs(right - results["networks"][0]["right"]) <= 1
 
 
+def test_a_demo_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):
+    for name in ("results.json", "results.part", "attention.part"):
+        (tmp_path / name).write_text("mine")
+    monkeypatch.setattr(demo, "train_all", lambda options, console: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit):
+        farfield.cli.main(["demo", "--output", str(tmp_path)])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("results.json", "results.part", "attention.part"), "mine"
+    )
+    picture.write(tmp_path / "attention.png", sides=(8, 12), cell=(6, 7))
+    assert (tmp_path / "attention.part").read_text() == "mine"
+
+
 def test_picture_is_whole_and_not_blank(run):
     image = np.asarray(Image.open(run[0] / "attention.png").convert("RGB"))
     assert image.shape[1] > 2000

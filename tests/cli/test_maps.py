@@ -20,6 +20,7 @@ import farfield.cli
 from farfield import maps, models
 from farfield.cli import train
 from farfield.cli.maps_network import load
+from farfield.cli.maps_views import read_photograph
 from farfield.data.classify import Digits, ImageFolders
 from farfield.nn import GridAttention
 
@@ -279,3 +280,28 @@ def test_a_photograph_is_read_the_way_up_that_viewers_show_it(runs: Path) -> Non
     exif[0x0112] = 6  # to be turned by a quarter
     upright.save("turned.jpg", exif=exif)
     assert "24 × 16" in run("--model", runs, "--image", "turned.jpg")
+
+
+def test_a_figure_does_not_replace_the_photograph(runs: Path, photograph: Path) -> None:
+    before = photograph.read_bytes()
+    Path("link.png").symlink_to(photograph)
+    for output in (photograph, Path("link.png")):
+        said = refused("--model", runs, "--image", photograph, "--cell", "0,0", "--output", output)
+        assert said.startswith(
+            f"farfield maps: {output} would replace {photograph}, which is read; nothing was written."
+        )
+    assert photograph.read_bytes() == before
+
+
+def test_a_damaged_photograph_is_named(photograph: Path) -> None:
+    whole, path = photograph.read_bytes(), Path("damaged.webp")
+    exif = Image.Exif()
+    exif[274] = 3
+    Image.open(photograph).save(path, exif=exif)
+    assert read_photograph(path).width == 90
+    # Of this Pillow makes a SyntaxError.
+    turned = path.read_bytes().replace(b"MM\0*", b"MM\0_")
+    for content in (whole[:20], whole[: len(whole) // 2], b"", turned):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged\.webp is no image that can be read: "):
+            read_photograph(path)

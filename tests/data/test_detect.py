@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from PIL import Image
 from pycocotools.coco import COCO
 
-from farfield.data.coco import fault_of_box, fault_of_mask, is_rectangle, masks_of, read_annotated
+from farfield.data.coco import (
+    Annotated,
+    check_files,
+    fault_of_box,
+    faults_of_boxes,
+    faults_of_masks,
+    has_masks,
+    is_rectangle,
+    masks_of,
+    read_annotated,
+    refuse,
+)
 from farfield.data.detect import CocoFolders, GroupedSampler
 from farfield.data.folders import FolderError
+from farfield.data.objects import Labelled
 from made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
+from refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +263,34 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda content: content["annotations"][0].pop("bbox"),
         r"1 entries are not whole[\s\S]*annotations\[0\] has no bbox",
     ),
+    "images that are no list": (
+        lambda content: content.update(images={"id": 5}),
+        r"instances_train\.json: 1 parts are not in COCO's format\.\n  images is \{'id': 5\}, not a list",
+    ),
+    "an annotation that is a list": (
+        lambda content: content["annotations"].insert(1, [7]),
+        r"instances_train\.json: 1 parts are not in COCO's format\.\n  annotations\[1\] is \[7\], not an object with",
+    ),
+    "a run longer than the image": (
+        lambda content: first(content, segmentation={"size": [64, 80], "counts": [0, 64 * 80 + 1]}),
+        r"train\.json: 1 masks are faulty[\s\S]*annotation 1 in train_0\.png: its RLE has runs of 5121 pixels in all",
+    ),
+    "runs that are damaged": (
+        lambda content: first(content, segmentation={"size": [64, 80], "counts": "abc"}),
+        r"1 masks are faulty[\s\S]*annotation 1 in train_0\.png: its RLE has the counts 'abc', which are damaged",
+    ),
+    "a segmentation that is a number": (
+        lambda content: first(content, segmentation=5),
+        r"annotation 1 in train_0\.png: its segmentation is neither a list of polygons nor RLE",
+    ),
+    "a polygon of words": (
+        lambda content: first(content, segmentation=[["1", "2", "3", "4", "5", "6", "7", "8"]]),
+        r"annotation 1 in train_0\.png: the polygon \['1', .* has points far outside the image, or no numbers",
+    ),
+    "a polygon that reaches to the moon": (
+        lambda content: first(content, segmentation=[[0, 0, 1e9, 0, 1e9, 1e9]]),
+        r"annotation 1 in train_0\.png: the polygon .* has points far outside the image, or no numbers",
+    ),
     "no images": (lambda content: content.update(images=[], annotations=[]), r"lists no images"),
     "no categories": (lambda content: content.pop("categories"), r"not in COCO's format, it has no categories"),
     "other categories": (
@@ -257,6 +302,73 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"train_0\.png: has 80x64 pixels, and 90x64 by its entry",
     ),
 }
+
+
+# Section, key, value: what is not of the kind that COCO's format has there.
+WRONG: list[tuple[str, str, Any]] = [
+    ("images", "id", "5"),
+    ("images", "id", [5]),
+    ("images", "id", None),
+    ("images", "id", True),
+    ("images", "id", 10**400),
+    ("images", "file_name", 5),
+    ("images", "file_name", ""),
+    ("images", "file_name", "a\0.png"),
+    ("images", "file_name", "\ud800.png"),
+    ("images", "width", "80"),
+    ("images", "width", 80.5),
+    ("images", "width", -80),
+    ("images", "width", 10**9),
+    ("images", "height", float("nan")),
+    ("images", "height", 1e9),
+    ("annotations", "id", {"a": 1}),
+    ("annotations", "image_id", [5]),
+    ("annotations", "category_id", {}),
+    ("annotations", "iscrowd", "no"),
+    ("annotations", "iscrowd", None),
+    ("annotations", "area", "large"),
+    ("annotations", "area", float("inf")),
+    ("annotations", "area", -1),
+    ("categories", "id", [3]),
+    ("categories", "name", 7),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), WRONG, ids=str)
+def test_values_of_a_wrong_kind_are_named(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    root = change(make_coco(tmp_path / "made"), lambda content: content[section][0].update({key: value}))
+    text = rf"instances_train\.json: 1 values are of another kind\.\n  {section}\[0\]: {key} is .*, not "
+    with pytest.raises(FolderError, match=text):
+        read_annotated(root, "train")
+
+
+@pytest.mark.parametrize("box", [["1", "2", "3", "4"], "1234", {"x": 1}, None, 5, [True] * 4, [10**400, 1, 2, 3], [[]]])
+def test_boxes_of_a_wrong_kind_are_named(tmp_path: Path, box: Any) -> None:
+    root = change(make_coco(tmp_path / "made"), lambda content: first(content, bbox=box))
+    with pytest.raises(FolderError, match=r"instances_train\.json: 1 boxes are not x, y, .*\n  annotation 1: "):
+        read_annotated(root, "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"[" * 100_000, r"is not JSON: its brackets are nested too deep\."),
+        (b'{"a":' * 100_000, r"is not JSON: its brackets are nested too deep\."),
+        (b'{"images": 1' + b"0" * 5000 + b"}", r"is not JSON: Exceeds the limit"),
+        (b"\xff\xfe\0\0", r"is not UTF-8: byte 0 \(0xff, line 1\)"),
+        (b"\0" * 40, r"is no text: byte 0 is 0"),
+        (b"", r"is not JSON: Expecting value"),
+        (b"[1, 2]", r"is not in COCO's format, it holds list and not an object with images, annotations, categories"),
+        (b"5", r"is not in COCO's format, it holds int and not an object"),
+        (b"null", r"is not in COCO's format, it holds NoneType and not an object"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_object_of_json_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    root = make_coco(tmp_path / "made", {"train": 1})
+    (root / "annotations" / "instances_train.json").write_bytes(content)
+    with pytest.raises(FolderError, match=rf"CocoFolders: .*instances_train\.json {text}"):
+        read_annotated(root, "train")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -335,7 +447,6 @@ def test_boxes_that_stick_out_by_a_rounding_error_are_cut(tmp_path: Path) -> Non
     _, target = part[0]
     assert target["boxes"].reshape(-1, 2)[:, 0].max() <= 80
     assert fault_of_box([60.5, 10, 20, 10], 80, 64) is None
-    assert fault_of_mask({"size": [64, 80], "counts": "abc"}, 80, 64) is None
 
 
 @pytest.mark.data
@@ -362,3 +473,74 @@ def test_real_sets(
     image, target = found.parts["train"][0]
     assert image.shape[0] == 3
     assert len(target["boxes"]) == len(target["labels"]) > 0
+
+
+# ---- any file --------------------------------------------------------------------------------------------------------
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=4) | some.just(10**400),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places_of(content: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every way to a value of nested lists and dictionaries."""
+    yield way
+    keys = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    for key in keys:
+        yield from places_of(content[key], (*way, key))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = make_coco(tmp_path_factory.mktemp("fuzz") / "made", {"train": 1})
+    return root, read_annotations(root, "train")
+
+
+@settings(max_examples=150)
+@given(drawn=some.data())
+def test_any_change_of_a_file_is_read_or_refused_by_name(
+    small: tuple[Path, dict[str, Any]], drawn: some.DataObject
+) -> None:
+    root, whole = small
+    content = copy.deepcopy(whole)
+    for _ in range(drawn.draw(some.integers(1, 2))):
+        *way, last = drawn.draw(some.sampled_from([way for way in places_of(content) if way]))
+        above = content
+        for key in way:
+            above = above[key]
+        if drawn.draw(some.integers(0, 4)):
+            above[last] = drawn.draw(VALUES)
+        else:
+            del above[last]
+    write_annotations(root, "train", content)
+    check_named(root)
+
+
+@given(content=some.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_read_or_refused_by_name(small: tuple[Path, dict[str, Any]], content: bytes) -> None:
+    root, _ = small
+    (root / "annotations" / "instances_train.json").write_bytes(content)
+    check_named(root)
+
+
+def checked(root: Path) -> Annotated:
+    """Read the training images as `prepare_data` does."""
+    part = read_annotated(root, "train")
+    check_files(part)
+    refuse(part.file, "masks are faulty", list(faults_of_masks(part)), "")
+    refuse(part.file, "boxes are faulty", list(faults_of_boxes(part)), "")
+    return part
+
+
+def check_named(root: Path) -> None:
+    """Read a file as training does: whole, or refused by an error of its own that names it."""
+    part, refusal = read_or_refusal(lambda: checked(root))
+    if part is None:
+        assert str(root / "annotations" / "instances_train.json") in refusal
+        return
+    has_masks(part)
+    samples = Labelled(part, training=False, masks=True)
+    for place in range(len(samples)):
+        _, target = samples[place]
+        assert len(target["masks"]) == len(target["boxes"])

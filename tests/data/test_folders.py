@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from torchvision.datasets import ImageFolder
 
 from farfield.data import folders
 from farfield.data.classify import ImageFolders
-from farfield.data.folders import FolderError, check_images
+from farfield.data.folders import FolderError, check_images, files_of, images_of, read_utf8
+from farfield.data.samples import ClassFolders
 from made_images import make_folder, make_root
 
 
@@ -138,3 +140,101 @@ def test_a_file_damaged_later_is_named_by_the_loader(tmp_path: Path) -> None:
     (tmp_path / "val" / "blue" / "0.jpg").write_bytes(b"gone")
     with pytest.raises(FolderError, match=r"cannot read .*val/blue/0\.jpg"):
         next(iter(data.val_dataloader()))
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+def names(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in files_of(folder)]
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"l1": "."},
+        {"l1": ".", "l2": "."},
+        {"deep/up": ".."},
+        {"deep/up": "../..", "deep/self": "."},
+        {"deep/x": "../wide", "wide/y": "../deep"},
+    ],
+    ids=str,
+)
+def test_links_in_a_circle_are_passed_over_and_named(tmp_path: Path, links: dict[str, str]) -> None:
+    root = tmp_path / "root"
+    for name in ("deep", "wide"):
+        (root / name).mkdir(parents=True)
+        (root / name / f"{name}.txt").touch()
+    (root / "top.txt").touch()
+    for link, target in links.items():
+        (root / link).symlink_to(target)
+    mutual = "deep/x" in links
+    with pytest.warns(UserWarning, match="is a link to a folder above it, and is passed over"):
+        found = names(root)
+    plain = ["deep/deep.txt", "top.txt", "wide/wide.txt"]
+    assert found == (sorted([*plain, "deep/x/wide.txt", "wide/y/deep.txt"]) if mutual else plain)
+
+
+def test_links_to_other_folders_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.jpg").touch()
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("left", "right"):
+        (root / name).symlink_to(tmp_path / "elsewhere")
+    assert names(root) == ["left/1.jpg", "right/1.jpg"]
+
+
+def test_links_that_branch_without_a_circle_end_too(tmp_path: Path) -> None:
+    for place in range(40):
+        (tmp_path / "root" / str(place)).mkdir(parents=True)
+        for name in "ab":
+            (tmp_path / "root" / str(place) / name).symlink_to(f"../{place + 1}")
+    with pytest.raises(FolderError, match=r"links in .*root lead to one folder on more than 100 ways, last .*root"):
+        files_of(tmp_path / "root")
+
+
+def test_classes_do_not_read_links_in_a_circle(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "images", 5)
+    (root / "red" / "x").symlink_to("../blue")
+    (root / "blue" / "y").symlink_to("../red")
+    with pytest.warns(UserWarning, match="is a link to a folder above it"):
+        found = ClassFolders(root, transform=lambda image: image)  # type: ignore[arg-type, return-value]
+    assert len(found.samples) == 5 + 2 * 10
+    (root / "again").symlink_to(".")
+    with pytest.raises(
+        FolderError, match=r"images/again is a link to a folder above it, and no class\.\n  fix: remove"
+    ):
+        prepared(root)
+
+
+def test_classes_are_read_in_torchvisions_order(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "images", 3)
+    (root / "red" / "1").mkdir()
+    for name in ("red/1/0.jpg", "red/1.jpg"):
+        (root / name).write_bytes((root / "red" / "0.jpg").read_bytes())
+    expected = ImageFolder(str(root)).samples
+    assert ClassFolders(root, transform=lambda image: image).samples == expected  # type: ignore[arg-type, return-value]
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    root = make_root(tmp_path)
+    os.mkfifo(root / "train" / "red" / "9.jpg")
+    with pytest.raises(FolderError, match=r"train/red/9\.jpg: not a file"):
+        check_images([root / "train"])
+    assert len(images_of(root / "train" / "red")) == 9
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"a\nb\xff\xfe", r"is not UTF-8: byte 3 \(0xff, line 2\): invalid start byte; fix: iconv"),
+        (b"a\0b", r"is no text: byte 1 is 0; fix: another file, or save it as UTF-8\."),
+        ("a\nb".encode("utf-16-le"), r"is no text: byte 1 is 0"),
+        (None, r"cannot read .*Is a directory"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes | None, text: str) -> None:
+    path = tmp_path / "list.txt"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(FolderError, match=rf"(?s)Asker: .*list\.txt.*{text}|Asker: {text}"):
+        read_utf8(path, "Asker")

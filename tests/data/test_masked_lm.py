@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from farfield.data.masked_lm import TextFolder
 from farfield.data.texts import Text
 from farfield.data.tokens import Batch, Collate, saved_tokenizer, trained_tokenizer
 from made_texts import make_texts, sentences
+from refusals import read_or_refusal
 
 
 def folder(root: Path, **options: Any) -> TextFolder:
@@ -174,6 +177,34 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     bare.save_pretrained(tmp_path)
     with pytest.raises(FolderError, match="has no unk, cls, sep, mask token, which a masked language model needs"):
         saved_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff\xfe\0", b"5", b"[1]", b'{"model": 5}'], ids=str)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    found, refusal = read_or_refusal(lambda: saved_tokenizer(tmp_path))
+    assert str(tmp_path) in refusal if found is None else found.mask_token == "[MASK]"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 10_000, "5", None])
+def test_a_damaged_tokenizer_of_a_checkpoint_is_refused(tmp_path: Path, text: Any) -> None:
+    data = folder(make_texts(tmp_path))
+    state = data.state_dict() | {"tokenizer": text}
+    with pytest.raises(FolderError, match=r"TextFolder: the checkpoint's tokenizer is damaged: .*; fix: train anew"):
+        data.load_state_dict(state)
+
+
+def test_a_tokenizer_brings_no_code(tmp_path: Path) -> None:
+    trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    names = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": [None, "theirs.Theirs"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | names))
+    (tmp_path / "theirs.py").write_text("open('ran', 'w')\nclass Theirs: pass\n")
+    with contextlib.chdir(tmp_path), contextlib.suppress(FolderError):
+        saved_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_brings_the_tokenizer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import tarfile
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from scipy.ndimage import maximum_filter
 
 from farfield.data.folders import FolderError
@@ -20,6 +23,7 @@ from farfield.data.patches import Patches
 from farfield.data.restore import StackPairs
 from farfield.data.stacks import checked, load_npz, stack_of
 from made_stacks import SIDES, made_pair, make_npz, make_pairs, make_root, write
+from refusals import read_or_refusal
 
 PATCH = (4, 8, 8)
 
@@ -353,6 +357,75 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert f"cannot read {train / 'low' / '1.tif'}" in fault(tmp_path)
     (train / "low" / "1.tif").write_bytes(b"no image")
     assert f"cannot read {train / 'low' / '1.tif'}" in fault(tmp_path)
+
+
+def changed(content: bytes, changes: list[tuple[float, int]], length: float) -> bytes:
+    """Some bytes of a file, each at a share of its length, replaced, and the file cut."""
+    found = bytearray(content)
+    for share, value in changes:
+        found[min(len(found) - 1, int(share * len(found)))] = value
+    return bytes(found[: int(length * len(found))])
+
+
+# Most of what says what a file holds lies at its start or its end.
+CHANGES = some.lists(some.tuples(some.floats(0, 0.05) | some.floats(0.9, 1), some.integers(0, 255)), max_size=4)
+LENGTHS = some.just(1.0) | some.floats(0, 1)
+
+
+@given(changes=CHANGES, length=LENGTHS, compressed=some.booleans())
+def test_any_damage_to_a_tiff_file_is_named_or_read(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[float, int]], length: float, compressed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "drawn.tif"
+    options: dict[str, Any] = {"compression": "zlib"} if compressed else {}
+    tifffile.imwrite(path, made_pair(0)[0], metadata={"axes": "ZYX"}, **options)
+    path.write_bytes(changed(path.read_bytes(), changes, length))
+    found, refusal = read_or_refusal(lambda: stack_of(path, 3))
+    assert str(path) in refusal if found is None else found.ndim == 3
+
+
+@given(changes=CHANGES, length=LENGTHS, compressed=some.booleans())
+def test_any_damage_to_an_npz_file_is_named_or_read(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[float, int]], length: float, compressed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "drawn.npz"
+    random = np.random.default_rng(0)
+    arrays = {name: random.random((2, 1, *PATCH), np.float32) for name in "XY"}
+    (np.savez_compressed if compressed else np.savez)(path, **arrays, axes="SCZYX")
+    path.write_bytes(changed(path.read_bytes(), changes, length))
+    found, refusal = read_or_refusal(lambda: load_npz(path, 3))
+    assert str(path) in refusal if found is None else all(part.dtype == np.float32 for part in found)
+
+
+class Planted:
+    """Says so where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("unpickled",)
+
+
+def test_other_files_of_numpy_are_refused_and_nothing_is_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    stack = np.random.default_rng(0).random((2, 1, *PATCH))
+    planted = np.array([Planted()], object)
+    with path.open("wb") as file:
+        np.save(file, stack)
+    with pytest.raises(FolderError, match=r"cannot read .*a\.npz"):
+        load_npz(path, 3)
+    for arrays in ({"X": planted}, {"Y": planted}, {"axes": planted}):
+        np.savez(path, **({"X": stack, "Y": stack, "axes": "SCZYX"} | arrays))
+        with pytest.raises(FolderError, match=r"cannot read .*a\.npz: Object arrays cannot be loaded"):
+            load_npz(path, 3)
+    path.write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(FolderError, match=r"cannot read .*a\.npz"):
+        load_npz(path, 3)
+    for dtype, text in (("U3", "Y holds <U3"), ("complex64", "Y holds complex64"), (bool, "Y holds bool")):
+        np.savez(path, X=stack, Y=stack.astype(dtype), axes="SCZYX")
+        with pytest.raises(FolderError, match=rf"a\.npz: {text}; patches are whole numbers or floats"):
+            load_npz(path, 3)
+    np.savez(path, X=stack[:0], Y=stack[:0], axes="SCZYX")
+    with pytest.raises(FolderError, match=r"a\.npz: X: it has no cells, its sides are \(0, 1, 4, 8, 8\)"):
+        load_npz(path, 3)
 
 
 def test_stacks_of_other_sides_than_their_counterparts_are_named(tmp_path: Path) -> None:

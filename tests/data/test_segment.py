@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from PIL import Image
 
 from farfield.data import pairs
 from farfield.data.folders import FolderError
-from farfield.data.pairs import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, read_mask
+from farfield.data.pairs import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
 from farfield.data.segment import RandomView, VOCFolders, normalized
 from made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
+from refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -294,3 +297,53 @@ def test_camvid_is_read_whole(data: Path, tmp_path: Path) -> None:
     camvid = prepared(tmp_path / "VOCdevkit" / "CamVid", check="always")
     assert len(camvid.classes) == 11
     assert (len(camvid.parts["train"]), len(camvid.parts["val"])) == (367, 101)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfea\0", b"a\xe9\nb", b"\0" * 9, b"GIF89a\0\0"])
+def test_lists_that_are_no_text_are_named(tmp_path: Path, content: bytes) -> None:
+    root = make_voc(tmp_path / "voc")
+    for path in (root / "classes.txt", root / "ImageSets" / "Segmentation" / "val.txt"):
+        good = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(FolderError, match=rf"VOCFolders: {path} is (not UTF-8|no text): byte \d"):
+            prepared(root)
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("255 void", r"the labels of .*classes\.txt must count up from 0, got none\."),
+        ("0 a\n2 b", r"the labels of .*classes\.txt must count up from 0, got 0, 2\."),
+        ("\n".join(f"7 {place}" for place in range(99)), r"must count up from 0, got (7, ){10}\.\.\.\."),
+    ],
+)
+def test_labels_that_do_not_count_up_are_named(tmp_path: Path, lines: str, text: str) -> None:
+    (tmp_path / "classes.txt").write_text(lines)
+    with pytest.raises(FolderError, match=text):
+        classes_of_masks(tmp_path)
+
+
+@pytest.mark.parametrize("lines", ["\u00b2 a", "9" * 5000 + " a", "9" * 5000])
+def test_what_looks_like_a_label_and_is_none_is_a_name(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "classes.txt").write_text(lines, encoding="utf-8")
+    assert classes_of_masks(tmp_path) == [lines]
+
+
+def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:
+    root = make_voc(tmp_path / "voc")
+    (root / "ImageSets" / "Segmentation" / "val.txt").write_text("val_0\n" + "a" * 5000)
+    with pytest.raises(FolderError, match=r"2 files of the 2 pairs in .*val\.txt are missing"):
+        prepared(root)
+
+
+@given(some.binary(max_size=60) | some.text(alphabet="0123456789 ab\n\u00b2\u0663", max_size=40).map(str.encode))
+def test_any_bytes_are_lists_of_names_or_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    path = folder / "classes.txt"
+    path.write_bytes(content)
+    for read_list in (lambda: classes_of_masks(folder), lambda: names_in(path)):
+        found, refusal = read_or_refusal(read_list)
+        assert str(path) in refusal if found is None else found and all(found)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from PIL import Image
 from torchvision.datasets.utils import _read_pfm
 
@@ -17,6 +19,7 @@ from farfield.data.frames import check_frames, frames_in, read_disparity, read_p
 from farfield.data.segment import normalized
 from farfield.data.stereo import RandomCrop, StereoFrames
 from made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm
+from refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,16 @@ def test_pfm_that_pillow_wrote_and_one_with_a_long_scale(tmp_path: Path) -> None
         (b"PF\n2 2\n-1.0\n" + bytes(48), "it has three channels, which are no disparities"),
         (b"Pf\n3 2\n-1.0\n" + bytes(20), "3x2 are 24 bytes, it has 20"),
         (b"Pf\n3 2\n1.0\n" + bytes(28), "3x2 are 24 bytes, it has 28"),
+        (b"Pf\n" + b"9" * 200_000 + b" 2\n-1.0\n", "it has no header of a PFM file"),
+        (b"Pf\n3 " + b"9" * 10 + b"\n-1.0\n", "it has no header of a PFM file"),
+        (b"Pf\n" + b" " * 200_000, "it has no header of a PFM file"),
+        (b"Pf\n3 2\n--ee..\n" + bytes(24), "it has no header of a PFM file"),
+        (b"Pf\n3 2\n" + b"1" * 200_000, "it has no header of a PFM file"),
+        (b"Pf\n3 2\n.\n" + bytes(24), "it has no header of a PFM file"),
+        (b"Pf\n3 2\n-0.0\n" + bytes(24), "its scale is -0.0, whose sign says nothing"),
+        (b"Pf\n3 2\n-1e999\n" + bytes(24), "its scale is -inf, whose sign says nothing"),
+        (b"Pf\n0 2\n-1.0\n", "0x2 are 0 bytes, it has 0"),
+        (b"Pf\n999999999 999999999\n-1.0\n", "999999999x999999999 are 3999999992000000004 bytes, it has 0"),
     ],
 )
 def test_a_damaged_pfm(tmp_path: Path, content: bytes, text: str) -> None:
@@ -76,6 +89,37 @@ def test_a_damaged_pfm(tmp_path: Path, content: bytes, text: str) -> None:
     path.write_bytes(content)
     with pytest.raises(FolderError, match=re.escape(f"StereoFrames: cannot read {path}: {text}.")):
         read_pfm(path)
+
+
+def test_a_large_pfm_of_false_sides_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "large.pfm"
+    with path.open("wb") as file:
+        file.write(b"Pf\n3 2\n-1.0\n")
+        file.truncate(2**40)
+    with pytest.raises(FolderError, match=r"large\.pfm: 3x2 are 24 bytes, it has 1\d+\."):
+        read_pfm(path)
+    with pytest.raises(FolderError, match=r"cannot read .*gone\.pfm: No such file"):
+        read_pfm(tmp_path / "gone.pfm")
+
+
+HEADERS = some.tuples(
+    some.sampled_from([b"Pf", b"PF", b"P"]),
+    some.lists(
+        some.sampled_from([b"1", b"2", b"-1.0", b"--ee..", b"1e-3", b"9" * 5000, b"nan", b"", b"#"]), max_size=4
+    ),
+    some.sampled_from([b" ", b"\n", b"\t"]),
+).map(lambda parts: parts[2].join([parts[0], *parts[1]]) + b"\n")
+
+
+@given(some.tuples(HEADERS, some.binary(max_size=20)).map(b"".join) | some.binary(max_size=80))
+def test_any_bytes_are_disparities_or_refused_by_name(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "drawn.pfm"
+    path.write_bytes(content)
+    found, refusal = read_or_refusal(lambda: read_pfm(path))
+    if found is None:
+        assert refusal.startswith(f"StereoFrames: cannot read {path}: ")
+    else:
+        assert content.endswith((found[::-1].tobytes(), found[::-1].astype(">f4").tobytes()))
 
 
 def test_kittis_png_and_those_whose_unit_nobody_knows(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from farfield.cli.picture import write as write_picture
 from farfield.cli.printed import KAN_TABLE_2, NETWORKS
 from farfield.data.classify import Digits
 from farfield.nn import GridAttention
+from farfield.tasks.checkpoints import check_writable, written
 from farfield.tasks.classify import Classify
 
 SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
@@ -60,13 +61,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Its options; None takes them from the system.
 
     Raises:
-        OSError: If the output folder cannot be written.
+        CheckpointError: If the output folder cannot be written to.
         SystemExit: With status 2 for a wrong option.
     """
     options = parser().parse_args(argv)
-    options.output.mkdir(parents=True, exist_ok=True)
     # A folder that cannot be written to fails now, not after minutes of training.
-    save(options.output / "results.json", "{}\n")
+    check_writable(options.output)
     console, start = Console(highlight=False), time.perf_counter()
     console.rule("[bold]1 of 3 · Two networks on scikit-learn's handwritten digits", align="left")
     networks = train_all(options, console)
@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_picture(picture)
     seconds = time.perf_counter() - start
     results = {"networks": networks, "operators": operators, "seconds": seconds}
-    save(options.output / "results.json", json.dumps(results, indent=2) + "\n")
+    with written(options.output / "results.json") as file:
+        file.write(f"{json.dumps(results, indent=2)}\n".encode())
     console.print(f"picture   {picture}", f"numbers   {options.output / 'results.json'}", sep="\n", soft_wrap=True)
     weights = ", ".join(str(options.output / name) for name in TRAINED)
     console.print(f"networks  {weights}: farfield.models.from_pretrained(path)", soft_wrap=True)
@@ -304,13 +305,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def save(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def clock(seconds: float) -> str:

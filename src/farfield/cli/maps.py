@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from farfield._outputs import check_not_input
 from farfield.cli.maps_figures import PANELS, write
 from farfield.cli.maps_network import load
 from farfield.cli.maps_views import View, attention, chosen, listing, masks, read_photograph, rows, scales
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: With status 2 for a wrong option.
         ValueError: For a cell outside the image, a network without attention, or maps that its operator does not have.
         LookupError: For an unknown layer.
-        OSError: For a model or an image that is not there.
+        OSError: For a model or an image that is not there, and an output that is one of the photographs.
     """
     options = parser()
     arguments = options.parse_args(argv)
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
         options.error("--cell, --basis and --norms make one figure each; give one of them")
     if len(arguments.image) > 1 and not arguments.basis:
         options.error("several photographs are for --basis; give one --image")
+    check_not_input("farfield maps", arguments.output, map(Path, arguments.image))
     tell(scales(arguments.model) if arguments.norms else look(arguments), arguments)
 
 

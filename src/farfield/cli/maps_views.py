@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from farfield import maps
@@ -42,7 +42,8 @@ def read_photograph(path: Path) -> Photograph:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no image {path}.") from error
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+    # Pillow's readers raise whatever a damaged file makes them.
+    except Exception as error:
         raise ValueError(f"{path} is no image that can be read: {error}.") from error
     small = image.copy()
     small.thumbnail((SHOWN, SHOWN))

@@ -21,6 +21,7 @@ from torch import Tensor
 from farfield import cost
 from farfield.maps import attention_row
 from farfield.nn import GridAttention
+from farfield.tasks.checkpoints import written
 
 PAPER, INK, FAINT, ACCENT, TROUGH = "#101216", "#f4f1ea", "#98a0ad", "#ff9f4a", "#2a2e37"
 COLD = LinearSegmentedColormap.from_list("cold", ["#06080d", "#12355b", "#3f7fc0"])
@@ -53,9 +54,9 @@ def write(path: Path, cell: Sequence[int] = CELL, sides: Sequence[int] = SIDES) 
     """Write the picture, whole or not at all: a photograph with the asking cell, and what it takes from where."""
     photograph = load_sample_image("flower.jpg") / 255.0
     grid = features(photograph, sides)
-    part = path.with_suffix(".part")
-    draw(photograph, [panel(name, grid, cell) for name in SAYS], cell).savefig(part, format="png", facecolor=PAPER)
-    part.replace(path)
+    figure = draw(photograph, [panel(name, grid, cell) for name in SAYS], cell)
+    with written(path) as file:
+        figure.savefig(file, format="png", facecolor=PAPER)
 
 
 def features(photograph: NDArray[np.float64], sides: Sequence[int]) -> Tensor:

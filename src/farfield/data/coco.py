@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import os
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,19 @@ from jaxtyping import UInt8
 from pycocotools import mask as coco
 from torch import Tensor
 
-from farfield.data.folders import SHOWN, FolderError, images_of
+from farfield.data.entries import (
+    FIELDS,
+    are_numbers,
+    faults_of_sections,
+    faults_of_values,
+    is_box,
+    missing_keys,
+)
+from farfield.data.folders import SHOWN, FolderError, images_of, read_utf8
+from farfield.data.rle import fault_of_rle
 
 # By how many pixels a box may stick out of its image: annotators' coordinates are rounded.
 ROUNDING = 1.0
-SECTIONS = ("images", "annotations", "categories")
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,7 @@ def read_annotated(root: Path, name: str) -> Annotated:
             f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
             "  fix: put its images into one of these folders."
         )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FolderError(f"CocoFolders: {file} is not JSON: {error}.") from error
-    lacking = [section for section in SECTIONS if not isinstance(content, dict) or section not in content]
-    if lacking:
-        raise FolderError(f"CocoFolders: {file} is not in COCO's format, it has no {', '.join(lacking)}.")
+    content = read_json(file)
     check_entries(file, content)
     objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
     for each in content["annotations"]:
@@ -80,28 +83,43 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that has all sections of COCO's format; what they hold is not looked at.
+
+    Raises:
+        FolderError: If it is not JSON, or has no such sections.
+    """
+    try:
+        content = json.loads(read_utf8(file, "CocoFolders"))
+    except FolderError:
+        raise
+    # Numbers of thousands of digits are a ValueError too.
+    except (ValueError, RecursionError) as error:
+        reason = "its brackets are nested too deep" if isinstance(error, RecursionError) else error
+        raise FolderError(f"CocoFolders: {file} is not JSON: {reason}.") from error
+    if not isinstance(content, dict):
+        raise FolderError(
+            f"CocoFolders: {file} is not in COCO's format, it holds {type(content).__name__} and not an object with "
+            f"{', '.join(FIELDS)}."
+        )
+    lacking = [section for section in FIELDS if section not in content]
+    if lacking:
+        raise FolderError(f"CocoFolders: {file} is not in COCO's format, it has no {', '.join(lacking)}.")
+    return content
+
+
 def check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images, with entries that lack what they need, or that point nowhere.
+    """Refuse a file without images, with entries that lack what they need or have it of another kind, or point nowhere.
 
     Raises:
         FolderError: With the first few faults.
     """
+    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
-    needed = {
-        "images": ("id", "file_name", "width", "height"),
-        "annotations": ("id", "image_id", "category_id", "bbox"),
-        "categories": ("id", "name"),
-    }
-    faults = [
-        f"{section}[{place}] has no {key}"
-        for section, keys in needed.items()
-        for place, each in enumerate(content[section])
-        for key in keys
-        if key not in each
-    ]
-    refuse(file, "entries are not whole", faults, "COCO's format has all of these.")
-    for section in SECTIONS:
+    refuse(file, "entries are not whole", list(missing_keys(content)), "COCO's format has all of these.")
+    refuse(file, "values are of another kind", list(faults_of_values(content)), "what COCO's format has there.")
+    for section in FIELDS:
         counted = Counter(each["id"] for each in content[section])
         twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
         refuse(file, "ids are given more than once", twice, "give each entry an id of its own.")
@@ -113,7 +131,9 @@ def check_entries(file: Path, content: Mapping[str, Any]) -> None:
     ]
     refuse(file, "annotations are of images that it does not list", lost, "list the images, or leave these out.")
     formless = [
-        f"annotation {each['id']}: {each['bbox']}" for each in content["annotations"] if not is_box(each["bbox"])
+        f"annotation {each['id']}: {reprlib.repr(each['bbox'])}"
+        for each in content["annotations"]
+        if not is_box(each["bbox"])
     ]
     refuse(file, "boxes are not x, y, width and height", formless, "four numbers each, in pixels.")
     known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
@@ -132,18 +152,13 @@ def check_files(part: Annotated) -> None:
         FolderError: With the first few.
     """
     listed = {part.path(image) for image in part.images}
-    absent = sorted(str(path) for path in listed if not path.is_file())
+    # pathlib's is_file raises for names that no file can have.
+    absent = sorted(str(path) for path in listed if not os.path.isfile(path))
     refuse(part.file, "listed images are not there", absent, "put them there, or take them out of the file.")
     if part.folder.name != "images":
         extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
         refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
-
-
-def is_box(box: Any) -> bool:
-    """Whether something is a list of four finite numbers."""
-    whole = isinstance(box, list) and len(box) == 4
-    return whole and all(isinstance(number, int | float) and math.isfinite(number) for number in box)
 
 
 def faults_of_boxes(part: Annotated) -> Iterator[str]:
@@ -182,16 +197,18 @@ def faults_of_masks(part: Annotated) -> Iterator[str]:
 def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
     """Say what is wrong with a segmentation, None if nothing."""
     if isinstance(segmentation, Mapping):
-        size = list(segmentation.get("size", ()))
-        if "counts" not in segmentation or size != [height, width]:
-            return f"its RLE has the size {size}, and the image has {[height, width]}"
-        return None
+        return fault_of_rle(segmentation, width, height)
     if not segmentation:
         return "it has no segmentation"
-    if not all(isinstance(polygon, list) for polygon in segmentation):
+    if not isinstance(segmentation, list) or not all(isinstance(polygon, list) for polygon in segmentation):
         return "its segmentation is neither a list of polygons nor RLE"
     short = [polygon for polygon in segmentation if len(polygon) < 6 or len(polygon) % 2]
-    return f"a polygon has {len(short[0])} numbers, and three points have 6" if short else None
+    if short:
+        return f"a polygon has {len(short[0])} numbers, and three points have 6"
+    # pycocotools takes memory for each pixel that the outline of a polygon passes.
+    most = 2 * max(width, height)
+    stray = [polygon for polygon in segmentation if not are_numbers(polygon, most)]
+    return f"the polygon {reprlib.repr(stray[0])} has points far outside the image, or no numbers" if stray else None
 
 
 def has_masks(part: Annotated) -> bool:
@@ -203,9 +220,10 @@ def has_masks(part: Annotated) -> bool:
 def is_rectangle(each: Mapping[str, Any]) -> bool:
     """Whether the segmentation of an object is the rectangle of its box, as in files that were made of boxes alone."""
     segmentation = each["segmentation"]
-    if not (isinstance(segmentation, list) and len(segmentation) == 1 and np.size(segmentation[0]) == 8):
+    polygon = segmentation[0] if isinstance(segmentation, list) and len(segmentation) == 1 else None
+    if not (isinstance(polygon, list) and len(polygon) == 8 and are_numbers(polygon)):
         return False
-    points, (x, y, wide, high) = np.reshape(segmentation[0], (4, 2)), each["bbox"]
+    points, (x, y, wide, high) = np.reshape(polygon, (4, 2)), each["bbox"]
     corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
     return all(np.abs(points - corner).max(1).min() < ROUNDING / 2 for corner in corners)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
@@ -19,6 +21,8 @@ T = TypeVar("T")
 # What file managers leave behind; hidden files are passed over too.
 CLUTTER = frozenset({"thumbs.db", "desktop.ini"})
 SHOWN = 10
+# On how many ways links may lead to one folder: without a limit, twenty folders with two links each make a million.
+WAYS = 100
 
 
 class FolderError(ValueError):
@@ -40,6 +44,11 @@ def classes_of(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise FolderError(f"ImageFolders: there is no folder {folder}.")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    loops = [name for name in names if folder.resolve().is_relative_to((folder / name).resolve())]
+    if loops:
+        raise FolderError(
+            f"ImageFolders: {folder / loops[0]} is a link to a folder above it, and no class.\n  fix: remove the link."
+        )
     layout = f"fix: one folder a class, e.g. {folder / 'cat' / '1.jpg'} and {folder / 'dog' / '2.jpg'}."
     if not names:
         raise FolderError(f"ImageFolders: {folder} has no class folders.\n  {layout}")
@@ -55,9 +64,91 @@ def is_image(path: str | Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """List all files below a folder in sorted order, without hidden files and file managers' clutter."""
-    found = (Path(place) / name for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    """List all files below a folder in sorted order, without hidden files and file managers' clutter.
+
+    Links to folders are followed. One that leads back to a folder on the way to it is passed over with a warning: what
+    it shows is listed already.
+
+    Raises:
+        FolderError: If links lead to one folder over and over, on ever more ways.
+    """
+    found = (Path(place) / name for place, names in walk(folder) for name in names)
     return sorted(path for path in found if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
+
+
+def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder from this one downwards with the names of its files, following links but never in a circle."""
+    ways: dict[str, tuple[tuple[int, int], ...]] = {}
+    if folder.is_dir():
+        ways[str(folder)] = (identity_of(folder),)
+    times: Counter[tuple[int, int]] = Counter()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        way = ways.pop(place)
+        for name in [*folders]:
+            path = os.path.join(place, name)
+            identity = identity_of(path)
+            times[identity] += 1
+            if identity in way:
+                folders.remove(name)
+                rank_zero_warn(f"{path} is a link to a folder above it, and is passed over.")
+            elif times[identity] > WAYS:
+                raise FolderError(
+                    f"data.folders: links in {folder} lead to one folder on more than {WAYS} ways, last {path}.\n"
+                    "  fix: remove links, so that each folder is there once."
+                )
+            ways[path] = (*way, identity)
+        yield place, names
+
+
+def identity_of(folder: Path | str) -> tuple[int, int]:
+    """What tells a folder from all others, on whatever way it is reached."""
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def read_utf8(path: Path, caller: str) -> str:
+    """Read a text file, without the mark that some editors put before its first character.
+
+    Args:
+        path: The file.
+        caller: Who asks, for the message.
+
+    Raises:
+        FolderError: If it cannot be read, is not UTF-8, or is no text; it names the file and the byte.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FolderError(f"{caller}: cannot read {path}: {error.strerror or error}.") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise FolderError(
+            f"{caller}: {path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
+            f"{error.reason}; fix: iconv -f latin1 -t utf-8, or whatever it was written in."
+        ) from error
+    if "\0" in text:
+        place = content.index(b"\0")
+        raise FolderError(f"{caller}: {path} is no text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
+    return text.removeprefix("\ufeff")
+
+
+def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
+    """Refuse inputs of one name, whose outputs would be one file.
+
+    Args:
+        names: Of the inputs, as their outputs will have them.
+        problem: Who asks, and what several of them are, for the error.
+        outputs: What would be one file, for the error.
+
+    Raises:
+        FolderError: With the first few names.
+    """
+    twice = sorted(name for name, times in Counter(names).items() if times > 1)
+    if twice:
+        shown = _listed(twice)
+        raise FolderError(f"{problem} one name, {shown}, whose {outputs} would be one file.\n  fix: rename them.")
 
 
 def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
@@ -171,6 +262,9 @@ def fault_of(path: Path) -> str | None:
     try:
         if not is_image(path):
             return f"{path}: not an image by its suffix"
+        # A pipe would be waited for.
+        if not path.is_file():
+            return f"{path}: not a file"
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")
             image.draft(image.mode, (1, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -20,6 +22,9 @@ CALLER = "StereoFrames"
 TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
 # KITTI's PNG files hold 256 times the disparity.
 KITTI_FACTOR = 256
+# Width, height and scale of a PFM file; no side has ten digits, and no header as many bytes as are looked at.
+PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
+LONGEST_HEADER = 4096
 
 
 class Layout(NamedTuple):
@@ -149,17 +154,25 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     Raises:
         FolderError: If it is damaged or of another kind; it names it.
     """
-    content = path.read_bytes()
-    header = re.match(rb"Pf\s+(\d+)\s+(\d+)\s+([-+.\deE]+)[ \t\r]*\n", content)
-    if header is None:
-        kind = "three channels, which are no disparities" if content.startswith(b"PF") else "no header of a PFM file"
-        raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
-    width, height = int(header[1]), int(header[2])
-    held, wanted = len(content) - header.end(), 4 * width * height
-    if held != wanted:
-        raise FolderError(f"{CALLER}: cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
-    order = "<f4" if header[3].startswith(b"-") else ">f4"
-    rows = np.frombuffer(content, order, offset=header.end()).reshape(height, width)
+    try:
+        with path.open("rb") as file:
+            start = file.read(LONGEST_HEADER)
+            header = PFM_HEADER.match(start)
+            if header is None:
+                kind = (
+                    "three channels, which are no disparities" if start.startswith(b"PF") else "no header of a PFM file"
+                )
+                raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
+            width, height, scale = int(header[1]), int(header[2]), float(header[3])
+            held, wanted = os.fstat(file.fileno()).st_size - header.end(), 4 * width * height
+            if held != wanted or not wanted:
+                raise FolderError(f"{CALLER}: cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
+            if scale == 0 or not math.isfinite(scale):
+                raise FolderError(f"{CALLER}: cannot read {path}: its scale is {scale}, whose sign says nothing.")
+            file.seek(header.end())
+            rows = np.frombuffer(file.read(wanted), "<f4" if scale < 0 else ">f4").reshape(height, width)
+    except OSError as error:
+        raise FolderError(f"{CALLER}: cannot read {path}: {error.strerror or error}.") from error
     return np.ascontiguousarray(rows[::-1], np.float32)
 
 

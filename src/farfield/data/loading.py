@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class Loading(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the images to predict, with their names in place of labels."""
         return self._loader(self.parts["predict"])
+
+    def inputs(self) -> list[Path]:
+        """Return the files that are read to predict, which nothing may be written over."""
+        return list(getattr(self.parts.get("predict"), "paths", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the data: the seed of the epochs and the names of the classes."""

@@ -107,6 +107,10 @@ class TextFolder(Loading):
         self.texts.setdefault("test", self.texts["val"])
         self.texts.setdefault("predict", self.texts["test"])
 
+    def inputs(self) -> list[Path]:
+        """Return the files that are read to predict, which nothing may be written over."""
+        return [text.file for text in self.texts.get("predict", [])]
+
     def _read(self) -> None:
         if self.root is not None and "train" not in self.texts:
             self.texts |= parted(self.root, self.val_share)
@@ -135,7 +139,13 @@ class TextFolder(Loading):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the tokenizer of a checkpoint, and refuse another tokenizer than that."""
         super().load_state_dict(state_dict)
-        kept = from_text(state_dict["tokenizer"], state_dict["special"])
+        try:
+            kept = from_text(state_dict["tokenizer"], state_dict["special"])
+        # tokenizers raises a plain Exception.
+        except Exception as error:
+            raise FolderError(
+                f"{CALLER}: the checkpoint's tokenizer is damaged: {error!r}; fix: train anew."
+            ) from error
         given = None if self.saved is None else saved_tokenizer(self.saved)
         if given is not None and given.get_vocab() != kept.get_vocab():
             raise FolderError(

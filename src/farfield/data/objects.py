@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
+from farfield._outputs import output_path
 from farfield.data.coco import Annotated, fault_of_box, masks_of
-from farfield.data.folders import SHOWN, FolderError, fault_of, read_image
+from farfield.data.folders import check_names, fault_of, read_image
 
 LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
@@ -72,13 +74,11 @@ class Unlabelled(Dataset[tuple[Tensor, str, str, int]]):
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
         self.paths, self.names, self.numbers = paths, names, numbers
-        stems = [Path(name).with_suffix("").as_posix() for name in names]
-        twice = sorted({stem for stem in stems if stems.count(stem) > 1})
-        if twice:
-            raise FolderError(
-                f"CocoFolders: several images have one name, {', '.join(twice[:SHOWN])}, whose pictures would be one "
-                "file.\n  fix: rename them."
-            )
+        stems = [
+            output_path(Path(), os.path.splitext(name)[0], number=number).as_posix()
+            for name, number in zip(names, numbers, strict=True)
+        ]
+        check_names(stems, "CocoFolders: several images have", "pictures")
 
     def __len__(self) -> int:
         return len(self.paths)

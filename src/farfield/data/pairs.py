@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield.data.folders import SHOWN, Check, FolderError, check_each, fault_of, note_of
+from farfield.data.folders import SHOWN, Check, FolderError, check_each, fault_of, note_of, read_utf8
 
 VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -41,19 +42,20 @@ def classes_of_masks(root: Path) -> list[str]:
     A line may begin with the label itself; void, 255, is passed over.
 
     Raises:
-        FolderError: If the file holds no names, or its labels do not count up from 0.
+        FolderError: If the file is no text or holds no names, or its labels do not count up from 0.
     """
     path = root / "classes.txt"
     if not path.is_file():
         return list(VOC_CLASSES)
-    lines = [line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if lines and all(line[0].isdigit() and len(line) == 2 for line in lines):
-        labels, names = zip(*((int(label), name.strip()) for label, name in lines if int(label) != VOID), strict=True)
-        if list(labels) != list(range(len(labels))):
-            raise FolderError(
-                f"VOCFolders: the labels of {path} must count up from 0, got {', '.join(map(str, labels))}."
-            )
-        return list(names)
+    lines = [line.split(maxsplit=1) for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
+    # int() reads no longer ones; they are names.
+    if lines and all(line[0].isdecimal() and len(line[0]) < 10 and len(line) == 2 for line in lines):
+        numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
+        labels, names = [label for label, _ in numbered], [name for _, name in numbered]
+        if labels != list(range(len(labels))) or not labels:
+            shown = ", ".join(map(str, labels[:SHOWN])) + (", ..." if len(labels) > SHOWN else "")
+            raise FolderError(f"VOCFolders: the labels of {path} must count up from 0, got {shown or 'none'}.")
+        return names
     if not lines:
         raise FolderError(
             f"VOCFolders: {path} names no classes.\n  fix: one name a line, in the order of their labels."
@@ -65,12 +67,12 @@ def names_in(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words.
 
     Raises:
-        FolderError: If there is no such list, or it is empty.
+        FolderError: If there is no such list, or it is empty or no text.
     """
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
         raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.")
-    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.split() for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
     if not lines:
         raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name a line, as of {IMAGES}/<name>.jpg.")
     return lines
@@ -140,15 +142,14 @@ def augmented(
 
 def image_of(folder: Path, name: str) -> Path:
     """Find the file of an image by its name without suffix; `.jpg` where there is none."""
-    suffixes = (".jpg", *IMG_EXTENSIONS)
-    return next(
-        (path for path in (folder / f"{name}{suffix}" for suffix in suffixes) if path.is_file()), folder / f"{name}.jpg"
-    )
+    paths = (folder / f"{name}{suffix}" for suffix in (".jpg", *IMG_EXTENSIONS))
+    # pathlib's is_file raises for names that no file can have, which a damaged list may hold.
+    return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
 def complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs, or refuse them if a file is missing."""
-    missing = [path for pair in pairs for path in pair if not path.is_file()]
+    missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
     if missing:
         shown = "\n  ".join([str(path) for path in missing[:SHOWN]] + ["..."] * (len(missing) > SHOWN))
         raise FolderError(

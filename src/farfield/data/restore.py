@@ -103,6 +103,11 @@ class StackPairs(Loading):
         """Return whole stacks, one by one, with their paths and names."""
         return self._loader(self.parts["predict"], **ONE_BY_ONE)
 
+    def inputs(self) -> list[Path]:
+        """Return the stacks that are read to predict, which nothing may be written over."""
+        listed: Any = self.parts["predict"]
+        return [path for path, _ in listed.entries]
+
     def _folder(self, *names: str) -> Path | None:
         """The first of some folders of the root that is there."""
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
-from farfield.data.folders import FolderError, classes_of, is_image, read_image
+from farfield.data.folders import FolderError, classes_of, images_of, read_image
 
 
 def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +74,23 @@ class ClassFolders(ImageFolder):
     """torchvision's `ImageFolder` without hidden folders and files."""
 
     def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
-        super().__init__(str(folder), transform, loader=read_image, is_valid_file=is_image)
+        super().__init__(str(folder), transform, loader=read_image)
+
+    @staticmethod
+    def make_dataset(
+        directory: str | Path,
+        class_to_idx: dict[str, int],
+        extensions: Any = None,
+        is_valid_file: Any = None,
+        allow_empty: bool = False,
+    ) -> list[tuple[str, int]]:
+        """List the images of each class; torchvision's own way of doing so never ends where links lead in a circle."""
+        return [
+            (str(path), place)
+            for name, place in sorted(class_to_idx.items())
+            # In torchvision's order, a folder's files before the folders in it: splits stay what they were.
+            for path in sorted(images_of(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
+        ]
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """List the class folders, without hidden ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
 from farfield.data.classify import IMAGENET
-from farfield.data.folders import SHOWN, Check, FolderError, check_images, images_of, read_image
+from farfield.data.folders import Check, FolderError, check_images, check_names, images_of, read_image
 from farfield.data.loading import Loading
 from farfield.data.pairs import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
 
@@ -106,8 +107,11 @@ class VOCFolders(Loading):
                 rank_zero_info(f"VOCFolders: {self.root} has no list test; testing on val.")
             self.parts["test"] = self.parts["val"]
         if stage == "predict":
-            paths = [pair.image for pair in pairs.get("test", pairs["val"])]
-            self.parts["predict"] = Unlabelled(paths[0].parent, paths, self.shorter_side)
+            listed = [pair.image for pair in pairs.get("test", pairs["val"])]
+            # Lists may lead anywhere, with `..` or by links; names are those below the folder that has all images.
+            paths = [path.parent.resolve() / path.name for path in listed]
+            folder = Path(os.path.commonpath([path.parent for path in paths]))
+            self.parts["predict"] = Unlabelled(folder, paths, self.shorter_side)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation images, one a batch."""
@@ -202,12 +206,7 @@ class Unlabelled(Dataset[tuple[Tensor, str, str, Tensor]]):
     def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
         self.paths, self.shorter_side = paths, shorter_side
         self.names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice:
-            raise FolderError(
-                f"VOCFolders: {folder} has several images of one name, {', '.join(twice[:SHOWN])}, whose masks would "
-                "be one file.\n  fix: rename them."
-            )
+        check_names(self.names, f"VOCFolders: {folder} has several images of", "masks")
 
     def __len__(self) -> int:
         return len(self.paths)

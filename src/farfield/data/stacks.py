@@ -11,7 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield.data.folders import CLUTTER, SHOWN, FolderError
+from farfield.data.folders import CLUTTER, SHOWN, FolderError, check_names
 
 SUFFIXES = (".tif", ".tiff")
 # Letters by which tifffile says that it does not know an axis.
@@ -29,13 +29,19 @@ class PairOfFiles(NamedTuple):
 
 
 def stacks_in(folder: Path) -> list[Path]:
-    """List the TIFF files of a folder in sorted order, without hidden ones."""
+    """List the TIFF files of a folder in sorted order, without hidden ones.
+
+    Raises:
+        FolderError: If two of them have one name but for the suffix, by which pairs are found and outputs named.
+    """
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(
+    stacks = sorted(
         path
         for path in found
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
     )
+    check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
+    return stacks
 
 
 def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
@@ -93,8 +99,9 @@ def opened(path: Path) -> tifffile.TiffFile:
         file = tifffile.TiffFile(path)
         if not file.series:
             raise tifffile.TiffFileError("no images in it")
-    except (tifffile.TiffFileError, OSError, ValueError) as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+    # tifffile raises whatever a damaged file makes it.
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
     return file
 
 
@@ -149,8 +156,8 @@ def array_of(path: Path) -> NDArray[Any]:
         in_one_piece = series.dataoffset is not None
     try:
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
-    except (tifffile.TiffFileError, OSError, ValueError) as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
 def kept_axes(path: Path, shape: Sequence[int], axes: str, rank: int) -> list[int]:
@@ -179,8 +186,10 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     """Return a stack that can be trained on.
 
     Raises:
-        FolderError: If cells are no numbers, or all are equal.
+        FolderError: If there are no cells, or some are no numbers, or all are equal.
     """
+    if not stack.size:
+        raise FolderError(f"StackPairs: {path}: it has no cells, its sides are {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
         faults = int((~np.isfinite(stack)).sum())
         raise FolderError(
@@ -215,10 +224,14 @@ def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.flo
             if missing:
                 raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
             source, target, axes = file["X"], file["Y"], str(file["axes"])
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        if isinstance(error, FolderError):
-            raise
-        raise FolderError(f"StackPairs: cannot read {path}: {error}") from error
+    except FolderError:
+        raise
+    # NumPy, zipfile and zlib raise whatever a damaged file makes them.
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+    for name, part in (("X", source), ("Y", target)):
+        if part.dtype.kind not in "uif":
+            raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
     wanted = "SC" + "ZYX"[-rank:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
         raise FolderError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.folders import SHOWN, Check, FolderError
+from farfield.data.folders import SHOWN, Check, FolderError, check_names
 from farfield.data.frames import CALLER, Frame, check_frames, frames_in, read_disparity
 from farfield.data.loading import Loading
 from farfield.data.segment import normalized, read
@@ -184,6 +184,8 @@ class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.frames = frames
+        self.paths = [path for frame in frames for path in (frame.left, frame.right)]
+        check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
 
     def __len__(self) -> int:
         """Return the number of pairs."""

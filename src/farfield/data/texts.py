@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from farfield.data.folders import SHOWN, FolderError, files_of
+from farfield.data.folders import SHOWN, FolderError, files_of, read_utf8
 
 CALLER = "TextFolder"
 
@@ -82,21 +82,9 @@ def read_text(path: Path) -> Text:
     """Read a text file.
 
     Raises:
-        FolderError: If it cannot be read or is not UTF-8; it names the byte.
+        FolderError: If it cannot be read, is not UTF-8 or no text; it names the byte.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FolderError(f"{CALLER}: cannot read {path}: {error.strerror or error}.") from error
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise FolderError(
-            f"{CALLER}: {path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
-            f"{error.reason}; fix: iconv -f latin1 -t utf-8, or whatever it was written in."
-        ) from error
-    return Text(path, text.removeprefix("\ufeff").splitlines())
+    return Text(path, read_utf8(path, CALLER).splitlines())
 
 
 def parted(root: Path, share: float) -> dict[str, list[Text]]:

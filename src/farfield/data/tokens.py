@@ -94,8 +94,9 @@ def saved_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
+    # transformers and tokenizers raise whatever damaged files make them, also a plain Exception.
+    except Exception as error:
         raise FolderError(f"{CALLER}: {folder} holds no tokenizer: {error}") from error
     missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:

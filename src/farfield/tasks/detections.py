@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ class DetectionFolder(PredictionFolder):
 
     `results.json` is in COCO's format of results, with the ids of images and categories that the annotations have, and
     each image's `file_name`; images of other folders are numbered from 1 in the order of their names. It holds all that
-    was found; pictures show what is surer than `draw_above`, each object in a colour of its own.
+    was found; pictures show what is surer than `draw_above`, each object in a colour of its own. An image that the
+    annotations look for outside their folder has the picture `<last part of its name>-<id>.jpg`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
@@ -60,14 +61,14 @@ class DetectionFolder(PredictionFolder):
         """Keep the results of each image, and write its picture."""
         data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []
-        folder = beside(self.place(trainer)) / "pictures"
         for path, name, number, entries in zip(*prediction, strict=True):
             for entry in entries:
                 kept = {key: value for key, value in entry.items() if key != "label"}
                 category = ids[entry["label"] - 1] if ids else entry["label"]
                 self.results.append({"image_id": number, "category_id": category, **kept, "file_name": name})
             picture = Image.fromarray(drawn(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
-            with written(folder / Path(name).with_suffix(".jpg")) as file:
+            stem = os.path.splitext(name)[0]
+            with written(self.output(trainer, "pictures", path, stem, ".jpg", number)) as file:
                 picture.save(file, "JPEG", quality=90)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

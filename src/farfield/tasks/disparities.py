@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from farfield.tasks.checkpoints import written
-from farfield.tasks.predictions import PredictionFolder, beside
+from farfield.tasks.predictions import PredictionFolder
 
 # Red, green and blue from far to near, evenly spaced; between them they are interpolated.
 COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
@@ -38,13 +38,12 @@ class DisparityFolder(PredictionFolder):
         dataloader_idx: int,
     ) -> None:
         """Write the disparities of each pair of a `Matched`."""
-        folder = beside(self.place(trainer))
-        for name, values in zip(prediction.names, prediction.disparities, strict=True):
+        for path, name, values in zip(prediction.paths, prediction.names, prediction.disparities, strict=True):
             disparity = values.numpy()
-            with written(folder / "disparity" / f"{name}.pfm") as file:
+            with written(self.output(trainer, "disparity", path, name, ".pfm")) as file:
                 # Pillow's name for the family that PFM belongs to.
                 Image.fromarray(disparity).save(file, "PPM")
-            with written(folder / "colours" / f"{name}.png") as file:
+            with written(self.output(trainer, "colours", path, name, ".png")) as file:
                 coloured(disparity).save(file, "PNG")
 
 

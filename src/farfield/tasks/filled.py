@@ -13,8 +13,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from farfield._outputs import check_not_input
 from farfield.tasks.checkpoints import written
 from farfield.tasks.masked_lm import Filled
+from farfield.tasks.predictions import inputs_of
 
 COLUMNS = ("name", "blank", "rank", "word", "probability")
 
@@ -30,6 +32,7 @@ class FilledTable(BasePredictionWriter):
 
     Raises:
         ValueError: If the file's name ends in neither.
+        FileExistsError: Before anything is predicted, if the file is one that is read.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -37,6 +40,10 @@ class FilledTable(BasePredictionWriter):
         if path is not None and Path(path).suffix not in (".csv", ".json"):
             raise ValueError(f"FilledTable: {path} must end in .json or .csv.")
         self.path = path
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a file that is read."""
+        check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
 
 from farfield._files import OwnedFolder
+from farfield._outputs import check_not_input, output_path
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -24,11 +26,18 @@ class PredictionTable(BasePredictionWriter):
 
     Args:
         path: The file; None writes `predictions.csv` into the trainer's `default_root_dir`.
+
+    Raises:
+        FileExistsError: Before anything is predicted, if the file is one of the images.
     """
 
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="epoch")
         self.path = path
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a file that is read."""
+        check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -69,7 +78,8 @@ class PredictionFolder(BasePredictionWriter):
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before anything is predicted, if the folder is there and not empty.
+        FileExistsError: Before anything is predicted, if the folder is there and not empty, or what has the hidden name
+            is not what an interrupted prediction left; later, if two images would be written to one file.
         BlockingIOError: Then too, if another process is writing to it.
         CheckpointError: If a file cannot be written.
     """
@@ -78,11 +88,14 @@ class PredictionFolder(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = path
         self.growing: OwnedFolder | None = None
+        # Of each file, what it was written of.
+        self.sources: dict[Path, str] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a folder that holds something, and clear what an interrupted prediction left."""
-        place = self.place(trainer)
-        if place.is_file() or (place.is_dir() and any(place.iterdir())):
+        place, self.sources = self.place(trainer), {}
+        # A link is refused too: a folder cannot take its name, which would be found out when all is predicted.
+        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
             raise FileExistsError(
                 f"farfield predict: {place} exists and nothing in it is overwritten; "
                 "fix: remove it, or name another by --predictions.path."
@@ -115,6 +128,20 @@ class PredictionFolder(BasePredictionWriter):
         """Return the path of the folder."""
         return Path(self.path or Path(trainer.default_root_dir) / "predictions")
 
+    def output(
+        self, trainer: Trainer, kind: str, source: str, name: str, suffix: str, number: int | None = None
+    ) -> Path:
+        """Return where an output of one kind is written of the image at `source`; the rest is of `output_path`.
+
+        Raises:
+            FileExistsError: If that of another image is.
+        """
+        path = output_path(beside(self.place(trainer)) / kind, name, suffix, number)
+        other = self.sources.setdefault(path, source)
+        if other != source:
+            raise FileExistsError(f"farfield predict: {other} and {source} would both be {path}; fix: rename one.")
+        return path
+
 
 class MaskFolder(PredictionFolder):
     """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
@@ -134,16 +161,21 @@ class MaskFolder(PredictionFolder):
         dataloader_idx: int,
     ) -> None:
         """Write the mask and the overlay of each image."""
-        folder = beside(self.place(trainer))
         for path, name, labels in zip(*prediction, strict=True):
             mask = Image.fromarray(labels.numpy())
             mask.putpalette(PALETTE)
             with Image.open(path) as image:
                 overlay = Image.blend(image.convert("RGB"), mask.convert("RGB"), 0.5)
-            with written(folder / "masks" / f"{name}.png") as file:
+            with written(self.output(trainer, "masks", path, name, ".png")) as file:
                 mask.save(file, "PNG")
-            with written(folder / "overlays" / f"{name}.jpg") as file:
+            with written(self.output(trainer, "overlays", path, name, ".jpg")) as file:
                 overlay.save(file, "JPEG", quality=90)
+
+
+def inputs_of(trainer: Trainer) -> list[Path]:
+    """The files that are read to predict, as far as the data module says so."""
+    inputs: Callable[[], list[Path]] = getattr(getattr(trainer, "datamodule", None), "inputs", list)
+    return inputs()
 
 
 def beside(place: Path) -> Path:

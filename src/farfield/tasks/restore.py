@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
+from farfield._outputs import check_not_input, output_path
 from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.metrics import EPSILON, care_metrics
+from farfield.tasks.predictions import inputs_of
 from farfield.tasks.replay import Replay
 from farfield.tasks.restoring import restore
 
@@ -113,13 +115,11 @@ class Restore(LightningModule):
         """Restore a whole stack, write it, and say where.
 
         Raises:
-            FileExistsError: If something is there already.
-            ValueError: If that is the stack itself, which is never overwritten.
+            FileExistsError: If something is there already, or it is one of the stacks that are read, also with
+                `overwrite`.
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
-        if output.exists() and output.samefile(path):
-            raise ValueError(f'{output} is the stack "{path}" itself, and is not overwritten; fix: another output.')
         if output.exists() and self.overwrite == "skip":
             return f"{output}, which was there"
         if output.exists() and not self.overwrite:
@@ -127,6 +127,8 @@ class Restore(LightningModule):
                 f"{output} exists; fix: another output, overwrite=true to replace it, or overwrite=skip to go on with "
                 "the other stacks."
             )
+        inputs = inputs_of(self.trainer) if self._trainer is not None else []
+        check_not_input("farfield predict", output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
         return str(output)
@@ -136,7 +138,7 @@ class Restore(LightningModule):
         if self.output is None:
             return path.with_name(f"{path.stem}-restored.tif")
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
-        return self.output / name if several or not self.output.suffix else self.output
+        return output_path(self.output, name) if several or not self.output.suffix else self.output
 
     def configure_optimizers(self) -> Any:
         """Return Adam, and the schedule that waits for the validation loss."""

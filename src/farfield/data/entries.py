@@ -1,0 +1,97 @@
+"""The values that entries of COCO's format have, and what is wrong with those of a file."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+# What a JPEG file can have. Every object has a mask of its image's size, so that a false one takes all memory.
+LARGEST_SIDE = 65_535
+# Beyond this a coordinate has no place in float32, as which boxes are trained on.
+LARGEST = 1e9
+
+
+class Field(NamedTuple):
+    """What the value of a key has to be.
+
+    Attributes:
+        fits: Whether a value is.
+        kind: The same for people.
+        needed: Whether an entry must have the key.
+    """
+
+    fits: Callable[[Any], bool]
+    kind: str
+    needed: bool = True
+
+
+def is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
+    """Whether a value is a whole number between two others, and no truth value."""
+    return type(value) is int and least <= value <= most
+
+
+def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
+    """Whether all values are finite numbers, none further from 0 than the last argument.
+
+    Example:
+        >>> are_numbers([1, 2.5]), are_numbers([1, float("nan")]), are_numbers([True]), are_numbers([10**400])
+        (True, False, False, False)
+    """
+    return all(type(value) in (int, float) and abs(value) <= most for value in values)
+
+
+def is_box(box: Any) -> bool:
+    """Whether something is a list of four finite numbers."""
+    return isinstance(box, list) and len(box) == 4 and are_numbers(box)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text that is not empty and can be written."""
+    try:
+        return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(os.fsencode(value))
+    except UnicodeEncodeError:
+        return False
+
+
+ID = Field(is_whole, "a whole number")
+SIDE = Field(lambda value: is_whole(value, 1, LARGEST_SIDE), f"a whole number from 1 to {LARGEST_SIDE:,}")
+NAME = Field(is_text, "a text that names something")
+FLAG = Field(lambda value: value in (0, 1), "0 or 1", needed=False)
+AREA = Field(lambda value: are_numbers([value], LARGEST**2) and value >= 0, "a number from 0", needed=False)
+# Of boxes there is more to say, so they are looked at apart.
+ANY = Field(lambda value: True, "anything")
+FIELDS: dict[str, dict[str, Field]] = {
+    "images": {"id": ID, "file_name": NAME, "width": SIDE, "height": SIDE},
+    "annotations": {"id": ID, "image_id": ID, "category_id": ID, "bbox": ANY, "iscrowd": FLAG, "area": AREA},
+    "categories": {"id": ID, "name": NAME},
+}
+
+
+def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
+    """Say which sections are no lists, and which entries of them are no objects with keys."""
+    for section in FIELDS:
+        if not isinstance(content[section], list):
+            yield f"{section} is {reprlib.repr(content[section])}, not a list"
+            continue
+        for place, entry in enumerate(content[section]):
+            if not isinstance(entry, dict):
+                yield f"{section}[{place}] is {reprlib.repr(entry)}, not an object with keys"
+
+
+def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
+    """Say which entries lack what they need."""
+    for section, fields in FIELDS.items():
+        for place, entry in enumerate(content[section]):
+            lacking = (key for key, field in fields.items() if field.needed and key not in entry)
+            yield from (f"{section}[{place}] has no {key}" for key in lacking)
+
+
+def faults_of_values(content: Mapping[str, Any]) -> Iterator[str]:
+    """Say which values of entries are of another kind than they must be."""
+    for section, fields in FIELDS.items():
+        for place, entry in enumerate(content[section]):
+            for key, field in fields.items():
+                if key in entry and not field.fits(entry[key]):
+                    yield f"{section}[{place}]: {key} is {reprlib.repr(entry[key])}, not {field.kind}"

@@ -1,0 +1,79 @@
+"""Run-length encoded masks as COCO writes them: their runs, and what is wrong with them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# Digits of 5 bits, of which a run of 32 bits has at most so many.
+DIGITS = 7
+
+
+def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
+    """Say what is wrong with the RLE of an image, None if nothing.
+
+    pycocotools decodes into memory of the stated size whatever the runs are, so they have to be known to fit.
+
+    Args:
+        segmentation: `size`, height and width, and `counts`, a list of runs or COCO's string of them.
+        width: Of the image.
+        height: Of the image.
+
+    Example:
+        >>> fault_of_rle({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
+        >>> fault_of_rle({"size": [4, 5], "counts": [8, 400, 8]}, 5, 4)
+        'its RLE has runs of 416 pixels in all, and the image has 20'
+    """
+    size = segmentation.get("size")
+    if "counts" not in segmentation or size != [height, width] or not all(type(side) is int for side in size):
+        return f"its RLE has the size {reprlib.repr(size)}, and the image has {[height, width]}"
+    try:
+        runs = runs_of(segmentation["counts"])
+    except ValueError as error:
+        return f"its RLE {error}"
+    if min(runs, default=0) < 0:
+        return f"its RLE has a negative run, {min(runs)}"
+    if sum(runs) != height * width:
+        return f"its RLE has runs of {sum(runs)} pixels in all, and the image has {height * width}"
+    return None
+
+
+def runs_of(counts: Any) -> list[int]:
+    """Return the runs of background and object in turn, from a list or from COCO's string.
+
+    A number is written in digits of 5 bits, the lowest first, each a character from "0" on; 32 says that another
+    follows, 16 in the last that it is negative. From the fourth run on it is the difference to the run before the last.
+
+    Args:
+        counts: Of RLE.
+
+    Raises:
+        ValueError: If it is neither; the text goes on after "its RLE".
+
+    Example:
+        >>> runs_of("848"), runs_of([8, 4, 8])
+        ([8, 4, 8], [8, 4, 8])
+    """
+    if isinstance(counts, list) and all(type(run) is int for run in counts):
+        return counts
+    if not isinstance(counts, str) or not counts.isascii():
+        raise ValueError(f"has the counts {reprlib.repr(counts)}, neither a list of whole numbers nor COCO's string")
+    digits = np.frombuffer(counts.encode(), np.uint8).astype(np.int64) - ord("0")
+    ends = np.flatnonzero(digits < 32)
+    if not ((digits >= 0) & (digits < 64)).all() or (len(digits) and (not len(ends) or ends[-1] != len(digits) - 1)):
+        raise ValueError(f"has the counts {reprlib.repr(counts)}, which are damaged: no whole string of COCO's")
+    if not len(ends):
+        return []
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > DIGITS:
+        raise ValueError(f"has the counts {reprlib.repr(counts)}, with a run of more than {DIGITS} digits")
+    shifts = 5 * (np.arange(len(digits)) - np.repeat(starts, lengths))
+    runs = np.add.reduceat((digits & 31) << shifts, starts)
+    runs -= (digits[ends] >> 4 & 1) << 5 * lengths
+    for turn in (1, 2):
+        runs[turn::2] = np.cumsum(runs[turn::2])
+    return runs.tolist()
