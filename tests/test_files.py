@@ -99,9 +99,14 @@ def test_a_replacement_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     other.write_bytes(b"other")
     (tmp_path / ".file.partial").symlink_to(other)
-    with pytest.raises(ZeroDivisionError), open_replacement(path) as file:
-        file.write(b"half")
-        raise ZeroDivisionError
+
+    def interrupted() -> None:
+        with open_replacement(path) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
     assert {each.name for each in tmp_path.iterdir()} == {"file", "other"}
     assert path.read_bytes() == b"old"
     with open_replacement(path) as file:

@@ -119,7 +119,7 @@ def test_networks_that_were_wrong_once(net: nn.Module, size: tuple[int, ...], ti
 
 @pytest.mark.parametrize("size", [(33, 57), (34, 57), (35, 60), (36, 58)])
 def test_a_padded_volume_has_the_cells_of_one_that_needs_no_padding(size: tuple[int, int]) -> None:
-    # Convolutions that keep a side, or halve it rounding up, take any side: padding must not change how many cells come.
+    # Convolutions that halve a side, rounding up, take any side: padding must not change how many cells come.
     net = sequence(nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1))
     grid = torch.randn(1, 1, *size)
     with torch.no_grad():

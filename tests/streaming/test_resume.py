@@ -1,4 +1,4 @@
-"""What a prediction that was begun finds when it is called again: files cut short, damaged progress, foreign folders."""
+"""A prediction that was begun and is called again: files cut short, damaged progress, folders of somebody else."""
 
 from __future__ import annotations
 
@@ -212,9 +212,10 @@ def test_what_was_written_is_looked_at_after_the_last_tile_too(
     def stopped(*arguments: Any) -> None:
         raise StopError
 
-    with monkeypatch.context() as patch, pytest.raises(StopError):
+    with monkeypatch.context() as patch:
         patch.setattr(streaming.outputs.FileOutput, "finish", stopped)
-        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+        with pytest.raises(StopError):
+            predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     cut_short(growing(out))
     with pytest.warns(UserWarning, match=f"its {TILES} tiles are computed again"):
         got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
@@ -379,7 +380,7 @@ def test_a_folder_of_somebody_is_not_emptied(net: torch.nn.Module, volume: np.nd
     folder.unlink()
     theirs.rename(folder)
     for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match='".*unfinished" holds files that farfield did not write, .*; fix: '):
+        with pytest.raises(FileExistsError, match=r'".*unfinished" holds files that farfield did not write, .*; fix: '):
             predict_whole(net, volume, tile=TILE, out=out, overwrite=overwrite, quiet=True)
     assert (folder / "mine.jpg").read_text() == "mine"
     assert [each.name for each in tmp_path.iterdir()] == [folder.name]
@@ -389,7 +390,7 @@ def test_a_folder_of_an_earlier_version_is_named(net: torch.nn.Module, volume: n
     folder = growing(tmp_path / "out.npy").parent
     folder.mkdir()
     torch.save({"stage": 1}, folder / "progress.pt")
-    with pytest.raises(FileExistsError, match='".*unfinished" holds files that farfield did not write'):
+    with pytest.raises(FileExistsError, match=r'".*unfinished" holds files that farfield did not write'):
         predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
 
 
@@ -471,7 +472,7 @@ def test_a_projection_is_written_as_carefully(tmp_path: Path) -> None:
     (tmp_path / "photographs").mkdir()
     (tmp_path / "photographs" / "mine.jpg").touch()
     growing(out).parent.symlink_to(tmp_path / "photographs")
-    with pytest.raises(FileExistsError, match='restore: ".*unfinished" is a link, and it would be emptied'):
+    with pytest.raises(FileExistsError, match=r'restore: ".*unfinished" is a link, and it would be emptied'):
         restore(net, stack, out=out)
     assert (tmp_path / "photographs" / "mine.jpg").exists()
     growing(out).parent.unlink()

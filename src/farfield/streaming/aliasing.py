@@ -8,7 +8,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -75,7 +75,7 @@ def overlap(one: Any, other: Any) -> bool:
     if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
         return bool(one == other)
     try:
-        return np.shares_memory(one, other, max_work=TRIALS)
+        return np.shares_memory(one, other, max_work=TRIALS)  # type: ignore[arg-type]  # any number of trials
     except np.exceptions.TooHardError:
         return True
 
@@ -135,7 +135,7 @@ def mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | 
         array = array.base
     if not isinstance(array, np.memmap) or not array.filename:
         return None
-    return Path(array.filename), cast(int, array.offset) + address - array.__array_interface__["data"][0]
+    return Path(array.filename), array.offset + address - array.__array_interface__["data"][0]
 
 
 def of_hdf5(dataset: Any, h5py: ModuleType) -> Iterator[Place]:

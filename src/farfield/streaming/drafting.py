@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
+from farfield.streaming.comparing import differing
 from farfield.streaming.geometry import Halo, Placed, at_least, cores, rounded_up
 from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
 from farfield.streaming.merging import is_grid
@@ -92,16 +93,16 @@ class Draft:
         Raises:
             NotLocalError: If they do not, however much they read.
         """
-        found, differing = needs[axis], self.differing(axis, cells, needs)
+        found, step = needs[axis], self.first_differing(axis, cells, needs)
         for times in () if given else (1, 2):
-            if differing is not None:
+            if step is not None:
                 mirrored = [times * (before + after + self.beyond(axis)[1]) for before, after in found]
                 needs[axis] = [(both, both) for both in mirrored]
-                differing = self.differing(axis, cells, needs)
-        if differing is not None:
-            raise not_local(self.model, differing, axis, "gives a tile other than what it gives the whole")
+                step = self.first_differing(axis, cells, needs)
+        if step is not None:
+            raise not_local(self.model, step, axis, "gives a tile other than what it gives the whole")
 
-    def differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
+    def first_differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
         """The first step that gives a tile other than the whole, in any pass."""
         last, (shorter, longer) = (self.sides[axis] - 1) % cells + 1, self.beyond(axis)
         for each in self.passes(needs):
@@ -109,7 +110,7 @@ class Draft:
             # Near the end tiles may have nothing of a grid that ends earlier: the one before them is its last then.
             first, last = min(cells, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
             widths = [first, enough, *[first] * -(-shorter // first), last]
-            found = self.look().differing(axis, each.halo, widths, each.calls)
+            found = differing(self.look(), axis, each.halo, widths, each.calls)
             if found is not None:
                 return found
         return None

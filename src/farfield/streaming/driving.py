@@ -14,9 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from farfield.streaming.arrays import Region, Source, checksum
+from farfield.streaming.formats import Wanted
 from farfield.streaming.geometry import inner
 from farfield.streaming.merging import Merged
-from farfield.streaming.formats import Wanted
 from farfield.streaming.outputs import ArrayOutput, FileOutput, box_checksum, check_path, full_disk_says, to_numpy
 from farfield.streaming.progress import Progress, Written, begin
 

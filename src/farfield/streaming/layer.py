@@ -54,7 +54,8 @@ def respond_whole(
         context_mask: The context's.
         tile: Cells a side of a tile; None for a side that is not cut; by default slabs of 32 MiB.
         out: A path ending in .npy, .zarr, .tif or .tiff that does not exist yet, an array that takes slices, or None:
-            an array in memory. What was begun at a path and killed goes on where it was.
+            an array in memory. What was begun at a path and killed goes on where it was. An array must be able to hold
+            the response, and must hold nothing that is read.
         quiet: Whether to show no progress on the standard error.
 
     Returns:
@@ -63,8 +64,10 @@ def respond_whole(
     Raises:
         ShapeError: If grid, context, masks or output do not fit.
         ValueError: If the layer's norm is in training, or what it reads is not finite; if the summary, which for
-            softmax and softmax_pooled is the grid, takes more than half of the free memory.
-        FileExistsError: If the path exists.
+            softmax and softmax_pooled is the grid, takes more than half of the free memory; if out is where an input
+            is; if what is unfinished at the path is of something else, or its progress is damaged.
+        TypeError: If out is of a dtype that would cut the response.
+        FileExistsError: If the path exists, or is a link; if a folder is in the way that was not made here.
         BlockingIOError: If another process is writing to it.
         OSError: If the disk is full; finished tiles are kept.
 

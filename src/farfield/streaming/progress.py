@@ -58,7 +58,7 @@ class Written(NamedTuple):
     checksum: int
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """Where it is in the output."""
         return tuple(slice(start, stop) for start, stop in self.box)
 
@@ -160,10 +160,10 @@ def begun(
 def take_up(caller: str, output: FileOutput, progress: Progress) -> None:
     """Open an output that was begun; if it does not hold all that was written to it, make it anew.
 
-    Files are cut short and chunks get lost by a crash of the machine, or by somebody. The summaries are in the progress,
-    so only the last pass has to be run again.
+    Files are cut short and chunks get lost by a crash of the machine, or by somebody. The summaries are kept in the
+    progress, so only the last pass has to be run again.
     """
-    if output.open() and all(output.holds(each.index, each.checksum) for each in progress.written):
+    if output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
         return
     if progress.written:
         warnings.warn(
@@ -222,7 +222,7 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
             flat = tensor.detach().cpu().contiguous()
             flat = flat.as_strided((flat.numel(),), (1,))  # a single number may have any stride
             with archive.open(f"tensor{number}", "w", force_zip64=True) as member:
-                member.write(memoryview(flat.view(torch.uint8).numpy()))
+                member.write(flat.view(torch.uint8).numpy().data)
 
 
 def read_state(file: Path) -> dict[str, Any]:

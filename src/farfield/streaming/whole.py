@@ -53,9 +53,12 @@ def predict_whole(
         halo: Cells a side that a tile reads beyond what it writes; by default found by running the model on small
             grids.
         pad: "reflect", "replicate" or "constant": the sides are padded to what the strides divide, half on each end,
-            and cropped again. Without it the model must take the sides as they are.
-        out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory.
-        overwrite: Whether what exists at the path, finished or not, is replaced.
+            and the output is cropped by what was padded, in whole cells of it. Without it the model must take the sides
+            as they are.
+        out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
+            array must be able to hold the result, and must hold nothing that is read.
+        overwrite: Whether what exists at the path, finished or not, is replaced: a file, or a folder that is one zarr
+            array and nothing else.
         quiet: Whether to say nothing of the plan and the progress on the standard error.
 
     Returns:
@@ -64,8 +67,10 @@ def predict_whole(
 
     Raises:
         ValueError: If the model is in training, has a layer beside attention that needs the whole grid, or reads a
-            number that is not finite; if the volume changed; if what is unfinished at the path is of something else.
-        FileExistsError: If the path exists.
+            number that is not finite; if the volume changed; if out is where the volume is; if what is unfinished at
+            the path is of something else, or its progress is damaged.
+        TypeError: If out is of a dtype that would cut the result.
+        FileExistsError: If the path exists, or is a link; if a folder is in the way that was not made here.
         BlockingIOError: If another process is writing to it.
         OSError: If the disk is full; finished tiles are kept.
 
