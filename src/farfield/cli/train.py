@@ -40,6 +40,7 @@ import farfield.data.restore
 import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
+from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.detect import Detect
@@ -92,9 +93,10 @@ class Training(LightningCLI):
     Args:
         args: The command line without the program's name; None takes it from the system.
         task: A name of `TASKS`.
+        callbacks: Of the trainer, beside the configuration's.
     """
 
-    def __init__(self, args: ArgsType = None, task: str = "classify") -> None:
+    def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
         self.task = task
         super().__init__(
             TASKS[task].module,
@@ -104,7 +106,7 @@ class Training(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             # The checkpoint to resume from: ModelCheckpoint's own save_last writes only when the best one changes.
-            trainer_defaults={"callbacks": [last_checkpoint()]},
+            trainer_defaults={"callbacks": [*callbacks, last_checkpoint()]},
             # A checkpoint names no classes to build and no functions to call: the configuration does.
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
@@ -213,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
-        SystemExit: With status 2 for a wrong option.
+        SystemExit: With status 2 for a wrong option, 143 if SIGTERM ended it and 130 if Ctrl-C did, after a message
+            that says how to go on.
         FolderError: For a folder that cannot be trained on.
         CheckpointError: For a checkpoint that cannot be read or written, or is another network's.
         LookupError: For an unknown name after `--model.network`.
@@ -229,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
         words = _with_full_names(sys.argv[1:] if argv is None else argv)
-        Training(words, _task_of(words))
+        with Stop(words[0] if words else "") as stop:
+            Training(words, _task_of(words), callbacks=[stop])
 
 
 def last_checkpoint() -> ModelCheckpoint:
