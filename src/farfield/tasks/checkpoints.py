@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import save_model
 from torch import Tensor
+
+from farfield.models.storage import is_entry, read_pickled
 
 SHOWN = 5
 
@@ -117,15 +117,16 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}.")
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            reason = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
-        else:
-            reason = "is damaged: it is no whole checkpoint file"
-        raise CheckpointError(f"{path} {reason}.") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        checkpoint = read_pickled(path, map_location)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or a new run.") from error
+    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         raise CheckpointError(f"{path} is no checkpoint of a training run: it has no state_dict.")
+    if not all(map(is_entry, checkpoint["state_dict"].items())):
+        raise CheckpointError(f"{path} is no checkpoint of a training run: its state_dict holds more than tensors.")
+    for name in ("epoch", "global_step"):
+        if not isinstance(checkpoint.get(name, 0), int):
+            raise CheckpointError(f"{path} is no checkpoint of a training run: its {name} is no whole number.")
     return checkpoint
 
 
