@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -40,6 +39,7 @@ import farfield.data.restore
 import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
+from farfield.cli.configuration import read_configuration, section
 from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
@@ -57,6 +57,9 @@ from farfield.tasks.segment import Segment
 from farfield.tasks.stereo import Stereo
 
 NETWORK = "--model.network"
+PARTS = ("model", "data", "trainer")
+# The options that take a file of YAML.
+FILES = ("-c", "--config", *(f"--{part}" for part in PARTS))
 
 
 class Task(NamedTuple):
@@ -163,7 +166,13 @@ class Training(LightningCLI):
             self.folder = found or self.folder
             config.ckpt_path = found and str(found / file)
         # Read now, a damaged file is refused before anything else is done.
-        self.resumed_at = read(Path(config.ckpt_path)).get("global_step") if config.ckpt_path else None
+        checkpoint = read(Path(config.ckpt_path)) if config.ckpt_path else {}
+        if self.subcommand == "fit" and config.ckpt_path and "optimizer_states" not in checkpoint:
+            fix = (
+                "the last.ckpt of a run, or --model.network farfield.models.from_pretrained to start from saved weights"
+            )
+            raise CheckpointError(f"{config.ckpt_path} holds weights but no training to go on with; fix: {fix}.")
+        self.resumed_at = checkpoint.get("global_step")
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             # The other processes would take this folder for an older run.
             rank_zero_only(check_writable)(self.folder if config.trainer.logger in (None, True) else root)
@@ -243,19 +252,31 @@ def last_checkpoint() -> ModelCheckpoint:
 
 def _task_of(argv: Sequence[str]) -> str:
     """Find the task before there is a parser, which is that of the task: `--task`, or `task:` in the last recipe."""
-    task = "classify"
+    named, written = [], ["classify"]
     for place, word in enumerate(argv):
         option, equals, value = word.partition("=")
         value = value if equals else argv[place + 1] if place + 1 < len(argv) else ""
         if option == "--task":
-            task = value
-            break
-        if option in ("--config", "-c") and Path(value).is_file():
-            recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            task = recipe.get("task", task) if isinstance(recipe, dict) else task
-    if task not in TASKS:
+            named.append(value)
+        elif option in FILES and Path(value).is_file():
+            written.append(_read_recipe(Path(value)).get("task", written[-1]))
+    task = [*named[:1], written[-1]][0]
+    if task not in list(TASKS):
         raise unknown("farfield fit", "task", task, TASKS)
     return task
+
+
+def _read_recipe(file: Path) -> dict[str, Any]:
+    """Read a recipe before Lightning's command line does, whose errors do not name it, or do not come at all."""
+    recipe = read_configuration(file)
+    for part in PARTS:
+        # A part may lie in a file of its own, as in all command lines of Lightning's.
+        inner = recipe.get(part)
+        if isinstance(inner, str) and Path(inner).is_file():
+            read_configuration(Path(inner))
+        else:
+            section(file, recipe, part)
+    return recipe
 
 
 def _with_full_names(argv: Sequence[str]) -> list[str]:

@@ -34,6 +34,10 @@ class AtomicCheckpoints(CheckpointIO):
         >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[Path] = set()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint.
 
@@ -42,6 +46,7 @@ class AtomicCheckpoints(CheckpointIO):
         """
         with written(Path(path)) as file:
             torch.save(checkpoint, file)
+        self.folders.add(Path(path).parent.resolve())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = True
@@ -54,8 +59,12 @@ class AtomicCheckpoints(CheckpointIO):
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, if it is there."""
-        Path(path).unlink(missing_ok=True)
+        """Remove a checkpoint, if it is there and this run writes into its folder.
+
+        Which files a run replaces is read from the checkpoint it goes on with, which can name any file.
+        """
+        if Path(path).parent.resolve() in self.folders and Path(path).suffix == ".ckpt":
+            Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
