@@ -115,7 +115,7 @@ def test_a_signal_in_the_middle_of_a_batch(
     with pytest.raises(SystemExit) as stopped:
         farfield.cli.main(words(command, "Now"))
     assert stopped.value.code == 128 + getattr(signal, name)
-    said = "no epoch was complete, so there is no checkpoint yet" if command == "fit" else "it is not complete"
+    said = "no epoch was complete, so no checkpoint was written" if command == "fit" else "it is not complete"
     text = f"farfield {command}: stopped by {name}; {said}. To start again: the same command.\n"
     assert capsys.readouterr().err.endswith(text)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -145,7 +145,7 @@ def test_a_run_in_its_first_epoch_does_not_name_the_checkpoint_it_goes_on_from(
     monkeypatch.setenv("SENT", "SIGTERM")
     with pytest.raises(SystemExit):
         farfield.cli.main(words("fit", "Now", ckpt_path="runs/version_0/checkpoints/last.ckpt"))
-    assert capsys.readouterr().err.endswith("no checkpoint yet. To start again: the same command.\n")
+    assert capsys.readouterr().err.endswith("no checkpoint was written. To start again: the same command.\n")
 
 
 def test_a_command_in_the_background_does_not_hear_ctrl_c() -> None:

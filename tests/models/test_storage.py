@@ -146,6 +146,14 @@ def test_an_operator_of_ones_own_is_not_saved(tmp_path: Path) -> None:
     assert files(tmp_path) == {}
 
 
+def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    net = models.unet_care(rank=2, depth=1, first_channels=1, kernel=101)
+    text = "unet_care.save_pretrained: from_pretrained would not read it: config.json: kernel is 101, and 99 at most"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        net.save_pretrained(tmp_path)
+    assert files(tmp_path) == {}
+
+
 def test_a_config_of_ones_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=re.escape("sanet.save_pretrained: config.json holds the model's own arguments")

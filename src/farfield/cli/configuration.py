@@ -12,7 +12,7 @@ from farfield.models.description import DEPTH, check_values, read_text
 DATE = "tag:yaml.org,2002:timestamp"
 
 
-class Loader(yaml.SafeLoader):  # type: ignore[misc]
+class Loader(yaml.SafeLoader):
     """Read plain values; what looks like a date stays a string, as on the command line."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (as in PyYAML)

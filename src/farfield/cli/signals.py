@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from farfield.tasks.logs import newest_run
 
@@ -42,8 +43,10 @@ class Stop(Callback):
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            # A command in the background of a shell is meant not to hear Ctrl-C.
-            self.handlers = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
+            # A command in the background of a shell is meant not to hear Ctrl-C; a handler that is not Python's stays.
+            self.handlers = {
+                number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)
+            }
         self.listen()
         return self
 
@@ -89,9 +92,7 @@ class Stop(Callback):
         last = self.last_checkpoint()
         if last is None:
             kept = (
-                "no epoch was complete, so there is no checkpoint yet"
-                if self.command == "fit"
-                else "it is not complete"
+                "no epoch was complete, so no checkpoint was written" if self.command == "fit" else "it is not complete"
             )
             return f"{kept}. To start again: the same command."
         run = last.parents[1]
@@ -104,8 +105,8 @@ class Stop(Callback):
     def last_checkpoint(self) -> Path | None:
         """Return what this run wrote at the end of its last complete epoch, if there is one."""
         for callback in self.trainer.checkpoint_callbacks if self.trainer is not None else ():
-            path = Path(getattr(callback, "best_model_path", ""))
-            # A run that goes on with another one's checkpoint knows that one's path at first.
-            if getattr(callback, "filename", None) == "last" and path.parent == Path(str(callback.dirpath)):
-                return path
+            if isinstance(callback, ModelCheckpoint) and callback.filename == "last":
+                path = Path(callback.best_model_path)
+                # It is known before it is written, and of a run that goes on with another's checkpoint it is that one.
+                return path if path.parent == Path(str(callback.dirpath)) and path.is_file() else None
         return None

@@ -143,6 +143,10 @@ class Stored(PyTorchModelHubMixin):
         fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model gives them back."
         if None in (self.config[key] for key in IDENTITY if key in self.config):
             raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
+        try:
+            check_arguments(Path(CONFIG), self.config)
+        except ValueError as error:
+            raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
         problems = differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
