@@ -199,8 +199,8 @@ def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch
     Path("config.yaml").write_text("model: {network: {class_path: my_networks.build_tiny}}")
     text = refused(*options)
     assert (
-        "by my_networks.build_tiny, which is no code of farfield's; to run it: --network my_networks.build_tiny."
-        in text
+        "config.yaml builds its network by my_networks.build_tiny, which is no network of farfield's; "
+        "fix: if you trust it: --network my_networks.build_tiny." in text
     )
     screen = run(*options, "--network", "my_networks.build_tiny", "--cell", "10,10")
     assert "1 · siamese · 56 × 84 cells · one head" in screen
@@ -211,6 +211,102 @@ def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch
         ("kanet_qkv", "the checkpoint is of another network."),
     ):
         assert told in refused(*options, "--network", wrong)
+
+
+# ---- a run that was sent ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def sent() -> Path:
+    """A run of somebody's, with a good checkpoint."""
+    net = models.kanet_qkv(num_classes=3, width=0.25)
+    weights = {f"network.{name}": tensor for name, tensor in net.state_dict().items()}
+    Path("sent/checkpoints").mkdir(parents=True)
+    torch.save({"state_dict": weights, "epoch": 0}, "sent/checkpoints/best.ckpt")
+    return Path("sent/config.yaml")
+
+
+def says(name: str, **arguments: object) -> str:
+    return json.dumps({"model": {"network": {"class_path": name, "init_args": arguments}}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "farfield.models.storage.write_to_disk",
+        "farfield.models.from_pretrained",
+        "farfield.models.register_timm",
+        "farfield.models.catalog.Path.write_text",
+        "farfield.models.",
+        "kanet_qkv",
+    ],
+)
+def test_only_networks_are_built(sent: Path, photograph: Path, name: str) -> None:
+    sent.write_text(says(name, path="written", content="words", path_or_repo="sent"))
+    text = refused("--model", "sent", "--image", photograph)
+    assert f"sent/config.yaml builds its network by {name}, which is no network of farfield's; fix: " in text
+    assert not Path("written").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            "model: {network: {class_path: farfield.models.storage.write_to_disk, init_args: "
+            "{path: written, content: !!binary d29yZHM=}}}",
+            "sent/config.yaml: model.network.init_args.content is of type bytes; fix: numbers, strings",
+        ),
+        ("model: text", "sent/config.yaml: model is str 'text'; fix: entries below it, as in the recipes."),
+        ("model: {network: [1]}", "sent/config.yaml: model.network is list [1]; fix: "),
+        ("data: 5", "sent/config.yaml: data is int 5; fix: "),
+        (
+            "model: {network: {class_path: 5}}",
+            "sent/config.yaml: model.network.class_path is int 5; fix: its full name, such as farfield.models.",
+        ),
+        (
+            "model: {network: {class_path: farfield.models.kanet_qkv, init_args: 5}}",
+            "model.network.init_args is int 5; ",
+        ),
+        (
+            says("farfield.models.kanet_qkv", width=1e6),
+            "sent/config.yaml: width is 1000000.0, and 64 at most is built; ",
+        ),
+        (says("farfield.models.kanet_qkv", depth=1), "sent/config.yaml does not describe a network of this version: "),
+        (says("farfield.models.kanet_qkv", num_classes=4), "the checkpoint is of another network."),
+        (
+            says("farfield.models.kanet", operator={"class_path": "os.system"}),
+            "sent/config.yaml: operator names a class, 'os.system'; fix: only the network has one.",
+        ),
+        (says("farfield.models.kanet", operator="os.system"), 'kanet: no operator "os.system"; '),
+        (says("farfield.models.unet_care", rank=7), "sent/config.yaml does not describe a network of this version: "),
+    ],
+)
+def test_what_else_such_a_run_may_say(sent: Path, photograph: Path, content: str, text: str) -> None:
+    sent.write_text(content)
+    assert text in refused("--model", "sent", "--image", photograph)
+    assert not Path("written").exists()
+
+
+def test_data_of_such_a_run(sent: Path, photograph: Path) -> None:
+    described = json.loads(says("farfield.models.kanet_qkv", num_classes=3, width=0.25))
+    for arguments, text in (
+        ({"image_size": 10**6}, "sent/config.yaml: image_size is 1000000, and 8,192 at most is built; "),
+        ({"image_size": "wide"}, "sent/config.yaml does not describe data of this version: "),
+        ({"sides": 3}, "sent/config.yaml does not describe data of this version: "),
+    ):
+        described["data"] = {"class_path": "farfield.data.classify.Digits", "init_args": arguments}
+        sent.write_text(json.dumps(described))
+        assert text in refused("--model", "sent", "--image", photograph)
+    described["data"] = {"class_path": "os.system", "init_args": {"command": "touch written"}}
+    sent.write_text(json.dumps(described))
+    assert "as no run tells its own" in run("--model", "sent", "--image", photograph)
+    assert not Path("written").exists()
+
+
+def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> None:
+    options = {"backbone": "mobilenet_v2", "output": "siamese", "num_classes": 3, "width": 0.25}
+    net = models.deeplab_compact(**options)
+    torch.save({"state_dict": {f"network.{name}": tensor for name, tensor in net.state_dict().items()}}, "own.ckpt")
+    Path("config.yaml").write_text(says("farfield.models.deeplab_compact", **options, weights="/etc/passwd"))
+    assert "siamese" in run("--model", "own.ckpt", "--image", photograph, "--size", 64)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -208,6 +208,28 @@ def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> No
     assert path.read_bytes() == cut
 
 
+def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "images")
+    path = fit(root) / "checkpoints" / "last.ckpt"
+    torch.save({"state_dict": torch.load(path, weights_only=True)["state_dict"]}, path)
+    with pytest.raises(CheckpointError, match=r"last\.ckpt holds weights but no training to go on with; fix: the last"):
+        fit(root, ckpt_path=path, trainer__max_epochs=2)
+
+
+def test_a_checkpoint_cannot_have_a_file_of_the_users_removed(tmp_path: Path) -> None:
+    """Lightning removes the checkpoint that a run replaces, by the path that the checkpoint before it has."""
+    root, thesis = make_root(tmp_path / "images"), Path("thesis.txt")
+    path = fit(root) / "checkpoints" / "last.ckpt"
+    thesis.write_text("mine")
+    checkpoint = torch.load(path, weights_only=True)
+    for state in checkpoint["callbacks"].values():
+        state["best_model_path"] = "runs/version_1/checkpoints/../../../thesis.txt"
+    torch.save(checkpoint, "sent.ckpt")
+    fit(root, ckpt_path="sent.ckpt", trainer__max_epochs=2)
+    assert thesis.is_file()
+    assert Path("runs/version_1/checkpoints/last.ckpt").is_file()
+
+
 def test_the_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
     fit(root)

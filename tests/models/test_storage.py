@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import re
+import resource
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from farfield import models
-from farfield.models import CLASSIFIERS, CompactNet, storage
+from farfield.models import CLASSIFIERS, CompactNet, description, storage
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
 
@@ -143,6 +146,14 @@ def test_an_operator_of_ones_own_is_not_saved(tmp_path: Path) -> None:
     assert files(tmp_path) == {}
 
 
+def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    net = models.unet_care(rank=2, depth=1, first_channels=1, kernel=101)
+    text = "unet_care.save_pretrained: from_pretrained would not read it: config.json: kernel is 101, and 99 at most"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        net.save_pretrained(tmp_path)
+    assert files(tmp_path) == {}
+
+
 def test_a_config_of_ones_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=re.escape("sanet.save_pretrained: config.json holds the model's own arguments")
@@ -254,6 +265,35 @@ IS_DAMAGED, OTHER = (
         ),
         (config_has(model="sannet"), LookupError, 'models.from_pretrained: no model "sannet"; nearest: sanet'),
         (config_has(operator="siam"), LookupError, 'models.from_pretrained: no operator "siam"; nearest: siamese'),
+        (config_is("[" * 50_000), ValueError, "/config.json is damaged, not JSON: "),
+        (
+            config_is('{"model": "sanet", "width": ' + 5000 * "9" + "}"),
+            ValueError,
+            "/config.json is damaged, not JSON: ",
+        ),
+        (config_is('{"model": "' + 2**20 * "s" + '"}'), ValueError, "bytes, and a configuration at most 1,048,576; "),
+        (
+            config_has(weights="/etc/passwd"),
+            ValueError,
+            "/config.json names a file of weights, '/etc/passwd', which is not read; fix: remove \"weights\" from it",
+        ),
+        (
+            config_has(width=1e6),
+            ValueError,
+            "/config.json: width is 1000000.0, and 64 at most is built; "
+            "fix: if it is meant, build the network in code, with width=1000000.0, and load its weights there.",
+        ),
+        (config_has(width=float("nan")), ValueError, "/config.json: width is nan, and 64 at most is built; "),
+        (config_has(width=-float("inf")), ValueError, "/config.json: width is -inf, and 64 at most is built; "),
+        (config_has(num_classes=10**12), ValueError, "/config.json: num_classes is 1000000000000, and 1,048,576 at "),
+        (config_has(strides=[1, 10**12]), ValueError, "/config.json: strides is 1000000000000, and 1,048,576 at "),
+        (config_has(strides=[1] * 101), ValueError, "/config.json: strides has 101 values, and 100 at most are read; "),
+        (
+            config_has(dropout={"class_path": "os.system"}),
+            ValueError,
+            "/config.json: dropout names a class, 'os.system'; fix: only the network has one.",
+        ),
+        (config_has(model="unet_care", rank=7), ValueError, "/config.json does not describe a model of this version: "),
         (config_has(depth=3), ValueError, "/config.json does not describe a model of this version: "),
         (config_has(width=-1), ValueError, "of this version: sanet: width must be a number above 0, got -1."),
         (config_has(width="wide"), ValueError, "/config.json does not describe a model of this version: "),
@@ -291,6 +331,63 @@ def test_what_cannot_be_loaded(tmp_path: Path, damage: Damage, error: type[Excep
         models.from_pretrained(tmp_path)
     assert str(found.value).startswith("models.from_pretrained: ")
     assert error is LookupError or str(tmp_path) in str(found.value)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_class_refuses_numbers_that_would_take_long(tmp_path: Path, name: str) -> None:
+    """Whatever numbers a network takes: a file that says the largest allowed one builds nothing of that size."""
+    folder = saved(tmp_path)
+    taken = inspect.signature(models.MODELS[name]).parameters
+    numbers = [argument for argument in taken if isinstance(taken[argument].default, int | float)]
+    config = {"model": name, **{number: description.BOUNDS.get(number, description.BOUND) for number in numbers}}
+    (folder / "config.json").write_text(json.dumps(config))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"does not describe a model of this version|holds weights of"):
+        models.from_pretrained(folder)
+    assert time.process_time() - start < 10
+
+
+def test_what_is_of_another_size_than_its_weights_is_not_made(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    config_has(num_classes=2**20)(folder)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"classifier.weight is \(3, 1280\) and not \(1048576, 1280\)"):
+        models.from_pretrained(folder)
+    # The classifier would have 5 GiB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**20
+
+
+# ---- weights that a user names ---------------------------------------------------------------------------------------
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("build", [models.deeplab_compact, models.bert_small])
+def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) -> None:
+    path, sprung = tmp_path / "start.pth", tmp_path / "sprung"
+    torch.save({"weight": Trap(sprung)}, path)
+    with pytest.raises(ValueError, match=r"start.pth holds more than tensors and plain values; .*not loaded; fix: "):
+        build(weights=path)
+    assert not sprung.exists()
+    for content in (b"", b"words", path.read_bytes()[:100]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"start.pth is damaged: it is no whole file of torch.save; fix: "):
+            build(weights=path)
+        (tmp_path / "start.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=r"start.safetensors is damaged: .*; fix: download it again."):
+            build(weights=tmp_path / "start.safetensors")
+    for other in ([1], {"weight": 1}, {1: torch.ones(1)}):
+        torch.save(other, path)
+        with pytest.raises(ValueError, match=r"start.pth holds no state dict; fix: a file of torch.save"):
+            build(weights=path)
+    with pytest.raises(FileNotFoundError, match=r"there are no weights .*none; fix: the path of a .safetensors file"):
+        build(weights=tmp_path / "none")
 
 
 def test_a_file_or_nothing_in_place_of_a_folder(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -375,3 +377,77 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_the_source_is_part_of_the_package() -> None:
     assert library.SOURCE.parent == Path(_kernels.__file__).parent
     assert "namespace" in library.SOURCE.read_text(encoding="utf-8")
+
+
+# ---- whose library it is ---------------------------------------------------------------------------------------------
+def planted(cache: Path) -> Path:
+    """A file at the predictable path, which is no library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        target = library.path()
+    target.parent.mkdir(parents=True)
+    target.write_text("no library")
+    # What umask leaves is not what is tested.
+    for part in (target, *target.parents[:4]):
+        part.chmod(0o755)
+    return target
+
+
+def test_a_file_of_ones_own_is_trusted_also_in_a_folder_like_tmp(tmp_path: Path) -> None:
+    target = planted(tmp_path / "cache")
+    assert library.distrust(target) is None
+    (tmp_path / "cache").chmod(0o1777)
+    assert library.distrust(target) is None
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    assert library.distrust(tmp_path / "link" / target.relative_to(tmp_path / "cache")) is None
+    # What is not there yet is made by its user.
+    assert library.distrust(tmp_path / "cache" / "none" / "none.so") is None
+
+
+@pytest.mark.parametrize("above", range(5))
+def test_a_library_that_others_could_have_written_is_not_trusted(tmp_path: Path, above: int) -> None:
+    target = planted(tmp_path / "cache")
+    part = (target, *target.parents)[above]
+    part.chmod(0o777)
+    reason = library.distrust(target)
+    assert reason == f"others can write to {part}; fix: chmod go-w {part}"
+    # Neither is it through a link that lies where they cannot write.
+    (tmp_path / "link.so").symlink_to(target)
+    assert library.distrust(tmp_path / "link.so") == reason
+    part.chmod(0o755)
+    assert library.distrust(target) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("above", range(4))
+def test_a_library_of_another_user_is_not_trusted(tmp_path: Path, above: int) -> None:
+    target = planted(tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o1777)
+    part = (target, *target.parents)[above]
+    os.chown(part, 12345, 12345)
+    assert library.distrust(target) == f"{part} belongs to another user; fix: remove it"
+    (tmp_path / "link.so").symlink_to(tmp_path / "none.so")
+    os.lchown(tmp_path / "link.so", 12345, 12345)
+    assert library.distrust(tmp_path / "link.so") == f"{tmp_path / 'link.so'} belongs to another user; fix: remove it"
+
+
+def test_such_a_library_is_warned_of_once_and_the_equations_run(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    planted(cache)
+    cache.chmod(0o777)
+    script = (
+        "import torch, warnings; warnings.simplefilter('always')\n"
+        "from farfield import ops; from farfield.cli import main\n"
+        "for _ in range(2): assert ops.axis_means(torch.ones(1, 2, 3, 5)).isfinite().all()\n"
+        "main(['kernels', '--json']); main(['kernels', '--build'])\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), library.SWITCH: "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    reason = f"others can write to {cache}; fix: chmod go-w {cache}"
+    assert result.stderr.count("the equations run") == 1
+    assert f"RuntimeWarning: kernels: their library is not loaded, the equations run: {reason}." in result.stderr
+    assert f"not loaded: {reason}" in result.stdout
+    assert f"farfield kernels: kernels: {reason}, or a folder of your own as XDG_CACHE_HOME=/path." in result.stderr
+    assert result.returncode == 2

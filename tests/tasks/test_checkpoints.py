@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import signal
 import stat
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,59 @@ def test_a_file_that_is_no_checkpoint(path: Path) -> None:
         read(path)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.ckpt"):
         read(path.with_name("none.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_damaged_pickle_is_named_whatever_it_ends_in(path: Path) -> None:
+    """A pickle is a program: one with changed bytes ends in errors of any kind, or is another value."""
+    draw, kinds = random.Random(0), set()
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    [pickled] = [name for name in content if name.endswith("data.pkl")]
+    for _ in range(150):
+        changed = bytearray(content[pickled])
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in content:
+                archive.writestr(name, changed if name == pickled else content[name])
+        # An error of another kind fails the test.
+        try:
+            read(path)
+        except CheckpointError as error:
+            kinds.add(type(error.__cause__ and error.__cause__.__cause__))
+    assert len(kinds) > 3
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"state_dict": 5}, "it has no state_dict"),
+        ({"state_dict": {"weight": 5}}, "its state_dict holds more than tensors"),
+        ({"state_dict": {5: torch.ones(1)}}, "its state_dict holds more than tensors"),
+        ({"state_dict": {}, "epoch": "one"}, "its epoch is no whole number"),
+        ({"state_dict": {}, "global_step": [1]}, "its global_step is no whole number"),
+    ],
+)
+def test_a_checkpoint_with_other_things_in_it(path: Path, entries: dict[str, Any], text: str) -> None:
+    torch.save(entries, path)
+    with pytest.raises(CheckpointError, match=rf"last\.ckpt is no checkpoint of a training run: {text}"):
+        read(path)
+
+
+def test_only_checkpoints_in_the_run_s_own_folder_are_removed(path: Path, tmp_path: Path) -> None:
+    """The paths come from the checkpoint that a run goes on with."""
+    thesis, other = tmp_path / "thesis.ckpt", path.with_name("notes.txt")
+    thesis.write_text("mine")
+    other.write_text("mine")
+    for name in (thesis, path.parent / ".." / "thesis.ckpt", other):
+        files.remove_checkpoint(name)
+    assert thesis.is_file()
+    assert other.is_file()
+    AtomicCheckpoints().remove_checkpoint(path)
+    assert path.is_file()
+    files.remove_checkpoint(path)
+    assert not path.exists()
 
 
 class Trap:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
-import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from farfield import models
 from farfield._checks import unknown
+from farfield.cli.configuration import read_configuration, section
 from farfield.data.classify import Digits, ImageFolders
+from farfield.models.description import check_arguments
 from farfield.tasks.checkpoints import CheckpointError, check_same_network, read
 from farfield.tasks.logs import number
 
 CONFIG, PREFIX, SIDE = "config.yaml", "network.", 224
 OURS = "farfield.models."
+# What a run's configuration, which anybody may have sent, can have built; what else there is, its user has to name.
+NETWORKS = {f"{OURS}{name}": build for name, build in {**models.MODELS, "kanet": models.kanet}.items()}
 DATA = {f"farfield.data.classify.{kind.__name__}": kind for kind in (ImageFolders, Digits)}
+
+
+class Described(NamedTuple):
+    """What a run's configuration says of a class: its full name and its arguments, and which file says it."""
+
+    file: Path
+    name: str | None
+    arguments: dict[str, Any]
 
 
 class Trained(NamedTuple):
@@ -62,23 +74,23 @@ def load(source: str, builder: str | None = None) -> Trained:
     Raises:
         OSError: If there is no such model.
         CheckpointError: If a checkpoint is damaged, or another network's.
-        ValueError: If the configuration does not tell how the network is built.
+        ValueError: If the configuration does not tell how the network is built, or tells more than that.
     """
     path = newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
     found = checkpoints(path)
-    configuration = read_configuration(path)
+    described, data = read_run(path)
     if builder is None and not path.is_file() and ((path / "config.json").is_file() or not found):
         network: nn.Module = models.from_pretrained(path if path.is_dir() else source)
     elif found:
-        network = build(path, configuration, builder)
         weights = read(found[0])["state_dict"]
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+        network = build(described, weights) if builder is None else build_named(builder, described)
         check_same_network(network.state_dict(), weights)
         network.load_state_dict(weights)
     else:
         raise CheckpointError(f"{source} has no checkpoint (*.ckpt) for the weights of {builder}.")
-    return Trained(network.eval(), *preparation(configuration))
+    return Trained(network.eval(), *preparation(data))
 
 
 def newest(path: Path) -> Path:
@@ -96,37 +108,51 @@ def checkpoints(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: first.get(file.name, 2))
 
 
-def read_configuration(path: Path) -> dict[str, Any]:
-    """The configuration of the run that a folder or a checkpoint belongs to; empty if there is none."""
+def read_run(path: Path) -> tuple[Described, Described]:
+    """What the configuration of the run that a folder or a checkpoint belongs to says of its network and its data."""
     inside = path.is_file() or path.name == "checkpoints"
-    for folder in (path, path.parent, path.parent.parent) if inside else (path,):
-        file = folder / CONFIG
-        if file.is_file():
-            try:
-                configuration = yaml.safe_load(file.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise ValueError(f"{file} is damaged, not YAML: {error}") from error
-            return configuration if isinstance(configuration, dict) else {}
-    return {}
+    folders = (path, path.parent, path.parent.parent) if inside else (path,)
+    file = next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+    if file is None:
+        return Described(path / CONFIG, None, {}), Described(path / CONFIG, None, {})
+    configuration = read_configuration(file)
+    network = section(file, section(file, configuration, "model"), "network", "model.")
+    found = [
+        (each.get("class_path"), each.get("init_args") or {})
+        for each in (network, section(file, configuration, "data"))
+    ]
+    for _, arguments in found:
+        check_arguments(file, arguments)
+    return Described(file, *found[0]), Described(file, *found[1])
 
 
-def build(path: Path, configuration: dict[str, Any], builder: str | None) -> nn.Module:
-    """Build a run's network, untrained. Code that is not farfield's runs only where the command line names it."""
-    described = (configuration.get("model") or {}).get("network") or {}
-    name = described.get("class_path") if builder is None else builder
+def build(described: Described, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Build a run's network, untrained, if it is one of ours, after a comparison of its sizes with the weights."""
+    file, name, arguments = described
     if name is None:
         raise ValueError(
-            f"{path} has no {CONFIG} beside it that says how its network is built; "
+            f"there is no {file}, or it does not say how the network is built; "
             f"fix: --network, the function that builds it, e.g. --network kanet_qkv or --network my_networks.build."
         )
-    if builder is None and not name.startswith(OURS):
-        raise ValueError(
-            f"the {CONFIG} of {path} builds its network by {name}, which is no code of farfield's; "
-            f"to run it: --network {name}."
-        )
-    name = name if "." in name else f"{OURS}{name}"
-    arguments = described.get("init_args") or {} if described.get("class_path") == name else {}
-    network = imported(name)(**arguments)
+    if name not in NETWORKS:
+        fix = "a network of models.MODELS" if name.startswith("farfield.") else f"if you trust it: --network {name}"
+        raise ValueError(f"{file} builds its network by {name}, which is no network of farfield's; fix: {fix}.")
+    # The file that training started from; all weights are in the checkpoint.
+    arguments = {key: value for key, value in arguments.items() if key != "weights"}
+    try:
+        with torch.device("meta"):
+            check_same_network(NETWORKS[name](**arguments).state_dict(), weights)
+        return NETWORKS[name](**arguments)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{file} does not describe a network of this version: {error}") from error
+
+
+def build_named(builder: str, described: Described) -> nn.Module:
+    """Build the network of the function that the command line names, with its arguments if the run names it too."""
+    name = builder if "." in builder else f"{OURS}{builder}"
+    network = imported(name)(**described.arguments if described.name == name else {})
     if not isinstance(network, nn.Module):
         raise TypeError(f"--network {name} must give a torch.nn.Module, got {type(network).__name__}.")
     return network
@@ -145,11 +171,12 @@ def imported(name: str) -> Callable[..., Any]:
         raise ValueError(f"--network {name} cannot be imported: {error}.") from error
 
 
-def preparation(configuration: dict[str, Any]) -> tuple[Callable[[Tensor], Tensor], int, str]:
+def preparation(data: Described) -> tuple[Callable[[Tensor], Tensor], int, str]:
     """Normalisation, shorter side and where they come from: the run's data, or ImageNet's colours."""
-    data = configuration.get("data") or {}
-    arguments = data.get("init_args") or {}
-    if data.get("class_path") in DATA:
-        module = DATA[data["class_path"]](**arguments)
-        return module.normalize, arguments.get("image_size") or SIDE, "as in its training"
-    return ImageFolders(predict=".").normalize, SIDE, "by ImageNet's colours, as no run tells its own"
+    if data.name not in DATA:
+        return ImageFolders(predict=".").normalize, SIDE, "by ImageNet's colours, as no run tells its own"
+    try:
+        module = DATA[data.name](**data.arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{data.file} does not describe data of this version: {error}") from error
+    return module.normalize, data.arguments.get("image_size") or SIDE, "as in its training"

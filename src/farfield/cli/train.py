@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -40,6 +39,8 @@ import farfield.data.restore
 import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
+from farfield.cli.configuration import read_configuration, section
+from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.detect import Detect
@@ -56,6 +57,9 @@ from farfield.tasks.segment import Segment
 from farfield.tasks.stereo import Stereo
 
 NETWORK = "--model.network"
+PARTS = ("model", "data", "trainer")
+# The options that take a file of YAML.
+FILES = ("-c", "--config", *(f"--{part}" for part in PARTS))
 
 
 class Task(NamedTuple):
@@ -92,9 +96,10 @@ class Training(LightningCLI):
     Args:
         args: The command line without the program's name; None takes it from the system.
         task: A name of `TASKS`.
+        callbacks: Of the trainer, beside the configuration's.
     """
 
-    def __init__(self, args: ArgsType = None, task: str = "classify") -> None:
+    def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
         self.task = task
         super().__init__(
             TASKS[task].module,
@@ -104,7 +109,7 @@ class Training(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             # The checkpoint to resume from: ModelCheckpoint's own save_last writes only when the best one changes.
-            trainer_defaults={"callbacks": [last_checkpoint()]},
+            trainer_defaults={"callbacks": [*callbacks, last_checkpoint()]},
             # A checkpoint names no classes to build and no functions to call: the configuration does.
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
@@ -161,7 +166,13 @@ class Training(LightningCLI):
             self.folder = found or self.folder
             config.ckpt_path = found and str(found / file)
         # Read now, a damaged file is refused before anything else is done.
-        self.resumed_at = read(Path(config.ckpt_path)).get("global_step") if config.ckpt_path else None
+        checkpoint = read(Path(config.ckpt_path)) if config.ckpt_path else {}
+        if self.subcommand == "fit" and config.ckpt_path and "optimizer_states" not in checkpoint:
+            fix = (
+                "the last.ckpt of a run, or --model.network farfield.models.from_pretrained to start from saved weights"
+            )
+            raise CheckpointError(f"{config.ckpt_path} holds weights but no training to go on with; fix: {fix}.")
+        self.resumed_at = checkpoint.get("global_step")
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             # The other processes would take this folder for an older run.
             rank_zero_only(check_writable)(self.folder if config.trainer.logger in (None, True) else root)
@@ -213,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
-        SystemExit: With status 2 for a wrong option.
+        SystemExit: With status 2 for a wrong option, 143 if SIGTERM ended it and 130 if Ctrl-C did, after a message
+            that says how to go on.
         FolderError: For a folder that cannot be trained on.
         CheckpointError: For a checkpoint that cannot be read or written, or is another network's.
         LookupError: For an unknown name after `--model.network`.
@@ -229,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
         words = _with_full_names(sys.argv[1:] if argv is None else argv)
-        Training(words, _task_of(words))
+        with Stop(words[0] if words else "") as stop:
+            Training(words, _task_of(words), callbacks=[stop])
 
 
 def last_checkpoint() -> ModelCheckpoint:
@@ -239,19 +252,31 @@ def last_checkpoint() -> ModelCheckpoint:
 
 def _task_of(argv: Sequence[str]) -> str:
     """Find the task before there is a parser, which is that of the task: `--task`, or `task:` in the last recipe."""
-    task = "classify"
+    named, written = [], ["classify"]
     for place, word in enumerate(argv):
         option, equals, value = word.partition("=")
         value = value if equals else argv[place + 1] if place + 1 < len(argv) else ""
         if option == "--task":
-            task = value
-            break
-        if option in ("--config", "-c") and Path(value).is_file():
-            recipe = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            task = recipe.get("task", task) if isinstance(recipe, dict) else task
-    if task not in TASKS:
+            named.append(value)
+        elif option in FILES and Path(value).is_file():
+            written.append(_read_recipe(Path(value)).get("task", written[-1]))
+    task = [*named[:1], written[-1]][0]
+    if task not in list(TASKS):
         raise unknown("farfield fit", "task", task, TASKS)
     return task
+
+
+def _read_recipe(file: Path) -> dict[str, Any]:
+    """Read a recipe before Lightning's command line does, whose errors do not name it, or do not come at all."""
+    recipe = read_configuration(file)
+    for part in PARTS:
+        # A part may lie in a file of its own, as in all command lines of Lightning's.
+        inner = recipe.get(part)
+        if isinstance(inner, str) and Path(inner).is_file():
+            read_configuration(Path(inner))
+        else:
+            section(file, recipe, part)
+    return recipe
 
 
 def _with_full_names(argv: Sequence[str]) -> list[str]:

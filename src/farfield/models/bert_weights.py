@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
+
+from farfield.models.storage import read_weights
 
 if TYPE_CHECKING:
     from farfield.models.bert import Bert
@@ -110,16 +110,9 @@ def fill_from_file(net: Bert, path: Path) -> Bert:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is another network's.
+        ValueError: If it is damaged, or another network's.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{net.name}: there are no weights {path}; fix: the path of a .safetensors or pytorch_model.bin file."
-        )
-    if path.suffix == ".safetensors":
-        tensors = load_file(path)
-    else:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = read_weights(net.name, path)
     if set(tensors) == set(net.state_dict()):
         tensors = {source_of(name): tensor for name, tensor in tensors.items()}
     return load_hugging_face(net, tensors)

@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield.insertion.places import CHILD
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
-from farfield.models.storage import Stored
+from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
@@ -255,13 +253,6 @@ def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     # torchvision's segmentation networks, and DeepLab itself, keep their backbone under this name.
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
     fill(model, path, backbone, tensors)
-
-
-def read_weights(model: str, path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a `.pth` or `.safetensors` file; nothing in it is executed."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{model}: there are no weights {path}; fix: the path of a .pth or .safetensors file.")
-    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -14,11 +16,12 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield.models.card import is_edited, operators_of, write_card
+from farfield.models.description import check_arguments, read_text
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What of a config its weights have to agree with; the rest shows in their shapes or does not touch them.
@@ -140,6 +143,10 @@ class Stored(PyTorchModelHubMixin):
         fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model gives them back."
         if None in (self.config[key] for key in IDENTITY if key in self.config):
             raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
+        try:
+            check_arguments(Path(CONFIG), self.config)
+        except ValueError as error:
+            raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
         problems = differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
@@ -169,14 +176,21 @@ class Stored(PyTorchModelHubMixin):
 
 
 def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
-    """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode."""
+    """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
+
+    It is built without memory first, and compared with the weights: what is not of their size is never made.
+    """
     config_file, weights_file = find_files(caller, source, hub)
     config = read_config(caller, config_file)
+    metadata, shapes = read_header(caller, weights_file)
     try:
-        model = build(config)
-    except (TypeError, ValueError) as error:
+        with torch.device("meta"):
+            skeleton = build(config)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{caller}: {config_file} does not describe a model of this version: {error}") from error
-    fill(caller, model, config, weights_file)
+    check_weights(caller, config, metadata, differences(skeleton.state_dict(), shapes), weights_file)
+    model = build(config)
+    model.load_state_dict(load_file(weights_file))
     return model.eval()
 
 
@@ -206,43 +220,93 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Return what a configuration holds, which must be an object with the model's name."""
+    """Return what a configuration holds, which must be an object with the model's name and arguments within bounds."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        config = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
         keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
         raise ValueError(
             f'{caller}: {path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
         )
+    if "weights" in config:
+        fix = f'remove "weights" from it, as the weights of a saved model are the {WEIGHTS} beside it.'
+        raise ValueError(
+            f"{caller}: {path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
+        )
+    try:
+        check_arguments(path, config)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from error
     return config
 
 
-def fill(caller: str, model: nn.Module, config: dict[str, Any], path: Path) -> None:
-    """Copy the weights of a file into a model; refuse a damaged file and weights of another model."""
-    tensors: dict[str, Tensor] = {}
+def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return what a file of weights says of itself, and its tensors without their numbers; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118  (no mapping)
-                tensors[name] = file.get_tensor(name)
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
+            return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{caller}: {path} is damaged: {error}; fix: save or download it again.") from error
+
+
+def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
+    """Refuse weights of another model."""
     for key in IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
             raise ValueError(
                 f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {CONFIG} says "{config.get(key)}"; '
                 f"fix: keep the two files of one save together."
             )
-    problems = differences(model.state_dict(), tensors)
     if problems:
         raise ValueError(
             f"{caller}: {path} holds the weights of another model than the {config['model']} its {CONFIG} describes: "
             f"{problems}."
         )
-    with torch.no_grad():
-        model.load_state_dict(tensors)
+
+
+def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
+    """Read a state dict that a user has named, from a `.safetensors` file or one of `torch.save`; run nothing in it.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, or holds more than a state dict.
+    """
+    if not path.is_file():
+        fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
+        raise FileNotFoundError(f"{caller}: there are no weights {path}; fix: {fix}")
+    try:
+        tensors = load_file(path) if path.suffix == ".safetensors" else read_pickled(path)
+    except SafetensorError as error:
+        raise ValueError(f"{caller}: {path} is damaged: {error}; fix: download it again.") from error
+    except ValueError as error:
+        raise ValueError(f"{caller}: {path} {error}; fix: download it again, or a .safetensors file.") from error
+    if not (isinstance(tensors, dict) and all(map(is_entry, tensors.items()))):
+        raise ValueError(f"{caller}: {path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
+    return tensors
+
+
+def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
+    """Read what `torch.save` wrote, if that is tensors and plain values alone; whatever else it holds is not run.
+
+    Raises:
+        ValueError: If it is damaged, or holds more; its text goes on from the file's name.
+    """
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    # A damaged pickle is a program with errors of every kind.
+    except Exception as error:
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            text = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
+            raise ValueError(text) from error
+        raise ValueError("is damaged: it is no whole file of torch.save") from error
+
+
+def is_entry(entry: tuple[Any, Any]) -> bool:
+    """Whether a name and what it stands for can be of a state dict."""
+    return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import save_model
 from torch import Tensor
+
+from farfield.models.storage import is_entry, read_pickled
 
 SHOWN = 5
 
@@ -34,6 +34,10 @@ class AtomicCheckpoints(CheckpointIO):
         >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[Path] = set()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint.
 
@@ -42,6 +46,7 @@ class AtomicCheckpoints(CheckpointIO):
         """
         with written(Path(path)) as file:
             torch.save(checkpoint, file)
+        self.folders.add(Path(path).parent.resolve())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = True
@@ -54,8 +59,12 @@ class AtomicCheckpoints(CheckpointIO):
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, if it is there."""
-        Path(path).unlink(missing_ok=True)
+        """Remove a checkpoint, if it is there and this run writes into its folder.
+
+        Which files a run replaces is read from the checkpoint it goes on with, which can name any file.
+        """
+        if Path(path).parent.resolve() in self.folders and Path(path).suffix == ".ckpt":
+            Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -117,15 +126,16 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}.")
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            reason = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
-        else:
-            reason = "is damaged: it is no whole checkpoint file"
-        raise CheckpointError(f"{path} {reason}.") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        checkpoint = read_pickled(path, map_location)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or a new run.") from error
+    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         raise CheckpointError(f"{path} is no checkpoint of a training run: it has no state_dict.")
+    if not all(map(is_entry, checkpoint["state_dict"].items())):
+        raise CheckpointError(f"{path} is no checkpoint of a training run: its state_dict holds more than tensors.")
+    for name in ("epoch", "global_step"):
+        if not isinstance(checkpoint.get(name, 0), int):
+            raise CheckpointError(f"{path} is no checkpoint of a training run: its {name} is no whole number.")
     return checkpoint
 
 

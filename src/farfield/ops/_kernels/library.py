@@ -12,8 +12,10 @@ import math
 import os
 import platform
 import shutil
+import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,16 +48,18 @@ def build() -> Path:
         Its path.
 
     Raises:
-        RuntimeError: If there is no compiler or no ninja, or the compiler fails.
+        RuntimeError: If there is no compiler or no ninja, or the compiler fails, or others could write to the folder.
     """
     target = path()
-    if target.is_file():
-        return target
     compiler = os.environ.get("CXX", "c++")
     if sys.platform != "linux":
         raise RuntimeError(
             f"kernels: they are written for Linux, this is {sys.platform}; the equations run everywhere."
         )
+    if reason := distrust(target):
+        raise RuntimeError(f"kernels: {reason}, or a folder of your own as XDG_CACHE_HOME=/path.")
+    if target.is_file():
+        return target
     if shutil.which(compiler) is None:
         fix = "apt-get install g++, or CXX=/path/to/compiler"
         raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
@@ -92,12 +96,41 @@ def problem() -> str | None:
     target = path()
     if not target.is_file():
         return "not built (farfield kernels --build)"
+    if reason := distrust(target):
+        warnings.warn(
+            f"kernels: their library is not loaded, the equations run: {reason}.", RuntimeWarning, stacklevel=2
+        )
+        return f"not loaded: {reason}"
     try:
-        torch.ops.load_library(target)
+        # What was looked at, whatever the links on the way to it become.
+        torch.ops.load_library(target.resolve())
         register()
     except (OSError, RuntimeError) as error:
         return f"{target} does not load: {error}"
     return None
+
+
+def distrust(target: Path) -> str | None:
+    """Say why others could have put code where the library is or would be; None if only its user and root could.
+
+    In a folder such as /tmp anybody can make a file, but nobody can rename another's: its sticky bit says so.
+    """
+    user = os.getuid()
+    for part in dict.fromkeys([*lineage(target.absolute()), *lineage(target.resolve())]):
+        found = part.lstat()
+        if found.st_uid not in (0, user):
+            return f"{part} belongs to another user; fix: remove it"
+        # A group with its only member's number is that user.
+        others = stat.S_IWOTH | (0 if found.st_gid == user else stat.S_IWGRP)
+        sticky = part.is_dir() and found.st_mode & stat.S_ISVTX
+        if found.st_mode & others and not sticky and not part.is_symlink():
+            return f"others can write to {part}; fix: chmod go-w {part}"
+    return None
+
+
+def lineage(path: Path) -> list[Path]:
+    """What there is of a path: every folder on the way to it, and the file."""
+    return [part for part in (*reversed(path.parents), path) if os.path.lexists(part)]
 
 
 def register() -> None:
