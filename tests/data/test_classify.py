@@ -15,6 +15,7 @@ from PIL import Image
 
 from farfield.data.augment import Augmentation, evaluation, training
 from farfield.data.classify import Digits, ImageFolders
+from farfield.data.folders import FolderError
 from farfield.data.samples import drawn, split
 from made_images import make_folder, make_root
 
@@ -130,6 +131,16 @@ def test_the_classes_of_a_checkpoint_must_be_those_of_the_folder(tmp_path: Path)
     data.load_state_dict(state)
     with pytest.raises(ValueError, match=r"has other classes than the checkpoint[\s\S]*only in the checkpoint: pink"):
         data.load_state_dict({**state, "classes": ["blue", "green", "pink"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("classes", "ab"), ("classes", [3]), ("classes", None), ("run_seed", "x"), ("run_seed", [])]
+)
+def test_a_checkpoint_that_does_not_say_what_it_keeps_of_the_data(tmp_path: Path, name: str, value: object) -> None:
+    data = opened(make_root(tmp_path / "root"))
+    for state in ({**data.state_dict(), name: value}, {k: v for k, v in data.state_dict().items() if k != name}):
+        with pytest.raises(FolderError, match=f"ImageFolders: the checkpoint's {name}"):
+            data.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", get_args(Augmentation))

@@ -172,6 +172,8 @@ def test_a_checkpoint_keeps_the_categories(tmp_path: Path) -> None:
     other = CocoFolders(predict=str(tmp_path), workers=0)
     other.load_state_dict(state)
     assert (other.category_ids, other.classes) == ([3, 7], ["rectangle", "disc"])
+    with pytest.raises(FolderError, match="CocoFolders: the checkpoint's category_ids must be a list, got None"):
+        other.load_state_dict({name: value for name, value in state.items() if name != "category_ids"})
 
 
 # ---- batches of like shape -------------------------------------------------------------------------------------------

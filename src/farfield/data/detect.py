@@ -24,7 +24,7 @@ from farfield.data.coco import (
 )
 from farfield.data.epochs import Draw, EpochSampler
 from farfield.data.folders import Check, FolderError, check_each, check_images, images_of, note_of
-from farfield.data.loading import Loading
+from farfield.data.loading import Loading, read_entry
 from farfield.data.objects import Labelled, LeftOut, Unlabelled, fault_of_image, trained
 
 # Width over height of an image, which are batched together between two of these: seven groups, as torchvision's.
@@ -145,7 +145,7 @@ class CocoFolders(Loading):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a run; other images to predict have the categories that it was trained on."""
         super().load_state_dict(state_dict)
-        self.category_ids = list(state_dict["category_ids"])
+        self.category_ids = list(read_entry(state_dict, "category_ids", list, "CocoFolders"))
 
     def _read(self) -> dict[str, Annotated]:
         """Read train, val and, if there is such a split, test; refuse splits of different categories."""

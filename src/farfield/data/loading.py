@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from farfield.data.epochs import DrawnSamples, EpochSampler
-from farfield.data.folders import check_classes
+from farfield.data.folders import FolderError, check_classes
+
+Value = TypeVar("Value")
+
+
+def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str) -> Value:
+    """Read what a checkpoint keeps of the data; the file may have been sent, or written for other data.
+
+    Raises:
+        FolderError: If it is not there, or of another kind.
+    """
+    value = state.get(name)
+    if not isinstance(value, kind):
+        raise FolderError(
+            f"{caller}: the checkpoint's {name} must be a {kind.__name__}, got {value!r:.100}; "
+            f"fix: go on with a checkpoint that was written for this kind of data, or train anew."
+        )
+    return value
 
 
 class Loading(LightningDataModule):
@@ -67,10 +84,15 @@ class Loading(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed of a run that is resumed, and refuse the checkpoint of a run with other classes."""
-        self._run_seed = int(state_dict["run_seed"])
+        classes = read_entry(state_dict, "classes", list, type(self).__name__)
+        if not all(isinstance(name, str) for name in classes):
+            raise FolderError(
+                f"{type(self).__name__}: the checkpoint's classes are not all names, got {classes!r:.200}."
+            )
+        self._run_seed = read_entry(state_dict, "run_seed", int, type(self).__name__)
         if self.classes:
-            check_classes("the data", self.classes, state_dict["classes"], "the checkpoint", type(self).__name__)
-        self.classes = list(state_dict["classes"])
+            check_classes("the data", self.classes, classes, "the checkpoint", type(self).__name__)
+        self.classes = list(classes)
 
     @property
     def run_seed(self) -> int:
