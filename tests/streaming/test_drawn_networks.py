@@ -111,7 +111,7 @@ def sequence(*found: nn.Module) -> nn.Module:
     ],
     ids=range(9),
 )
-def test_networks_that_were_wrong_once(net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None) -> None:
+def test_networks_at_the_edge_of_what_tiles_can_do(net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None) -> None:
     grid = torch.randn(1, 1, *size)
     want = whole_of(net, grid, plan_whole(net, grid.shape, tile=tile, pad=pad), pad)
     assert relative(predict_whole(net, grid, tile=tile, pad=pad, quiet=True), want) < TOLERANCE
@@ -126,6 +126,11 @@ def test_a_padded_volume_has_the_cells_of_one_that_needs_no_padding(size: tuple[
         want = net(grid).shape
     for pad in (None, "reflect"):
         assert predict_whole(net, grid, tile=8, pad=pad, quiet=True).shape == want
+
+
+def test_a_stride_of_nine_pads_to_a_multiple_of_nine() -> None:
+    net = sequence(nn.Conv1d(1, 1, 1, stride=3), nn.Conv1d(1, 1, 3, stride=3))
+    assert plan_whole(net, (40,), tile=(9,), pad="reflect").sides == (45,)
 
 
 def test_a_volume_of_which_nothing_is_left() -> None:

@@ -367,6 +367,35 @@ def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path
             assert one == other
 
 
+@pytest.mark.parametrize("changed", ["grid", "context", "mask of the grid", "mask of the context"])
+def test_whatever_a_layer_reads_is_looked_at_again(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, out = settled(attention("kronecker_qkv")), tmp_path / "out.npy"
+    arrays = {
+        "grid": torch.randn(6, 8, 9),
+        "context": torch.randn(6, 5, 4),
+        "mask of the grid": torch.rand(8, 9) > 0.3,
+        "mask of the context": torch.rand(5, 4) > 0.3,
+    }
+
+    def respond() -> Any:
+        grid, context, mask, context_mask = arrays.values()
+        options = {"context": context, "mask": mask, "context_mask": context_mask, "tile": (4, 9)}
+        return respond_whole(layer, grid, **options, out=out, quiet=True)
+
+    def stopped(*arguments: Any) -> None:
+        raise StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.outputs.FileOutput, "finish", stopped)
+        with pytest.raises(StopError):
+            respond()
+    arrays[changed] = ~arrays[changed] if arrays[changed].dtype == torch.bool else arrays[changed] + 1
+    with pytest.raises(ValueError, match=f"respond_whole: the {changed} has changed in tile 0 since it was begun"):
+        respond()
+
+
 # ---- folders and paths that are somebody's ---------------------------------------------------------------------------
 def test_a_folder_of_somebody_is_not_emptied(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path) -> None:
     out, theirs = tmp_path / "out.npy", tmp_path / "photographs"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
@@ -224,3 +225,15 @@ def test_tests_measure_whole_stacks_for_each_condition(tmp_path: Path) -> None:
         assert measured[f"test/a/{metric}"] == pytest.approx(np.mean(values[:2]), rel=1e-5)
         assert measured[f"test/b/{metric}"] == pytest.approx(values[2], rel=1e-5)
     assert measured["test/b/psnr_before"] == pytest.approx(before[2].psnr, rel=1e-5)
+
+
+def test_a_stack_is_never_overwritten_by_its_restored_twin(tmp_path: Path) -> None:
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(path, np.random.default_rng(0).random((4, 9, 11), "float32"), compression="zlib")
+    (tmp_path / "link").symlink_to(tmp_path)
+    before, stack = path.read_bytes(), tifffile.imread(path)
+    for output in (path, tmp_path / "link" / "stack.tif"):
+        module = Restore(models.unet_care("siamese", first_channels=4), output=str(output), overwrite=True)
+        with pytest.raises(ValueError, match=r'stack\.tif is the stack ".*" itself, and is not overwritten; fix: ano'):
+            module.predict_step((stack, str(path), "stack.tif"), 0)
+    assert path.read_bytes() == before

@@ -109,7 +109,7 @@ def respond_whole(
     read = [each for each in (grid, context, mask, context_mask) if each is not None]
     identity = partial(identity_of, layer, read, (asking.cells, answering.cells, str(path)))
     progress = progress_of("respond_whole", output, identity, asking.cells, None)
-    volumes = {each.name: Tiled(each.source, each.tiles) for each in (asking, answering)}
+    volumes = {**asking.tiled(), **answering.tiled()}
     merged = [Merged(layer, "respond_whole")]
     return Response(asking, answering, Stream("respond_whole", output, progress, merged, volumes)).run(quiet)
 
@@ -167,13 +167,10 @@ class Volume:
         self.cells = tile_cells(layer, self.source, tile)
         self.tiles = cores(self.source.sides, self.cells)
 
-    def real(self, region: Region) -> Tensor | None:
-        """The mask of a region."""
-        return None if self.mask is None else self.mask.read(region)[:, 0]
-
-    def place(self, region: Region) -> dict[str, Any]:
-        """Where a region lies, as `summarize` and `respond` take it."""
-        return {"mask": self.real(region), "origin": tuple(start for start, _ in region), "sides": self.source.sides}
+    def tiled(self) -> dict[str, Tiled]:
+        """The grid and its mask, by name."""
+        found = {self.name: Tiled(self.source, self.tiles)}
+        return found if self.mask is None else {**found, f"mask of the {self.name}": Tiled(self.mask, self.tiles)}
 
 
 def tile_cells(layer: GridAttention, source: Source, tile: int | Sequence[int | None] | None) -> tuple[int, ...]:
@@ -219,9 +216,15 @@ class Response:
             passes.append((self.asking.name, self.ask))
         return self.stream.run([*passes, (self.asking.name, self.respond)], quiet)
 
+    def read(self, volume: Volume, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
+        """Read a tile, and its mask and where it lies as `summarize` and `respond` take them."""
+        tile = self.stream.read(volume.name, index, core)
+        mask = None if volume.mask is None else self.stream.read(f"mask of the {volume.name}", index, core)[:, 0]
+        return tile, {"mask": mask, "origin": tuple(start for start, _ in core), "sides": volume.source.sides}
+
     def summarize(self, index: int, core: Region) -> None:
         """Add a tile that answers, and asks if it is the grid itself."""
-        tile, place = self.stream.read(self.answering.name, index, core), self.answering.place(core)
+        tile, place = self.read(self.answering, index, core)
         self.merged.add(tile, **place)
         if self.asking is self.answering:
             self.merged.ask(tile, **place)
@@ -230,14 +233,15 @@ class Response:
 
     def ask(self, index: int, core: Region) -> None:
         """Add a tile that asks with sums."""
-        self.merged.ask(self.stream.read(self.asking.name, index, core), **self.asking.place(core))
+        tile, place = self.read(self.asking, index, core)
+        self.merged.ask(tile, **place)
 
     def respond(self, index: int, core: Region) -> None:
         """Let a tile respond and write it."""
-        tile = self.stream.read(self.asking.name, index, core)
+        tile, place = self.read(self.asking, index, core)
         self.whole = self.whole or self.merged.whole(tile.device)
         summary, asked = self.whole
-        found = self.merged.attention.respond(tile, summary, **self.asking.place(core), asked=asked)
+        found = self.merged.attention.respond(tile, summary, **place, asked=asked)
         shape = self.asking.layout.shape(found.shape[0], found.shape[1], found.shape[2:])
         self.stream.write(box_index(shape, core), found.reshape(shape))
 
