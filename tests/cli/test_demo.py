@@ -141,7 +141,9 @@ def test_what_trains_ends_with_a_demo_that_is_killed(tmp_path):
         time.sleep(0.1)
     demo.kill()
     assert len(children) >= 2
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    # What has ended and is not yet reaped, which is for the system's first process to do, trains no more.
+    left = psutil.wait_procs(children, timeout=30)[1]
+    assert [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--subset", "many"], ["--epoch", "3"], ["--seed"]])

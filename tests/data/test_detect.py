@@ -364,7 +364,7 @@ def test_boxes_of_a_wrong_kind_are_named(tmp_path: Path, box: Any) -> None:
         (b"5", r"is not in COCO's format, it holds int and not an object"),
         (b"null", r"is not in COCO's format, it holds NoneType and not an object"),
     ],
-    ids=str,
+    ids=["lists in lists", "objects in objects", "digits", "UTF-16", "zeros", "empty", "list", "number", "null"],
 )
 def test_a_file_that_is_no_object_of_json_is_named(tmp_path: Path, content: bytes, text: str) -> None:
     root = make_coco(tmp_path / "made", {"train": 1})
