@@ -94,7 +94,7 @@ class _Gradients(torch.autograd.Function):
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
-        response, pull = torch.func.vjp(attend, query, key, value)
+        response, pull = torch.func.vjp(attend, query, key, value)[:2]
         return cast(tuple[Tensor, ...], pull(grad.to(response.dtype)))
 
     @staticmethod
@@ -109,5 +109,5 @@ class _Gradients(torch.autograd.Function):
         def differentiate(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             return gradients(grad, query, key, value, mask, ctx.scale)
 
-        _, pull = torch.func.vjp(differentiate, grad, query, key, value)
+        pull = torch.func.vjp(differentiate, grad, query, key, value)[1]
         return *pull(upon), None, None
