@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from farfield import cost, ops, sharding
 from farfield._processes import all_gather
 from farfield.nn import GridAttention
-from farfield.sharding import place_of_part, sharded_attention
+from farfield.sharding import all_gather_summary, place_of_part, sharded_attention
 from grids import relative_error
 
 ROWS = tuple(ops.OPERATORS)
@@ -179,3 +181,57 @@ def twice(rank: int, world: int, folder: str) -> None:
         distributed.destroy_process_group()
         found.append({"left": group() is not None, "batch": batch.detach(), "parts": parts.detach()})
     torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def misused(rank: int) -> dict[str, Callable[[], Any]]:
+    """Calls in which two processes do not fit each other, or one of them refuses what it was given."""
+    layer, other = GridAttention(4, "siamese"), GridAttention(4, "siamese", heads=2)
+    factorized, pooling = GridAttention(4, "factorized"), GridAttention(4, "softmax_pooled")
+    part, wide, double = torch.randn(1, 4, 3, 3), torch.randn(1, 4, 5, 3), GridAttention(4, "siamese").double()
+    where: dict[str, Any] = {"origin": (3 * rank, 0), "sides": (6, 3)}
+
+    def one_of(first: Any, second: Any) -> Any:
+        return second if rank else first
+
+    batch = one_of(part, part.repeat(2, 1, 1, 1))
+    return {
+        "one origin": lambda: sharded_attention(layer, part, origin=(0, 0), sides=(6, 3)),
+        "overlap": lambda: sharded_attention(layer, one_of(wide, part), **where),
+        "gap": lambda: sharded_attention(layer, part, origin=(4 * rank, 0), sides=(7, 3)),
+        "sides": lambda: sharded_attention(layer, part, origin=where["origin"], sides=(6 + rank, 3)),
+        "batch at origins": lambda: sharded_attention(layer, batch, **where),
+        "batch": lambda: sharded_attention(layer, batch),
+        "operator": lambda: sharded_attention(one_of(layer, factorized), part, **where),
+        "heads": lambda: sharded_attention(one_of(layer, other), part),
+        "dtype": lambda: sharded_attention(one_of(layer, double), one_of(part, part.double()), **where),
+        "dim": lambda: sharded_attention(layer, part, dim=rank),
+        "spatial dims": lambda: sharded_attention(layer, one_of(part, part[..., None]), dim=one_of(0, 2)),
+        "origin of one": lambda: sharded_attention(layer, part, **one_of({}, where)),
+        "origin alone": lambda: sharded_attention(layer, part, origin=where["origin"]),
+        "one refuses a channel": lambda: sharded_attention(layer, one_of(part, part[:, :3]), **where),
+        "one refuses an operator": lambda: sharded_attention(one_of(layer, pooling), part),
+        "one refuses a dim": lambda: place_of_part(part, dim=2 * rank),
+        "summaries": lambda: all_gather_summary(one_of(layer, other).summarize(part)),
+        "one summary is the grid": lambda: all_gather_summary(one_of(layer, pooling).summarize(part)),
+    }
+
+
+def misuse(rank: int, world: int, folder: str) -> None:
+    """Every misuse after another, which only works while none of them leaves a process behind; texts of the errors."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    store, patience = f"file://{folder}/store", datetime.timedelta(seconds=60)
+    distributed.init_process_group("gloo", store, world_size=world, rank=rank, timeout=patience)
+    found = {}
+    for name, call in misused(rank).items():
+        try:
+            call()
+            found[name] = "no error"
+        except (RuntimeError, TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    # What is right still is: the processes are still in step, and one may mask where the other does not.
+    layer, part = GridAttention(4, "siamese"), torch.ones(1, 4, 3, 3)
+    mask = torch.ones(1, 3, 3, dtype=torch.bool) if rank else None
+    found["right"] = str(tuple(sharded_attention(layer, part, mask=mask).shape))
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    distributed.destroy_process_group()

@@ -7,6 +7,7 @@ A process holds a part of the grid and never more. What it sends is its summary,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -18,8 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from farfield._checks import ShapeError
-from farfield._processes import all_gather
+from farfield._processes import all_gather, gather_facts, list_by_rank
 from farfield.nn import GridAttention
+from farfield.nn.refusals import check_input
 from farfield.ops.grid import Gathered, Place
 from farfield.ops.summary import Summary
 from farfield.ops.table import products
@@ -50,8 +52,7 @@ def sharded_attention(
         grid: This process's part; parts may differ in sides. Or a `DTensor` split on one side.
         mask: The part's real cells.
         dim: Which side is split, where parts follow each other in the order of ranks; read if `origin` is not given.
-        origin: The part's first index on each side; with `sides` parts may lie anywhere, and the processes need not
-            ask each other where.
+        origin: The part's first index on each side; with `sides` parts may lie anywhere.
         sides: Of the whole.
         group: The processes; by default all.
 
@@ -60,12 +61,15 @@ def sharded_attention(
 
     Raises:
         ValueError: If the operator's summary is the grid, so that gathering it would undo the split; if there are no
-            processes; if the layer's norm is in training.
-        ShapeError: If parts do not make a grid.
+            processes; if the layer's norm is in training; if the processes have different layers.
+        ShapeError: If parts do not make a grid: another batch, a part that lies in another, a gap.
+        TypeError: If the processes have different dtypes.
+            What one process refuses, or where they differ, is an error of the same text on all of them.
 
     Cost:
         The multiply-adds of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each
-        process; without `origin` a few integers before.
+        process; a few hundred bytes before, by which the processes agree (not in a compiled graph, which needs
+        `origin` and `sides`).
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -80,16 +84,16 @@ def sharded_attention(
         >>> same
         True
     """
-    check(layer)
     if isinstance(grid, DTensor):
         return of_dtensor(layer, grid, mask)
-    place = (
-        place_of_part(grid, dim=dim, group=group) if origin is None or sides is None else (tuple(origin), tuple(sides))
-    )
+    if torch.compiler.is_compiling() and origin is not None and sides is not None:
+        place = tuple(origin), tuple(sides)  # a graph holds no talk about facts
+    else:
+        place = agree(layer, grid, mask, dim, origin, sides, group)
     where = {"origin": place[0], "sides": place[1]}
     summary = layer.summarize(grid, mask=mask, **where)
     asked = None if layer.operator.asks.side_by_side else layer.gather_asked(grid, mask=mask, **where)
-    whole = all_gather_summary(summary, asked, group=group)
+    whole = gather_and_merge(summary, asked, group)
     return layer.respond(grid, whole.summary, mask=mask, asked=whole.asked, **where)
 
 
@@ -118,15 +122,37 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
 
     Raises:
         ValueError: If slots are cells, so that their number is that of the cells.
+        ShapeError: If the processes' summaries differ in shape or dtype; the same error on all of them.
 
     Cost:
-        One all-gather of the summary's numbers from each process, as float32 (float64 stays so).
+        One all-gather of the summary's numbers from each process, as float32 (float64 stays so), and a few hundred
+        bytes before, by which the processes agree.
     """
-    if summary.side_by_side:
-        raise ValueError("all_gather_summary: this summary is the grid itself; fix: an operator that compresses.")
+
+    def describe() -> str:
+        if summary.side_by_side:
+            raise ValueError("all_gather_summary: this summary is the grid itself; fix: an operator that compresses.")
+        parts = parts_of(summary, asked).items()
+        return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
+
+    said = gather_facts("all_gather_summary", describe, group)
+    if len(set(said)) > 1:
+        raise ShapeError(
+            f"all_gather_summary: the processes must have summaries of one shape and dtype.\n{list_by_rank(said)}\n"
+            f"  fix: the same layer, batch and dtype on all of them."
+        )
+    return gather_and_merge(summary, asked, group)
+
+
+def parts_of(summary: Summary, asked: Gathered | None) -> dict[str, Tensor]:
+    """The tensors that a process sends, by name."""
     named: dict[str, Tensor] = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
-    if asked is not None:
-        named |= {"asked": asked.cells, "askers": asked.real}
+    return named if asked is None else named | {"asked": asked.cells, "askers": asked.real}
+
+
+def gather_and_merge(summary: Summary, asked: Gathered | None, group: ProcessGroup | None) -> Whole:
+    """`all_gather_summary` of processes that have agreed."""
+    named = parts_of(summary, asked)
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in named.values()))
     message = torch.cat([part.to(dtype).flatten() for part in named.values()])
     gathered = all_gather(message, group)  # (processes, numbers)
@@ -165,23 +191,104 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
     Cost:
         One all-gather of a few integers, which waits for every process: call it once and keep what it says.
     """
+    parts = gather_facts("sharded_attention", lambda: Part(tuple(grid.shape), check_dim(grid, dim)), group)
+    return lay_out(parts, distributed.get_rank(group))
+
+
+class Part(NamedTuple):
+    """What a process says of its part, by which all agree.
+
+    Attributes:
+        shape: `(batch, channels, *sides)`.
+        dim: Which side is split; None if the process says where its part lies.
+        place: Where; None if it does not say.
+        layer: What the layer is, in one line.
+        dtype: Of the part.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    place: Place | None = None
+    layer: str = ""
+    dtype: torch.dtype | None = None
+
+
+def agree(
+    layer: GridAttention,
+    grid: Tensor,
+    mask: Tensor | None,
+    dim: int,
+    origin: Sequence[int] | None,
+    sides: Sequence[int] | None,
+    group: ProcessGroup | None,
+) -> Place:
+    """Tell the processes what this one is about to send, and return where its part lies in a grid that all make."""
+
+    def describe() -> Part:
+        check(layer)
+        place = check_input(layer, grid, mask, origin, sides)
+        line = " ".join(repr(layer).split())
+        return Part(tuple(grid.shape), check_dim(grid, dim) if place is None else None, place, line, grid.dtype)
+
+    parts = gather_facts("sharded_attention", describe, group)
+    check_same(ValueError, "one layer", [part.layer for part in parts], "build it alike on all of them.")
+    check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], "part.to(dtype), layer.to(dtype).")
+    says = ["no origin and sides" if part.place is None else "origin and sides" for part in parts]
+    check_same(ValueError, "origin and sides, or none of them", says, "give them on all, or leave them out on all.")
+    return lay_out(parts, distributed.get_rank(group))
+
+
+def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
+    """Refuse what differs between processes, on all of them."""
+    if len(set(values)) > 1:
+        raise kind(f"sharded_attention: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
+
+
+def check_dim(grid: Tensor, dim: int) -> int:
+    """Return which side is split, from 0."""
     rank = grid.dim() - 2
     if not -rank <= dim < rank:
         raise ShapeError(
             f"sharded_attention: {dim=} is no side of a grid of {rank} sides; fix: one from 0 to {rank - 1}."
         )
-    dim = dim % rank
-    shapes: list[tuple[int, ...]] = [()] * distributed.get_world_size(group)
-    distributed.all_gather_object(shapes, tuple(grid.shape), group)
-    expected = {shape[: dim + 2] + shape[dim + 3 :] for shape in shapes}
-    if len(expected) > 1 or len({len(shape) for shape in shapes}) > 1:
-        listed = "\n".join(f"  rank {each}  {shape}" for each, shape in enumerate(shapes))
+    return dim % rank
+
+
+def lay_out(parts: Sequence[Part], own: int) -> Place:
+    """Return where this process's part lies; refuse parts that do not make a grid."""
+    shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
+    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split one side, dim=, on all of them.")
+    if dim is None:
+        same = "parts of one batch, of as many sides"
+        check_same(ShapeError, same, [(shape[0], len(shape) - 2) for shape in shapes], "split sides alone.")
+        check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
+        return cast(Place, places[own])
+    if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
+        listed = list_by_rank(shapes)
         raise ShapeError(f"sharded_attention: parts may differ on side {dim} alone.\n{listed}\n  fix: origin=, sides=.")
-    own = distributed.get_rank(group)
-    origin, sides = [0] * rank, list(grid.shape[2:])
+    origin, sides = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
     sides[dim] = sum(shape[dim + 2] for shape in shapes)
     return tuple(origin), tuple(sides)
+
+
+def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
+    """Refuse parts, each inside the whole, that overlap or leave a gap: every position must lie in one part."""
+    origins, (whole, *_) = [origin for origin, _ in places], [sides for _, sides in places]
+    check_same(ShapeError, "the same sides of the whole", [sides for _, sides in places], "sides=, those of the whole.")
+    starts = torch.tensor(origins, device="cpu")
+    ends = starts + torch.tensor(sizes, device="cpu")
+    meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
+    pairs = meet.triu(1).nonzero().tolist()
+    missing = math.prod(whole) - sum(math.prod(size) for size in sizes)
+    if pairs or missing:
+        problem = f"ranks {pairs[0][0]} and {pairs[0][1]} overlap" if pairs else f"{missing} positions are in no part"
+        listed = list_by_rank(f"{size} at origin {origin}" for size, origin in zip(sizes, origins, strict=True))
+        raise ShapeError(
+            f"sharded_attention: each position of {whole} must be in one part, but {problem}.\n{listed}\n"
+            f"  fix: origin=, the first index of each process's own part on each side (place_of_part says it where "
+            f"parts follow each other); or group=, the processes that share this grid."
+        )
 
 
 def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
@@ -201,7 +308,7 @@ def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTen
 
 
 def check(layer: GridAttention) -> None:
-    """Refuse operators that do not compress, a norm that needs the whole grid, and a process without others."""
+    """Refuse operators that do not compress, and a norm that needs the whole grid."""
     row, name = layer.operator, layer.operator_name
     if row.basis is None and row.answers.side_by_side:
         equal = row.coefficients is products
@@ -215,5 +322,3 @@ def check(layer: GridAttention) -> None:
         )
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("sharded_attention: batch norm in training needs the whole grid; fix: layer.eval().")
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise ValueError("sharded_attention: there are no processes; fix: torch.distributed.init_process_group(…).")

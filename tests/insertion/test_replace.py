@@ -142,6 +142,24 @@ def test_attention_that_is_not_known_is_named() -> None:
         replace_attention(nn.Sequential(nn.Linear(2, 2)), GAUSSIAN)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cait_xxs24_224", r"blocks\.0\.attn \(timm\.models\.cait\.TalkingHeadAttn\)"),
+        ("convit_tiny", r"blocks\.0\.attn \(timm\.models\.convit\.GPSA\)"),
+        ("efficientvit_b0", r"\(timm\.models\.efficientvit_mit\.LiteMLA\)"),
+        ("shvit_s1", r"\(timm\.models\.shvit\.SHSA\)"),
+        ("twins_pcpvt_small", r"blocks\.0\.0\.attn \(timm\.models\.twins\.GlobalSubSampleAttn\)"),
+        ("xcit_nano_12_p16_224", r"\(timm\.models\.xcit\.XCA\)"),
+    ],
+)
+def test_attention_by_other_names_is_named(name: str, kind: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(LookupError, match=rf"has no attention that is known, but .*{kind}"):
+        replace_attention(model, "factorized_gaussian")
+
+
 def test_attention_that_was_inserted_stays() -> None:
     model = encoder()
     make = partial(GridAttention, operator="siamese", project="qkvo", residual=True)

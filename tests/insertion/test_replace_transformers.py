@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
+from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import keys, queries
-from token_products import EPS, product, relative
+from token_products import EPS, ROWS, product, relative
 
 # Another function, by a billion times the rounding.
 OTHER = 1e-3
@@ -72,6 +74,7 @@ def attend_explicitly(
 ) -> tuple[Tensor, None]:
     """C·Bᵀ·V by its N×N matrix."""
     real = None if mask is None else mask[:, 0, 0]
+    real = real == 0 if real is not None and real.is_floating_point() else real  # some models make additive ones
     return product("factorized_gaussian", query, key, value, real).transpose(1, 2).contiguous(), None
 
 
@@ -225,6 +228,87 @@ def test_an_encoder_and_cross_attention_and_its_cache() -> None:
         cache = output.past_key_values
         steps.append(output.last_hidden_state)
     assert relative(torch.cat(steps, 1), whole) < 100 * EPS
+
+
+ENCODERS = ("AlignText", "ClapText", "LayoutLM", "MarkupLM", "Splinter")
+
+
+@pytest.mark.parametrize("host", ENCODERS)
+@pytest.mark.parametrize("by", ["name", "function"])
+def test_encoders_that_do_not_say_that_they_are_not_causal(host: str, by: str) -> None:
+    register_transformers()
+    special = {"question_token_id": 3} if host == "Splinter" else {}
+    model = build(host, NAME if by == "name" else "eager", **TEXT, **special)
+    if by == "function":
+        assert len(replace_attention(model, "factorized_gaussian")) == 2
+    found = run("bert", model)
+    assert relative(found, run("bert", build(host, "explicit", **TEXT, **special))) < 100 * EPS
+    assert relative(run("bert", model, None)[7:], found[3:]) < 100 * EPS  # a call without a mask
+
+
+def bridge_tower() -> nn.Module:
+    """Text and vision, then layers of both whose self-attention says that it is causal, with masks of padding alone."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 64, "num_hidden_layers": 1, "image_size": 12, "patch_size": 4}
+    return build("BridgeTower", text_config={**TEXT, **sizes}, vision_config=vision, **sizes)
+
+
+def test_bridge_tower_says_causal_and_is_not() -> None:
+    model, twin = bridge_tower(), bridge_tower()
+    inputs = {"input_ids": WORDS, "pixel_values": PICTURES, "attention_mask": REAL.long()}
+    wanted = twin(**inputs)
+    names = ["cross_modal_text_layers", "cross_modal_image_layers", "text_model"]
+    assert len(replace_attention(model, "softmax", names)) == 5
+    found = model(**inputs)
+    assert relative(found.text_features[REAL], wanted.text_features[REAL]) < 100 * torch.finfo(torch.float32).eps
+    assert relative(found.image_features, wanted.image_features) < 100 * torch.finfo(torch.float32).eps
+
+
+def test_what_says_nothing_is_as_causal_as_the_masks_of_its_model() -> None:
+    model = build("Doge", **TEXT)
+    assert not any(hasattr(module, "is_causal") for module in model.modules())
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(DogeAttention\) is causal"):
+        replace_attention(model, "factorized_gaussian")
+
+
+@pytest.mark.parametrize(
+    ("host", "config", "path"),
+    [
+        ("ModernBert", {"layer_types": ["full_attention"] * 2}, r"layers\.0\.attn \(ModernBertAttention\) and 1 more"),
+        (
+            "Esm",
+            {"position_embedding_type": "rotary"},
+            r"encoder\.layer\.0\.attention\.self \(EsmSelfAttention\) and 1",
+        ),
+        ("DINOv3ViT", {}, r"0\.attention \(DINOv3ViTAttention\) and 1 more"),
+    ],
+)
+def test_rotary_positions_are_warned_of_by_layer(host: str, config: dict[str, object], path: str) -> None:
+    sizes = IMAGE if host == "DINOv3ViT" else TEXT
+    model = build(host, **sizes, **config)
+    with pytest.warns(UserWarning, match=rf"{path}.* rotate queries and keys by their positions") as warned:
+        replace_attention(model, "factorized_gaussian")
+    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+    assert 'Rows that keep the distances: "factorized", "averaged".' in str(warned[0].message)
+
+
+@pytest.mark.parametrize(("kind", "row"), [("rotary", "factorized"), ("rotary", "softmax"), ("absolute", "averaged")])
+def test_what_keeps_or_has_no_rotations_is_not_warned_of(kind: str, row: str, recwarn: pytest.WarningsRecorder) -> None:
+    model = build("Esm", **TEXT, position_embedding_type=kind)
+    replace_attention(model, row)
+    if kind == "absolute":
+        replace_attention(model, "factorized_gaussian")
+    assert not [str(warning.message) for warning in recwarn if "rotate" in str(warning.message)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_that_weigh_by_products_keep_a_rotation_of_queries_and_keys(row: str) -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rotation, _ = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    operator = ops.OPERATORS[row]
+    plain, _ = attend_tokens(operator, query, key, value, None, scale=0.5)
+    rotated, _ = attend_tokens(operator, query @ rotation, key @ rotation, value, None, scale=0.5)
+    assert (relative(rotated, plain) < 20 * EPS) == operator.weighs_by_products
 
 
 def test_the_vision_tower_of_clip_and_not_its_text_tower() -> None:

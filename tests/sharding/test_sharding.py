@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 from farfield import cost
 from farfield.nn import GridAttention
 from farfield.sharding import all_gather_summary, sharded_attention
-from sharded_workers import COMPRESSING, ROWS, twice, work
+from sharded_workers import COMPRESSING, ROWS, misuse, twice, work
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 processes", "4 processes"])
@@ -89,3 +89,55 @@ def test_a_destroyed_group_is_gone_and_another_can_follow(tmp_path: Path) -> Non
         assert not second["left"]
         assert torch.equal(first["batch"], second["batch"])
         assert torch.equal(first["parts"], second["parts"])
+
+
+# What is misused: the error that every process raises, and what its text says.
+MISUSES = {
+    "one origin": "ShapeError: sharded_attention: each position of (6, 3) must be in one part, "
+    "but ranks 0 and 1 overlap.\n"
+    "  rank 0, 1  (3, 3) at origin (0, 0)\n  fix: origin=, the first index of each process's own part",
+    "overlap": "ranks 0 and 1 overlap.\n  rank 0  (5, 3) at origin (0, 0)\n  rank 1  (3, 3) at origin (3, 0)\n",
+    "gap": "each position of (7, 3) must be in one part, but 3 positions are in no part.\n  rank 0  (3, 3) at",
+    "sides": "must have the same sides of the whole.\n  rank 0  (6, 3)\n  rank 1  (7, 3)\n  fix: sides=",
+    "batch at origins": "ShapeError: sharded_attention: all processes must have parts of one batch, of as many sides.\n"
+    "  rank 0  (1, 2)\n  rank 1  (2, 2)\n",
+    "batch": "ShapeError: sharded_attention: parts may differ on side 0 alone.\n"
+    "  rank 0  (1, 4, 3, 3)\n  rank 1  (2, 4, 3, 3)",
+    "operator": "ValueError: sharded_attention: all processes must have one layer.\n"
+    "  rank 0  GridAttention( 4, 'siamese'",
+    "heads": "heads=2, scale=1.0",
+    "dtype": "TypeError: sharded_attention: all processes must have parts of one dtype.\n  rank 0  torch.float32\n"
+    "  rank 1  torch.float64\n  fix: part.to(dtype)",
+    "dim": "must have the same dim.\n  rank 0  0\n  rank 1  1\n  fix: split one side, dim=",
+    "spatial dims": "must have the same dim.\n  rank 0  0\n  rank 1  2\n",
+    "origin of one": "must have origin and sides, or none of them.\n  rank 0  no origin and sides\n  rank 1  origin",
+    "origin alone": "a tile says where it lies by both origin and sides",
+    "one refuses a channel": "ValueError: sharded_attention: a process refuses its arguments, so all do.\n"
+    "  rank 0  its arguments fit\n  rank 1  ShapeError: GridAttention: grid must have the module's 4 channels, got 3.",
+    "one refuses an operator": "rank 1  ValueError: sharded_attention: the summary of softmax_pooled is the grid",
+    "one refuses a dim": "rank 1  ShapeError: sharded_attention: dim=2 is no side of a grid of 2 sides",
+    "summaries": "ShapeError: all_gather_summary: the processes must have summaries of one shape and dtype.\n"
+    "  rank 0  values",
+    "one summary is the grid": "rank 1  ValueError: all_gather_summary: this summary is the grid itself",
+}
+
+
+@pytest.fixture(scope="module")
+def misused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two processes raised."""
+    folder = tmp_path_factory.mktemp("misuse")
+    multiprocessing.spawn(misuse, args=(2, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_one_error_on_every_process(misused: list[dict[str, str]], name: str) -> None:
+    first, second = (found[name] for found in misused)
+    assert MISUSES[name] in first
+    if name == "origin alone":  # each names its own
+        first, second = (text.replace("origin=(3, 0)", "origin=(0, 0)") for text in (first, second))
+    assert first == second
+
+
+def test_after_misuse_the_processes_are_in_step(misused: list[dict[str, str]]) -> None:
+    assert [found["right"] for found in misused] == ["(1, 4, 3, 3)"] * 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -92,9 +92,11 @@ def attend(
                 f"{caller}: this model's attention also has {option}, which {name} has no place for; "
                 f"fix: leave this layer out by where=, or take a model without it."
             )
-    # As in transformers: what the model says comes before what its module says, and who says nothing is causal.
+    # As in transformers: what the model says with a call comes before what its module says, and so does a mask of pairs.
     causal = options.get("is_causal")
-    if getattr(module, "is_causal", True) if causal is None else causal:
+    if causal is None:
+        causal = getattr(module, "is_causal", False) and (attention_mask is None or attention_mask.ndim == 2)
+    if causal:
         raise refuse_causal(caller)
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced go on to use.
@@ -137,10 +139,9 @@ def asks_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Say why an attention of transformers can not be replaced, as far as the module shows it."""
-    config = cast(Any, module.config)
-    if getattr(module, "is_causal", True) or getattr(config, "model_type", None) in CAUSAL_TOWERS:
+def refusal(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
+    """Say why an attention of transformers can not be replaced, as far as it and the modules around it show it."""
+    if is_causal(module, around):
         return "is causal: each cell hears only those before it, but all cells respond to one summary"
     if getattr(module, "sliding_window", None) is not None:
         return "has a sliding window, but all cells respond to one summary"
@@ -148,6 +149,39 @@ def refusal(module: nn.Module) -> str | None:
     if biases:
         return f"adds a bias to the products of queries and keys ({biases[0]}), and there are no such products"
     return None
+
+
+def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
+    """Whether an attention is causal.
+
+    A module's own word does not settle it: some encoders say nothing, and some say True though their model makes masks
+    of padding alone. Transformers itself reads that word only where it has no mask.
+
+    Args:
+        module: The attention.
+        around: The modules around it, from the nearest to the model.
+    """
+    if getattr(module.config, "model_type", None) in CAUSAL_TOWERS:
+        return True
+    makers = next(filter(None, map(mask_makers, around)), set[str]())
+    said = getattr(module, "is_causal", None)
+    if said is None:
+        return any("causal" in name for name in makers)
+    return bool(said) and not (makers and all("bidirectional" in name for name in makers))
+
+
+def mask_makers(module: nn.Module) -> set[str]:
+    """Names of the functions of `transformers.masking_utils` that a module's class calls, as `create_causal_mask`."""
+    methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
+    names = {name for method in methods for name in method.__code__.co_names}
+    return {name for name in names if name.startswith("create_") and "mask" in name}
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a known attention of transformers rotates queries and keys by their positions before they attend."""
+    kind = getattr(module.config, "position_embedding_type", "rotary")  # of those that have a choice
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return kind == "rotary" and any(part in name.lower() for name in names for part in ("rotary", "rope"))
 
 
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> None:
@@ -165,5 +199,7 @@ def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> No
             for module in mine:
                 module.config = copy.copy(module.config)
         for module in mine:
+            if getattr(module, "is_causal", False):  # which its masks deny, and where there is no mask nothing else
+                module.is_causal = cast(Any, False)
             # A dictionary sets this config alone; a string would set those of its other towers too.
             cast(Any, module.config)._attn_implementation = {"": implementation}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from farfield.insertion.hugging_face import asks_interface, choose, refusal, register
+from farfield.insertion.hosts import parents
+from farfield.insertion.hugging_face import asks_interface, choose, is_rotary, refusal, register
 from farfield.insertion.places import matching, no_match
 from farfield.insertion.replaced import TimmAttention, TorchAttention
 from farfield.insertion.tokens import row_on_tokens
@@ -17,6 +20,8 @@ from farfield.ops.table import Operator
 CALLER = "replace_attention"
 # Where timm keeps the class that its vision transformers share; older versions, the second.
 TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
+# What classes and children of attention are called, where it is not plain: ClassAttn, GPSA, XCA and LiteMLA of timm.
+CALLED, CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
 
 
 def replace_attention(
@@ -39,6 +44,8 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: of the weights of the basis.
     * Weights of the attention, if they are asked for: the implied matrix, N² numbers.
+    * Rotary positions: distances in products of queries and keys, which `factorized`, `averaged`, `dot` and `softmax`
+      keep. To other rows they are channels like any others, of which a warning tells.
     * Causal masks, windows, relative positions and other biases, which differ from cell to cell: refused by name.
 
     Args:
@@ -71,10 +78,13 @@ def replace_attention(
     check_model(model)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
-        check_attention(path, module)
-    asking = [module for module in chosen.values() if asks_interface(module)]
+        check_attention(model, path, module)
+    asking = {path: module for path, module in chosen.items() if asks_interface(module)}
     if asking:
-        choose(model, asking, register(name, row))
+        rotary = [f"{path} ({type(module).__name__})" for path, module in asking.items() if is_rotary(module)]
+        if rotary and not row.weighs_by_products:
+            warnings.warn(rotations_are_channels(name, rotary), stacklevel=2)
+        choose(model, list(asking.values()), register(name, row))
     for module in chosen.values():
         kind = replaced_class(module)
         if kind is not None:
@@ -151,7 +161,7 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
     found = []
     for path, module in model.named_modules():
         kind = type(module)
-        alike = "Attention" in kind.__name__ or isinstance(module, nn.MultiheadAttention)
+        alike = CALLED.search(kind.__name__) or CHILDREN & module._modules.keys()
         if not alike or kind.__module__.startswith("farfield.") or not any(lies_in(path, place) for place in places):
             continue
         if not any(lies_in(path, other) or lies_in(other, path) for other in known):
@@ -164,11 +174,11 @@ def lies_in(path: str, place: str) -> bool:
     return place in ("", path) or path.startswith(f"{place}.")
 
 
-def check_attention(path: str, module: nn.Module) -> None:
+def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
     """Refuse a known attention that does more than any row can."""
     reason = None
     if asks_interface(module):
-        reason = refusal(module)
+        reason = refusal(module, [model.get_submodule(name) for name in parents(path)])
     elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         reason = "adds answering cells of its own (add_bias_kv, add_zero_attn)"
     if reason is not None:
@@ -176,6 +186,16 @@ def check_attention(path: str, module: nn.Module) -> None:
             f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where=, the paths of other "
             f"layers, an encoder or a vision tower."
         )
+
+
+def rotations_are_channels(name: str, rotary: list[str]) -> str:
+    """Word the warning that a row does not read rotations as the distances that they are."""
+    more = f" and {len(rotary) - 1} more" if len(rotary) > 1 else ""
+    return (
+        f"{CALLER}: {rotary[0]}{more} rotate queries and keys by their positions, which only their products read as "
+        f"distances; {name} forms none and takes rotated channels as they are, so training has to find anew what "
+        f'positions mean. Rows that keep the distances: "factorized", "averaged".'
+    )
 
 
 def leave_fast_path(model: nn.Module) -> None:

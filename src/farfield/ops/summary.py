@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -259,14 +259,16 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
     """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, cells, channels)`."""
-    q, v = query.mT.contiguous(), slots.contiguous()
-    k = v if keys is slots else keys.contiguous()
+    dtype = query.dtype
+    if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep what it has cast
+        dtype = torch.get_autocast_dtype(query.device.type)
+    q, v = (cells.to(dtype).contiguous() for cells in (query.mT, slots))
+    k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).mT
+        return fused_attention(q, k, v, None, scale).mT
     real = (summary.weights > 0).mT  # (b, 1, 1, r)
     some = real.any(-1, keepdim=True)  # a sample with no real cell answers 0
-    response = F.scaled_dot_product_attention(q, k, v, attn_mask=real | ~some, scale=scale)
-    return torch.where(some, response, 0).mT
+    return torch.where(some, fused_attention(q, k, v, real | ~some, scale), 0).mT
 
 
 def split_heads(cells: Tensor, heads: int) -> Tensor:

@@ -116,6 +116,12 @@ class Operator:
         """Whether the keys matter at all."""
         return self.basis is not one
 
+    @property
+    def weighs_by_products(self) -> bool:
+        """Whether values weigh by products of keys and queries: positions rotated into both count as distances."""
+        products_of_slots = self.basis is keys and self.coefficients is queries
+        return products_of_slots or self.coefficients in (products, softmax_of_products)
+
 
 OPERATORS = {
     "softmax": Operator(coefficients=softmax_of_products),

@@ -1,0 +1,113 @@
+"""Softmax attention by torch's kernel, which keeps no matrix of products; by its equation where the kernel has no way.
+
+The kernel can be differentiated once and backwards. Cells are `(b, h, cells, channels)`, as it wants them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farfield.ops.grid import accumulation, in_forward_mode, is_recorded
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attend by the softmax of products: softmax(scale · Q Kᵀ) V.
+
+    Args:
+        query: `(b, h, m, d)`.
+        key: `(b, h, n, d)`.
+        value: `(b, h, n, c)`.
+        mask: `(b, 1, 1, n)`, True where a position is valid; one at least in each sample. None if all are.
+        scale: Of the products.
+
+    Returns:
+        `(b, h, m, c)`.
+
+    Cost:
+        b·h·m·n·(d + c) multiply-adds, and 2.5 times that backward; kept for backward are the arguments, the response
+        and m numbers a head. In forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
+    """
+    if in_forward_mode():
+        return (weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
+    response = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if is_recorded() or not response.requires_grad:
+        return response
+    return cast(Tensor, _Differentiable.apply(response, query, key, value, mask, scale))
+
+
+def weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The matrix `(b, h, m, n)`: softmax(scale · Q Kᵀ)."""
+    dtype = accumulation(query.dtype)
+    products = scale * query.to(dtype) @ key.to(dtype).mT
+    return (products if mask is None else products.masked_fill(~mask, -torch.inf)).softmax(-1)
+
+
+def gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, by operations that can be differentiated in turn."""
+    dtype = accumulation(query.dtype)
+    weights, grad = weigh(query, key, mask, scale), grad.to(dtype)
+    grad_weights = grad @ value.to(dtype).mT
+    # Of the products: weights · (its gradient less the mean of gradients, weighed by the weights).
+    grad_products = scale * weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+    found = grad_products @ key.to(dtype), grad_products.mT @ query.to(dtype), weights.mT @ grad
+    return found[0].to(query.dtype), found[1].to(key.dtype), found[2].to(value.dtype)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The kernel's response as it is. Its gradient is the kernel's, unless that is to be differentiated in turn."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        response: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        return response.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)  # the kernel keeps them too
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grad, None, None, None, None, None
+        return None, *_Gradients.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """`gradients` by the kernel, without a matrix; their derivatives are those of the equation."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, ...]:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+        response, pull = torch.func.vjp(attend, query, key, value)[:2]
+        return cast(tuple[Tensor, ...], pull(grad.to(response.dtype)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upon: Tensor) -> tuple[Tensor | None, ...]:
+        grad, query, key, value, mask = ctx.saved_tensors
+
+        def differentiate(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+            return gradients(grad, query, key, value, mask, ctx.scale)
+
+        pull = torch.func.vjp(differentiate, grad, query, key, value)[1]
+        return *pull(upon), None, None
