@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from farfield.insertion.hooks import CALLED, hang, unhang, watches
-from farfield.insertion.places import CHILD, Place
+from farfield.insertion.places import CHILD, Place, join
 
 
 class ChannelsLast(nn.Module):
@@ -75,7 +75,7 @@ def additions(model: nn.Module) -> dict[Place, nn.Module]:
     hosts = dict(model.named_modules())
     for around, _, found in watches(model):
         for path, host in found.hosts.items():
-            at = f"{around}.{path}" if around else path
+            at = join(around, path)
             if hosts.get(at) is None or CHILD not in hosts[at]._modules:
                 hosts[at] = host
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}

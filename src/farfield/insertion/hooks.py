@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
 from torch import nn
 
-from farfield.insertion.places import CHILD
+from farfield.insertion.places import CHILD, join
 
 # torch.fx asks a module, not its class, for `__module__`: it calls what is of torch.nn and traces all else. So an
 # addition stays one call (and is known as ours by this mark), and a layer of torch.nn that hosts one is traced, hook
@@ -114,12 +114,20 @@ def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
             yield path, module, found
 
 
-def unwatch(model: nn.Module) -> None:
-    """Take the watches away that have nothing to see any more."""
-    for _, module, found in list(watches(model)):
-        found.hosts = {path: host for path, host in found.hosts.items() if CHILD in host._modules}
+def tidy(model: nn.Module, removed: Iterable[str]) -> None:
+    """Take away what looks for additions that were removed from some paths: watches, and hooks that were handed on."""
+    gone = set(removed)
+    for around, module, found in list(watches(model)):
+        for path in list(found.hosts):
+            now = found.find(module, path)
+            if join(around, path) in gone and (now is None or CHILD not in now._modules):
+                del found.hosts[path]
         if not found.hosts:
             del module._forward_pre_hooks[CHILD]  # type: ignore[arg-type]
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is apply_addition and CHILD not in module._modules:
+                del module._forward_hooks[key]
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------

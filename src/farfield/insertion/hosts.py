@@ -13,7 +13,7 @@ from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
 from farfield.insertion.effects import Effects
 from farfield.insertion.layouts import batches
-from farfield.insertion.places import CHILD, Place
+from farfield.insertion.places import CHILD, Place, join
 from farfield.insertion.probing import Seen, probe
 
 # They share or shard the gradients of the weights that they find, and later ones would go without. By name, because an
@@ -111,7 +111,7 @@ def children(model: nn.Module, path: str) -> list[str]:
     """The paths of a module's children, and of the children of those that are only lists."""
     found = []
     for name, child in model.get_submodule(path).named_children():
-        inside = f"{path}.{name}" if path else name
+        inside = join(path, name)
         found.append(inside)
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             found += children(model, inside)
@@ -158,15 +158,16 @@ def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Pl
     Each returns a grid of floats with the batch first, is called once, and reaches what the model returns.
     """
     candidates: list[Place] = []
-    for path in (place.path, *parents(place.path), *reversed(children(model, place.path))):
-        if seen.calls[path] == seen.calls[caller_of(seen, path)] or not path:
+    for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
+        if seen.calls[path] == seen.calls[caller_of(seen, path)]:
             output = seen.outputs.get(path)
             names = entries(output) if isinstance(output, Mapping | tuple | list) else {None: output}
             candidates += [
                 Place(path, entry) for entry, grid in names.items() if is_grid(grid) and len(grid) in batches(example)
             ]
     effects = Effects(model, example, seen.outputs[""])
-    return list(islice((other for other in candidates if other != place and effects.reaches(other)), 3))
+    found = (other for other in candidates if other != place and str(other) and effects.reaches(other))
+    return list(islice(found, 3))
 
 
 def use(places: list[Place]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError
 from farfield.insertion.additions import ChannelsLast, additions, attach, detach
 from farfield.insertion.effects import Effects
-from farfield.insertion.hooks import unwatch, watch
+from farfield.insertion.hooks import tidy, watch
 from farfield.insertion.hosts import caller_of, check_free, check_open, grid_at, instead, look, times, use
 from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_batch, check_layouts, look_elsewhere
 from farfield.insertion.places import CHILD, Place, find_places
@@ -141,7 +141,7 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
         chosen += matched
     for place in dict.fromkeys(chosen):
         detach(there[place], place.entry)
-    unwatch(model)
+    tidy(model, [place.path for place in chosen])
 
 
 def make_all(
