@@ -15,10 +15,15 @@ from timm.models import FeatureHookNet
 from torch import Tensor, nn
 from torch.ao.quantization import fuse_modules
 from transformers import (
+    ConvNextConfig,
+    DepthAnythingConfig,
+    DepthAnythingForDepthEstimation,
     Dinov2Backbone,
     Dinov2Config,
     SegformerConfig,
     SegformerForSemanticSegmentation,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
     ViTConfig,
     ViTModel,
 )
@@ -79,45 +84,82 @@ def test_the_probe_leaves_no_hook_of_the_host() -> None:
     assert len(model(square, output_hidden_states=True).hidden_states) == 4
 
 
+def tiny_vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=12, num_heads=2).eval()
+
+
 def test_features_that_timm_hooks() -> None:
-    net = timm.create_model("resnet18").eval()
-    features = FeatureHookNet(net, out_indices=(2, 3), out_map=("a", "b"))
+    net = tiny_vit()
+    features = FeatureHookNet(net, out_indices=(0, 1))
     before = features(square)
-    for module in insert(net, ["layer2", "layer3"], felt, example=square).values():
-        assert module.output.weight.any()
-    assert not any(torch.equal(one, other) for one, other in zip(before, features(square), strict=True))
-
-
-def test_the_last_stage_of_a_backbone_of_transformers() -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = Dinov2Config(image_size=32, patch_size=8, out_features=["stage1", "stage2", "stage3"], **sizes)
-    model = Dinov2Backbone(config).eval()
-    before = model(square).feature_maps
-    layers = [name for name, _ in model.named_modules() if name.endswith((".0", ".1", ".2")) and "layer" in name][-3:]
-    insert(model, layers, felt, example=square, layout="channels_last")
-    after = model(square).feature_maps
+    insert(net, ["blocks.0", "blocks.1"], felt, example=square, layout="channels_last")
+    after = features(square)
+    assert len(after) == 2
     assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_the_head_of_a_segformer() -> None:
-    config = SegformerConfig(
-        depths=[1] * 4, hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1] * 4, decoder_hidden_size=8, num_labels=2
-    )
-    model = SegformerForSemanticSegmentation(config).eval()
-    names = dict(model.named_modules())
-    blocks = [name for name, module in names.items() if type(module).__name__ == "SegformerLayer"]
-    given: list[tuple[Tensor, ...]] = []
-    model.decode_head.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
-    model(square)
-    insert(model, blocks[0], felt, example=square, layout="channels_last")
-    given[1:] = []
-    model(square)
-    assert not torch.equal(given[0][0], given[1][0])
+def dinov2(**options: Any) -> Dinov2Config:
+    stages = [f"stage{stage}" for stage in range(1, 5)]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "mlp_ratio": 2}
+    return Dinov2Config(image_size=32, patch_size=8, out_features=stages, **sizes, **options)
+
+
+def named(model: nn.Module, kind: str) -> list[str]:
+    """The paths of the modules of a class."""
+    return [path for path, module in model.named_modules() if type(module).__name__ == kind]
+
+
+def depth_anything() -> nn.Module:
+    neck = {"reassemble_hidden_size": 16, "neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "head_hidden_size": 4}
+    config = DepthAnythingConfig(backbone_config=dinov2(reshape_hidden_states=False), patch_size=8, **neck)
+    return DepthAnythingForDepthEstimation(config)
+
+
+def upernet() -> nn.Module:
+    stages = [f"stage{stage}" for stage in range(1, 5)]
+    backbone = ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, out_features=stages)
+    head = {"hidden_size": 16, "num_labels": 2, "use_auxiliary_head": False, "pool_scales": [1, 2]}
+    return UperNetForSemanticSegmentation(UperNetConfig(backbone_config=backbone, **head))
+
+
+def segformer() -> nn.Module:
+    sizes = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1] * 4}
+    return SegformerForSemanticSegmentation(SegformerConfig(**sizes, decoder_hidden_size=8, num_labels=2))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "head"),
+    [
+        (depth_anything, "Dinov2Layer", "neck"),
+        (upernet, "ConvNextStage", "decode_head"),
+        (segformer, "SegformerStage", "decode_head"),
+        (lambda: Dinov2Backbone(dinov2()), "Dinov2Layer", None),
+    ],
+)
+def test_each_stage_reaches_what_transformers_hooks_for_a_head(
+    build: Callable[[], nn.Module], kind: str, head: str | None
+) -> None:
+    model = build().eval()
+    given: list[Any] = []
+
+    def look() -> Any:
+        answer = model(square)
+        return answer.feature_maps if head is None else given.pop()
+
+    if head is not None:
+        model.get_submodule(head).register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    before = look()
+    stages = named(model, kind)
+    assert len(stages) == len(before) == 4
+    insert(model, stages, felt, example=square, layout="channels_last" if kind == "Dinov2Layer" else "channels_first")
+    given.clear()
+    after = look()
+    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 # ---- those that count or iterate -------------------------------------------------------------------------------------
 def test_a_sequence_of_blocks_does_not_grow() -> None:
-    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=12, num_heads=2).eval()
+    net = tiny_vit()
     before, blocks = net.forward_intermediates(square), list(net.blocks)
     insert(net, "blocks", felt, example=square, layout="channels_last")
     assert len(net.blocks) == 3

@@ -18,7 +18,8 @@ class Effects:
     """A model and an example, and what the model returns as it is.
 
     What a place returns is disturbed, by noise of its own size and, if that does not show, by numbers that are none,
-    which no scale and no saturation hides.
+    which no scale and no saturation hides. A detector may still drop all that came from there, or find nothing at all:
+    then it counts what the first module that takes it does to the model.
     """
 
     def __init__(self, model: nn.Module, example: Any, outputs: Any) -> None:
@@ -26,19 +27,27 @@ class Effects:
 
     def reaches(self, place: Place, module: Place | None = None) -> bool:
         """Whether the model returns something else when a place does, or the module that is added to it."""
-        watched, before, path, entry = [""], {"": self.outputs}, *(module or place)
-        if not any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs)):
-            # A detector that finds nothing, for example: what else runs, apart from what only hands the place on.
-            watched = [path for path, _ in self.model.named_modules() if not related(path, place.path)]
-            before = probe(self.model, self.example, watched).outputs
+        path, entry = module or place
+        if self.moves(path, partial(disturb_entry, entry=entry)):
+            return True
+        others = [other for other, _ in self.model.named_modules() if not related(other, place.path)]
+        before = probe(self.model, self.example, others).outputs
+        change = {path: partial(disturb_entry, entry=entry, disturb=noisy)}
+        after = probe(self.model, self.example, others, change=change).outputs
+        taker = next((other for other in before if not same(before[other], after.get(other))), None)
+        if taker is None:
+            return False
+        finds = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
+        return not finds or self.moves(taker, disturb_all)
+
+    def moves(self, path: str, change: Callable[..., Any]) -> bool:
+        """Whether the model returns something else when a module does; what makes it fail has reached it."""
         for disturb in (noisy, undefined):
-            change = {path: partial(disturbed, entry=entry, disturb=disturb)}
             try:
-                after = probe(self.model, self.example, watched, change=change).outputs
+                after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
             except Exception:  # noqa: BLE001
-                # What fails has been reached.
                 return True
-            if any(not same(before[path], after.get(path)) for path in before):
+            if not same(self.outputs, after.outputs[""]):
                 return True
         return False
 
@@ -48,12 +57,21 @@ def related(path: str, place: str) -> bool:
     return not path or not place or f"{place}.".startswith(f"{path}.") or f"{path}.".startswith(f"{place}.")
 
 
-def disturbed(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
+def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
     """What a module returns, with one grid of it disturbed."""
     if entry is None:
         return disturb(outputs)
     key = key_of(outputs, entry)
     return with_entry(outputs, key, disturb(outputs[key]))
+
+
+def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returns, with all its floats disturbed."""
+    if isinstance(outputs, Mapping | tuple | list):
+        for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
+            outputs = with_entry(outputs, key, disturb_all(outputs[key], disturb))
+    floats = isinstance(outputs, Tensor) and outputs.is_floating_point() and not outputs.is_nested
+    return disturb(outputs) if floats else outputs
 
 
 def noisy(grid: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,16 @@ from farfield.insertion.places import CHILD, join
 # addition stays one call (and is known as ours by this mark), and a layer of torch.nn that hosts one is traced, hook
 # included: quantization would put one without it in its place.
 CALLED, TRACED = "torch.nn.farfield", "farfield.host"
+
+
+def forward_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
+    """The forward hooks of a module, by numbers and by names."""
+    return cast("OrderedDict[Any, Any]", module._forward_hooks)
+
+
+def pre_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
+    """What is called before a module, by numbers and by names."""
+    return cast("OrderedDict[Any, Any]", module._forward_pre_hooks)
 
 
 def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -36,30 +47,31 @@ class ApplyBehind:
 def hang(host: nn.Module) -> None:
     """Have a host call the addition that is its child, before any other forward hook runs."""
     if runs_in_order(host):
-        host.__class__ = hosting(type(host))
+        host.__class__ = hosting(cast(Any, type(host)))
     block, depth = last_block(host)
     if block is host:
         # A name and no number for a key: numbers of hooks start anew in the process that loads a saved model, where
         # the first hook that anyone registers would take this one's place.
-        host._forward_hooks[CHILD] = apply_addition  # type: ignore[index]
+        forward_hooks(host)[CHILD] = apply_addition
         host.__module__ = TRACED
     else:
-        block._forward_hooks[f"{CHILD}{depth}"] = ApplyBehind(host)  # type: ignore[index]
+        forward_hooks(block)[f"{CHILD}{depth}"] = ApplyBehind(host)
     # The addition of a block runs before those of the sequences that end with it, and all run before foreign hooks.
-    for key in sorted((key for key in block._forward_hooks if str(key).startswith(CHILD)), reverse=True):
-        block._forward_hooks.move_to_end(key, last=False)
+    for key in sorted((key for key in forward_hooks(block) if str(key).startswith(CHILD)), reverse=True):
+        forward_hooks(block).move_to_end(key, last=False)
 
 
 def unhang(host: nn.Module) -> None:
     """Take back what `hang` did."""
-    if isinstance(host, Hosting):
-        host.__class__ = plain(type(host))
-    if host._forward_hooks.pop(CHILD, None) is not None:  # type: ignore[call-overload]
+    kind = type(host)
+    if issubclass(kind, Hosting):
+        host.__class__ = plain(kind)
+    if forward_hooks(host).pop(CHILD, None) is not None:
         del host.__module__
     for block in host.modules():
-        for key, hook in list(block._forward_hooks.items()):
+        for key, hook in list(forward_hooks(block).items()):
             if isinstance(hook, ApplyBehind) and hook.sequence is host:
-                del block._forward_hooks[key]
+                del forward_hooks(block)[key]
 
 
 class Watch:
@@ -88,7 +100,7 @@ class Watch:
                     f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
                     f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
                 )
-            if CHILD not in now._forward_hooks:
+            if CHILD not in forward_hooks(now):
                 hang(now)
                 self.hosts[path] = now
 
@@ -103,13 +115,13 @@ class Watch:
 
 def watch(around: nn.Module, path: str, host: nn.Module) -> None:
     """Have the module around a host see that it calls its addition."""
-    around._forward_pre_hooks.setdefault(CHILD, Watch()).hosts[path] = host  # type: ignore[call-overload]
+    pre_hooks(around).setdefault(CHILD, Watch()).hosts[path] = host
 
 
 def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
     """The watches in a model, with the modules that have them and their paths."""
     for path, module in model.named_modules():
-        found = module._forward_pre_hooks.get(CHILD)  # type: ignore[call-overload]
+        found = pre_hooks(module).get(CHILD)
         if isinstance(found, Watch):
             yield path, module, found
 
@@ -123,11 +135,11 @@ def tidy(model: nn.Module, removed: Iterable[str]) -> None:
             if join(around, path) in gone and (now is None or CHILD not in now._modules):
                 del found.hosts[path]
         if not found.hosts:
-            del module._forward_pre_hooks[CHILD]  # type: ignore[arg-type]
+            del pre_hooks(module)[CHILD]
     for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
+        for key, hook in list(forward_hooks(module).items()):
             if hook is apply_addition and CHILD not in module._modules:
-                del module._forward_hooks[key]
+                del forward_hooks(module)[key]
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -203,7 +215,7 @@ def without_addition(host: nn.Module) -> Iterator[None]:
 
 
 @cache
-def hosting(kind: type[nn.Module]) -> type[Hosting]:
+def hosting(kind: Any) -> type[Hosting]:
     """The class of a host, of the class of a sequence."""
     if issubclass(kind, Hosting):
         return kind
@@ -217,5 +229,5 @@ def plain(kind: type[Hosting]) -> type[nn.Sequential]:
 
 def revive(kind: type[nn.Sequential]) -> Hosting:
     """An empty host for the state of one that was copied or saved."""
-    made = hosting(kind)
+    made = hosting(cast(Any, kind))
     return made.__new__(made)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
 from farfield.insertion.effects import Effects
-from farfield.insertion.layouts import batches
+from farfield.insertion.layouts import Elsewhere, batches, changes, repeated
 from farfield.insertion.places import CHILD, Place, join
 from farfield.insertion.probing import Seen, probe
 
@@ -152,6 +152,29 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     return grid
 
 
+def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
+    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
+
+    Raises:
+        ShapeError: With what to do instead.
+    """
+    shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
+    if changes(shape, elsewhere.batches):
+        raise ShapeError(
+            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
+            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+        )
+    batch, twice = batches(example), batches(repeated(example))
+    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
+    if shape[0] in batch and lengths <= twice and sizes <= {shape[0]}:
+        return
+    raise ShapeError(
+        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}: its first dimension is "
+        f"not the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
+        f"  fix: {use(instead(model, place, seen, example))}."
+    )
+
+
 def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
     """Up to three places that can take an addition where one cannot: of its entries, of what is around it or in it.
 
@@ -161,13 +184,12 @@ def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Pl
     for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[caller_of(seen, path)]:
             output = seen.outputs.get(path)
-            names = entries(output) if isinstance(output, Mapping | tuple | list) else {None: output}
-            candidates += [
-                Place(path, entry) for entry, grid in names.items() if is_grid(grid) and len(grid) in batches(example)
-            ]
+            several = isinstance(output, Mapping | tuple | list)
+            found = entries(output).items() if several else [(None, output)]
+            candidates += [Place(path, entry) for entry, grid in found if is_grid(grid, batches(example))]
     effects = Effects(model, example, seen.outputs[""])
-    found = (other for other in candidates if other != place and str(other) and effects.reaches(other))
-    return list(islice(found, 3))
+    reaching = (other for other in candidates if other != place and str(other) and effects.reaches(other))
+    return list(islice(reaching, 3))
 
 
 def use(places: list[Place]) -> str:
@@ -177,9 +199,11 @@ def use(places: list[Place]) -> str:
     return "insert at " + " or ".join(f'"{place}"' for place in places)
 
 
-def is_grid(value: Any) -> bool:
-    """Whether something is a tensor of floats that has sides."""
-    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested and value.dim() >= 3
+def is_grid(value: Any, batch: set[int]) -> bool:
+    """Whether something is a tensor of floats that has sides, and its batch first."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
+        return False
+    return value.dim() >= 3 and len(value) in batch
 
 
 def entries(outputs: Any) -> dict[str, Any]:

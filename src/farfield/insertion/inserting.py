@@ -12,8 +12,8 @@ from farfield._checks import ShapeError
 from farfield.insertion.additions import ChannelsLast, additions, attach, detach
 from farfield.insertion.effects import Effects
 from farfield.insertion.hooks import tidy, watch
-from farfield.insertion.hosts import caller_of, check_free, check_open, grid_at, instead, look, times, use
-from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_batch, check_layouts, look_elsewhere
+from farfield.insertion.hosts import caller_of, check_batch, check_free, check_open, grid_at, instead, look, times, use
+from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_layouts, look_elsewhere
 from farfield.insertion.places import CHILD, Place, find_places
 from farfield.insertion.probing import Seen, probe
 
@@ -85,13 +85,10 @@ def insert(
         check_free(place, host)
     seen = look(model, places, example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
-    shapes = {place: tuple(grid.shape) for place, grid in grids.items()}
     elsewhere = look_elsewhere(model, places, example)
-    for place, shape in shapes.items():
-        check_batch(
-            place, shape, elsewhere[place], example, lambda place=place: use(instead(model, place, seen, example))
-        )
-    check_layouts(model, shapes, elsewhere, layout)
+    for place in places:
+        check_batch(model, place, seen, elsewhere[place], example)
+    check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
     made = make_all(make, grids, layout)
     for place, module in made.items():
         attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)

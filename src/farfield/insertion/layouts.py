@@ -186,32 +186,6 @@ def other_layout(layout: Layout | None) -> Layout:
     return "channels_first" if layout == "channels_last" else "channels_last"
 
 
-def check_batch(
-    place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, example: Any, fix: Callable[[], str]
-) -> None:
-    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
-
-    Raises:
-        ShapeError: With what to do instead.
-    """
-    turned = changes(shape, elsewhere.batches)
-    if turned:
-        raise ShapeError(
-            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
-            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
-        )
-    batch, twice = batches(example), batches(repeated(example))
-    lengths = {other[0] for other in elsewhere.batches}
-    sizes = {other[0] for other in elsewhere.sizes}
-    if shape[0] in batch and lengths <= twice and sizes <= {shape[0]}:
-        return
-    raise ShapeError(
-        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}: its first dimension is "
-        f"not the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
-        f"  fix: {fix()}."
-    )
-
-
 def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """The dimensions behind the batch that differ, each with a shape where it does; a place keeps its rank."""
     return {
