@@ -72,11 +72,12 @@ def torchvision_networks() -> Iterator[Network]:
 
 def torchvision_network(name: str, family: str) -> Network:
     """A network of torchvision by its name."""
-    options = {"weights": None}
+    options: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(torchvision.models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None
-    if ".detection." in family and "min_size" in inspect.signature(torchvision.models.detection.FasterRCNN).parameters:
+    if ".detection." in family:
         example: Any = [torch.rand(3, 128, 128)]
+        options |= {} if name.startswith("ssd") else {"min_size": 128, "max_size": 128}
     elif ".video." in family:
         # Two of them take one size alone.
         size = (16, 224, 224) if name.startswith(("mvit", "swin")) else (8, 64, 64)
@@ -119,10 +120,13 @@ TINY = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_l
 def hugging_face_networks() -> Iterator[Network]:
     """Each vision model of transformers with each of its heads, two layers deep."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    kinds: dict[str, str] = {}
     for head in HEADS:
         for kind, model in getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES").items():
-            for name in [model] if isinstance(model, str) else model[:1]:
-                yield Network(f"hf/{name}", partial(hugging_face_model, kind, name), hugging_face_example)
+            # Some kinds have several models, and some models several kinds.
+            kinds.setdefault(model if isinstance(model, str) else model[0], kind)
+    for name, kind in kinds.items():
+        yield Network(f"hf/{name}", partial(hugging_face_model, kind, name), hugging_face_example)
 
 
 def hugging_face_model(kind: str, name: str) -> nn.Module:

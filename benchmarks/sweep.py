@@ -113,8 +113,11 @@ def read_fix(text: str, path: str, options: dict[str, Any]) -> tuple[str, dict[s
 
 def check_added(model: nn.Module, added: dict[str, nn.Module], example: Any, before: list[Tensor], state: Any) -> str:
     """What is wrong with an addition that was accepted, and take it out; nothing, if nothing is."""
-    problems = []
-    if not equal(outputs(model, example), before):
+    problems, given = [], []
+    for module in added.values():
+        module.register_forward_hook(lambda module, inputs, grid: given.append(torch.equal(inputs[0], grid)))
+    # Given equal numbers a host may still run another kernel of torch's: a batch of one has two layouts in memory.
+    if not equal(outputs(model, example), before) and not all(given):
         problems.append("not equal at first")
     for path, module in added.items():
         if not moves(model, path, module, example):
@@ -177,7 +180,10 @@ CHECKS: dict[str, Callable[[Network, list[str]], Iterator[Result]]] = {"insert":
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 def sweep(chosen: list[Network], where: list[str], out: Path, limit: int | None) -> None:
     """Run the checks of networks that `out` does not hold yet; all lines of a check are written when it is done."""
-    done = {(line["network"], line["check"]) for line in read(out)}
+    lines = read(out)
+    # Without a last line that was cut off.
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    done = {(line["network"], line["check"]) for line in lines}
     todo = [(network, name) for network in chosen for name in CHECKS if (network.name, name) not in done]
     for network, name in todo[:limit]:
         started = time.monotonic()

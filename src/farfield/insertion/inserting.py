@@ -38,8 +38,12 @@ def insert(
     starts from where the model stands. Any other module that keeps shape and dtype is welcome too, and changes it.
 
     The model runs a few times with the example, in eval, without gradients: to see how many channels a place has, at
-    other sizes to see that these are the channels, and with the additions in place to see that each is called as often
-    as its host. If one is not, all are taken out again. Flags, buffers and random numbers are as before.
+    other sizes to see that these are the channels, with two batches to see that the batch comes first, and with the
+    additions in place to see that each is called as often as its host and moves what the model returns. If one does
+    not, all are taken out again. Flags, buffers, hooks and random numbers are as before.
+
+    An addition is called before all other forward hooks of its place. A sequence that has one does not count it among
+    its modules; its last block calls it.
 
     Args:
         model: Changed in place. To compile, export or wrap it comes after.
@@ -58,10 +62,10 @@ def insert(
 
     Raises:
         LookupError: If a path matches nothing, or a place returns no such entry.
-        ShapeError: If the layout does not fit, or an addition does not keep the shape.
+        ShapeError: If the layout does not fit, the batch is not first, or an addition does not keep the shape.
         TypeError: If a place returns no grid of floats, `make` no module, or an addition another dtype.
-        ValueError: If a place never runs, runs several times, has an addition already or lies in a compiled, scripted
-            or wrapped model; or if the model refuses the example.
+        ValueError: If a place never runs, runs several times, has an addition already, has no effect, or lies in a
+            compiled, scripted or wrapped model; or if the model refuses the example.
 
     Example:
         >>> from functools import partial

@@ -168,7 +168,9 @@ def find_misfit(
     # A layout that is said is taken where nothing contradicts it.
     if changed or layout is not None:
         return None
-    widths = widths_of(model.get_submodule(place.path)) or widths_of(model)
+    widths = widths_of(model.get_submodule(place.path))
+    if not widths & {shape[axis], shape[swapped]}:
+        widths = widths_of(model)
     if shape[axis] in widths and shape[swapped] not in widths:
         return None
     problem = f"{place} returns {shape}, and at no other input size does the model show which are the channels"
