@@ -179,11 +179,27 @@ def test_nothing_tells_the_channels() -> None:
     net.patches, net.blocks = nn.Conv2d(3, 4, 4, 4), nn.Sequential(nn.LayerNorm(4))
     text = (
         "its weights fit both of 4 and 4.\n"
-        '  fix: layout="channels_last" if they are last; else insert at a module with weights, or give an example with '
-        "other sides."
+        '  fix: say which, layout="channels_first" for 4 channels or layout="channels_last" for 4.'
     )
     refused(ShapeError, text, net, "blocks", example=image[..., :8, :8])
-    insert(net, "blocks", identity, example=image[..., :8, :8], layout="channels_last")
+    # Either is taken when it is said, so that nobody is sent from one to the other.
+    for layout in ("channels_first", "channels_last"):
+        insert(net, "blocks", identity, example=image[..., :8, :8], layout=layout)
+        remove(net)
+
+
+def test_two_layouts_in_one_call() -> None:
+    class Both(Tokens):
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.blocks(self.patches(grid).flatten(2).movedim(1, -1)).mean(1)
+
+    fix = '\n  fix: two calls, layout="channels_first" for patches and layout="channels_last" for blocks.'
+    text = 'the channels of layout="channels_first", is a side.' + fix
+    refused(ShapeError, text, Both(), ["patches", "blocks"])
+    refused(ShapeError, text, Both(), ["blocks", "patches"], layout="channels_first")
+
+    fix = 'fix: two calls, layout="channels_last" for blocks and layout="channels_first" for patches.'
+    refused(ShapeError, fix, Both(), ["patches", "blocks"], layout="channels_last")
 
 
 def test_channels_first_with_the_other_layout() -> None:
@@ -215,7 +231,7 @@ def test_twice_at_one_place() -> None:
             ValueError, match=re.escape(f'{place} has an addition already; fix: remove(model, "{place}"')
         ):
             insert(model, place, identity, example=image)
-    assert len(list(net.stage)) == 4
+    assert len(net.stage) == 3
 
 
 def test_a_host_with_the_name_of_its_own() -> None:
@@ -228,6 +244,106 @@ def test_a_host_with_the_name_of_its_own() -> None:
         insert(net, "stage", identity, example=image)
     with pytest.raises(LookupError, match=r"remove: Net has no additions; fix: insert one first\."):
         remove(net)
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------------
+class Drops(nn.Module):
+    """Goes on with its second grid; the first is for whoever wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels, self.head = Levels(tuple), nn.Linear(8, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.levels(image)[1].mean((2, 3)))
+
+
+def test_an_addition_without_effect() -> None:
+    text = (
+        "insert: levels[0] has no effect: whatever its addition returns, Drops returns the same for this example, so "
+        'all additions were taken out again.\n  fix: insert at "levels[1]" or "levels.conv".'
+    )
+    refused(ValueError, text, Drops(), "levels[0]")
+    refused(ValueError, text, Drops(), ["levels[1]", "levels[0]"])
+    insert(Drops(), "levels[1]", identity, example=image)
+    # The entry that is named is one that counts.
+    refused(TypeError, 'fix: choose an entry, "levels[1]" for example.', Drops(), "levels")
+
+
+def test_an_effect_that_is_too_small_to_see_is_one() -> None:
+    class Faint(Net):
+        def forward(self, image: Tensor) -> Tensor:
+            return self.head(1 + 1e-30 * self.stage(self.stem(image)).mean((2, 3)))
+
+    net = Faint()
+    assert torch.equal(net(image), net(2 * image))
+    insert(net, "stage", identity, example=image)
+
+
+class Detector(Drops):
+    """Keeps what it is sure of, which is nothing."""
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        scores = super().forward(image)
+        return {"scores": scores[scores > 1e9]}
+
+
+def test_a_detector_that_finds_nothing() -> None:
+    insert(Detector(), "levels[1]", identity, example=image)
+    refused(ValueError, "levels[0] has no effect", Detector(), "levels[0]")
+
+
+class Windows(nn.Module):
+    """Attends within windows of 4 × 4, which it stacks along the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.block = nn.Conv2d(3, 8, 1), nn.Module()
+        self.block.attn, self.block.forward = nn.Linear(8, 8), self.windows
+
+    def windows(self, grid: Tensor) -> Tensor:
+        parts = grid.unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).permute(0, 2, 4, 3, 5, 1)
+        parts = self.block.attn(parts.flatten(0, 2).flatten(1, 2)).view(parts.shape)
+        return parts.permute(0, 5, 1, 3, 2, 4).reshape(grid.shape)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.block(self.patches(image))
+
+
+def test_windows_are_not_the_batch() -> None:
+    text = (
+        "insert: block.attn returns (24, 16, 8) for a batch of 2: its first dimension is not the batch but parts of "
+        "it, windows for example, and an addition would attend within each part alone.\n"
+        '  fix: insert at "block".'
+    )
+    refused(ShapeError, text, Windows(), "block.attn", layout="channels_last")
+    # As many windows as samples, with one size or one batch.
+    refused(ShapeError, "returns (1, 16, 8) for a batch of 1", Windows(), "block.attn", example=image[:1, :, :4, :4])
+    insert(Windows(), "block", identity, example=image)
+
+
+class Nested(nn.Module):
+    """Returns its tokens with their sides, in a tuple in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.stage = nn.Conv2d(3, 8, 4, 4), nn.Module()
+        self.stage.blocks, self.stage.forward = nn.ModuleList([Block(8), Block(8)]), self.run
+
+    def run(self, grid: Tensor) -> Any:
+        for block in self.stage.blocks:
+            grid = block(grid)
+        return ((grid,), *grid.shape[2:])
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.stage(self.patches(image))[0][0]
+
+
+def test_nested_outputs() -> None:
+    text = "insert: stage returns several things, tuple(0: tuple(0: (2, 8, 3, 4) of torch.float32), 1: int, 2: int); "
+    text += 'fix: insert at "stage.blocks.1" or "stage.blocks.0".'
+    refused(TypeError, text, Nested(), "stage")
+    insert(Nested(), "stage.blocks.1", identity, example=image)
 
 
 class Constant(nn.Module):

@@ -7,12 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion.places import CHILD, Place
-
-# torch.fx asks a module, not its class, for `__module__`: it calls what is of torch.nn and traces all else. So an
-# addition stays one call (and is known as ours by this mark), and a layer of torch.nn that hosts one is traced, hook
-# included: quantization would put one without it in its place.
-CALLED, TRACED = "torch.nn.farfield", "farfield.host"
+from farfield.insertion.hooks import CALLED, hang, unhang, watches
+from farfield.insertion.places import CHILD, Place, join
 
 
 class ChannelsLast(nn.Module):
@@ -74,26 +70,23 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
     return copy
 
 
-def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Pass what a host returns through its addition, as a forward hook; a plain function, so that it pickles."""
-    return getattr(host, CHILD)(outputs)
-
-
-def runs_in_order(host: nn.Module) -> bool:
-    """Whether a host runs its children one after the other, so that a last child is applied by itself."""
-    return type(host).forward is nn.Sequential.forward and "forward" not in vars(host)
-
-
 def additions(model: nn.Module) -> dict[Place, nn.Module]:
-    """Every addition in a model, in the order of the model's modules."""
-    found: dict[Place, nn.Module] = {}
-    for path, host in model.named_modules():
-        child = host._modules.get(CHILD)
-        if isinstance(child, Entries):
-            found |= {Place(path, entry): module for entry, module in child.items()}
-        elif child is not None and vars(child).get("__module__") == CALLED:
-            found[Place(path)] = child
-    return found
+    """The host of every addition in a model, in the order of the model's modules; then those that were replaced."""
+    hosts = dict(model.named_modules())
+    for around, _, found in watches(model):
+        for path, host in found.hosts.items():
+            at = join(around, path)
+            if hosts.get(at) is None or CHILD not in hosts[at]._modules:
+                hosts[at] = host
+    return {place: host for path, host in hosts.items() for place in places_of(path, host)}
+
+
+def places_of(path: str, host: nn.Module) -> list[Place]:
+    """The places of a host that have additions."""
+    child = host._modules.get(CHILD)
+    if isinstance(child, Entries):
+        return [Place(path, entry) for entry in child]
+    return [Place(path)] if child is not None and vars(child).get("__module__") == CALLED else []
 
 
 def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
@@ -102,15 +95,12 @@ def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
     module.train(host.training)
     if entry is None:
         host.add_module(CHILD, module)
-    else:
-        if CHILD not in host._modules:
-            host.add_module(CHILD, Entries())
-        cast(Entries, host._modules[CHILD])[entry] = module
-    if not runs_in_order(host):
-        # A name and no number for a key: numbers of hooks start anew in the process that loads a saved model, where
-        # the first hook that anyone registers would take this one's place.
-        host._forward_hooks[CHILD] = apply_addition  # type: ignore[index]
-        host.__module__ = TRACED
+        hang(host)
+        return
+    if CHILD not in host._modules:
+        host.add_module(CHILD, Entries())
+        hang(host)
+    cast(Entries, host._modules[CHILD])[entry] = module
 
 
 def detach(host: nn.Module, entry: str | None) -> None:
@@ -121,5 +111,4 @@ def detach(host: nn.Module, entry: str | None) -> None:
     del module.__module__
     if module is addition or not len(cast(Entries, addition)):
         del host._modules[CHILD]
-        if host._forward_hooks.pop(CHILD, None) is not None:  # type: ignore[call-overload]
-            del host.__module__
+        unhang(host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
-from farfield.insertion.places import CHILD, Place
-from farfield.insertion.probing import probe
+from farfield.insertion.effects import Effects
+from farfield.insertion.layouts import Elsewhere, batches, changes, repeated
+from farfield.insertion.places import CHILD, Place, join
+from farfield.insertion.probing import Seen, probe
 
 # They share or shard the gradients of the weights that they find, and later ones would go without. By name, because an
 # import of theirs is slow.
@@ -60,8 +63,8 @@ def check_free(place: Place, host: nn.Module) -> None:
         raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
 
 
-def look(model: nn.Module, places: Iterable[Place], example: Any) -> dict[str, Any]:
-    """Run the model once and return what each place returns, by path.
+def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
+    """Run the model once and watch each place, what is around it and what is in it.
 
     Raises:
         ValueError: If the model refuses the example, or a place does not run once each time its parent runs.
@@ -76,7 +79,7 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> dict[str, A
             f"  its weights are {weights}."
         ) from error
     for path in dict.fromkeys(place.path for place in places):
-        parent = next((name for name in parents(path) if seen.calls[name]), "")
+        parent = caller_of(seen, path)
         around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
         if not calls:
             inside = [child for child in children(model, path) if seen.calls[child]]
@@ -90,7 +93,12 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> dict[str, A
                 f"and an addition cannot tell these calls apart.\n  fix: insert at {around}, or at a "
                 f"module that it calls once."
             )
-    return seen.outputs
+    return seen
+
+
+def caller_of(seen: Seen, path: str) -> str:
+    """The nearest module around a place that is called."""
+    return next((name for name in parents(path) if seen.calls[name]), "")
 
 
 def parents(path: str) -> list[str]:
@@ -100,11 +108,17 @@ def parents(path: str) -> list[str]:
 
 
 def children(model: nn.Module, path: str) -> list[str]:
-    """The paths of a module's children."""
-    return [f"{path}.{name}" if path else name for name, _ in model.get_submodule(path).named_children()]
+    """The paths of a module's children, and of the children of those that are only lists."""
+    found = []
+    for name, child in model.get_submodule(path).named_children():
+        inside = join(path, name)
+        found.append(inside)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += children(model, inside)
+    return found
 
 
-def grid_at(model: nn.Module, place: Place, outputs: Any) -> Tensor:
+def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     """The grid at a place, of what its module returns.
 
     Raises:
@@ -112,12 +126,12 @@ def grid_at(model: nn.Module, place: Place, outputs: Any) -> Tensor:
         ShapeError: If there is nothing to attend over.
         TypeError: If there is no grid of floats, or the entry is not chosen.
     """
-    path = place.path or type(model).__name__
+    path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
-        grids = [name for name, value in entries(outputs).items() if isinstance(value, Tensor)]
-        fix = f'; fix: choose an entry, "{place.path}[{grids[0]}]" for example' if grids else ""
-        raise TypeError(f"insert: {path} returns several things, {described(outputs)}{fix}.")
+        near = instead(model, place, seen, example)
+        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else use(near)
+        raise TypeError(f"insert: {path} returns several things, {described(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
         raise TypeError(f'insert: {path} returns {described(outputs)} and has no entries; fix: "{place.path}".')
     try:
@@ -125,7 +139,8 @@ def grid_at(model: nn.Module, place: Place, outputs: Any) -> Tensor:
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
     if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
-        raise TypeError(f"insert: {place} must return a grid of floats, got {described(grid)}.")
+        near = instead(model, place, seen, example)
+        raise TypeError(f"insert: {place} must return a grid of floats, got {described(grid)}.\n  fix: {use(near)}.")
     if grid.dim() < 3:
         raise ShapeError(
             f"insert: {place} returns {tuple(grid.shape)}, which has no sides to attend over.\n"
@@ -135,6 +150,60 @@ def grid_at(model: nn.Module, place: Place, outputs: Any) -> Tensor:
     if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
         raise ValueError(f"insert: {place} keeps its batch second; fix: build the model with batch_first=True.")
     return grid
+
+
+def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
+    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
+
+    Raises:
+        ShapeError: With what to do instead.
+    """
+    shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
+    if changes(shape, elsewhere.batches):
+        raise ShapeError(
+            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
+            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+        )
+    batch, twice = batches(example), batches(repeated(example))
+    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
+    if shape[0] in batch and lengths <= twice and sizes <= {shape[0]}:
+        return
+    raise ShapeError(
+        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}: its first dimension is "
+        f"not the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
+        f"  fix: {use(instead(model, place, seen, example))}."
+    )
+
+
+def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
+    """Up to three places that can take an addition where one cannot: of its entries, of what is around it or in it.
+
+    Each returns a grid of floats with the batch first, is called once, and reaches what the model returns.
+    """
+    candidates: list[Place] = []
+    for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
+        if seen.calls[path] == seen.calls[caller_of(seen, path)]:
+            output = seen.outputs.get(path)
+            several = isinstance(output, Mapping | tuple | list)
+            found = entries(output).items() if several else [(None, output)]
+            candidates += [Place(path, entry) for entry, grid in found if is_grid(grid, batches(example))]
+    effects = Effects(model, example, seen.outputs[""])
+    reaching = (other for other in candidates if other != place and str(other) and effects.reaches(other))
+    return list(islice(reaching, 3))
+
+
+def use(places: list[Place]) -> str:
+    """Word what to do instead: insert at one of some places."""
+    if not places:
+        return "insert at a module that returns one grid"
+    return "insert at " + " or ".join(f'"{place}"' for place in places)
+
+
+def is_grid(value: Any, batch: set[int]) -> bool:
+    """Whether something is a tensor of floats that has sides, and its batch first."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
+        return False
+    return value.dim() >= 3 and len(value) in batch
 
 
 def entries(outputs: Any) -> dict[str, Any]:

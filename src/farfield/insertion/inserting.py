@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 from farfield.insertion.additions import ChannelsLast, additions, attach, detach
-from farfield.insertion.hosts import check_free, check_open, grid_at, look, times
-from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_layout, look_elsewhere
+from farfield.insertion.effects import Effects
+from farfield.insertion.hooks import tidy, watch
+from farfield.insertion.hosts import caller_of, check_batch, check_free, check_open, grid_at, instead, look, times, use
+from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_layouts, look_elsewhere
 from farfield.insertion.places import CHILD, Place, find_places
-from farfield.insertion.probing import probe
+from farfield.insertion.probing import Seen, probe
 
 AROUND = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
 
@@ -24,7 +26,7 @@ def insert(
     make: Callable[[int], nn.Module],
     *,
     example: Any,
-    layout: Layout = "channels_first",
+    layout: Layout | None = None,
 ) -> dict[str, nn.Module]:
     """Put a new module after each place of a model, and leave everything that the model has as it is.
 
@@ -36,8 +38,12 @@ def insert(
     starts from where the model stands. Any other module that keeps shape and dtype is welcome too, and changes it.
 
     The model runs a few times with the example, in eval, without gradients: to see how many channels a place has, at
-    other sizes to see that these are the channels, and with the additions in place to see that each is called as often
-    as its host. If one is not, all are taken out again. Flags, buffers and random numbers are as before.
+    other sizes to see that these are the channels, with two batches to see that the batch comes first, and with the
+    additions in place to see that each is called as often as its host and moves what the model returns. If one does
+    not, all are taken out again. Flags, buffers, hooks and random numbers are as before.
+
+    An addition is called before all other forward hooks of its place. A sequence that has one does not count it among
+    its modules; its last block calls it.
 
     Args:
         model: Changed in place. To compile, export or wrap it comes after.
@@ -48,17 +54,18 @@ def insert(
         example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
         layout: Where the places keep their channels: "channels_first" `(batch, channels, *sides)`, or "channels_last",
             as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
-            Swin.
+            Swin. By default "channels_first", and refused where nothing shows that it is; one that is said is refused
+            only where something contradicts it.
 
     Returns:
         The path of each place and its new module, on the device and in the dtype of what the place returns.
 
     Raises:
         LookupError: If a path matches nothing, or a place returns no such entry.
-        ShapeError: If the layout does not fit, or an addition does not keep the shape.
+        ShapeError: If the layout does not fit, the batch is not first, or an addition does not keep the shape.
         TypeError: If a place returns no grid of floats, `make` no module, or an addition another dtype.
-        ValueError: If a place never runs, runs several times, has an addition already or lies in a compiled, scripted
-            or wrapped model; or if the model refuses the example.
+        ValueError: If a place never runs, runs several times, has an addition already, has no effect, or lies in a
+            compiled, scripted or wrapped model; or if the model refuses the example.
 
     Example:
         >>> from functools import partial
@@ -73,26 +80,29 @@ def insert(
         >>> torch.equal(host(image), before)
         True
     """
-    if layout not in LAYOUTS:
+    if layout not in (None, *LAYOUTS):
         raise ValueError(f"insert: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
     check_open("insert", model)
     places = find_places("insert", model, where)
     for place, host in places.items():
         check_open("insert", model, place.path)
         check_free(place, host)
-    outputs = look(model, places, example)
-    grids = {place: grid_at(model, place, outputs[place.path]) for place in places}
-    for place, elsewhere in look_elsewhere(model, places, example).items():
-        check_layout(model, place, tuple(grids[place].shape), elsewhere, layout)
+    seen = look(model, places, example)
+    grids = {place: grid_at(model, place, seen, example) for place in places}
+    elsewhere = look_elsewhere(model, places, example)
+    for place in places:
+        check_batch(model, place, seen, elsewhere[place], example)
+    check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
     made = make_all(make, grids, layout)
     for place, module in made.items():
         attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
     try:
-        verify(model, grids, example)
+        verify(model, grids, seen, example)
     except BaseException:
         for place, host in places.items():
             detach(host, place.entry)
         raise
+    watch_layers(model, places, seen)
     return {str(place): module for place, module in made.items()}
 
 
@@ -123,20 +133,25 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
         raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
     chosen = list(there) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
-        wanted = find_places("remove", model, pattern)
+        # What was replaced may be nowhere in the model.
+        gone = [place for place in there if str(place) == pattern]
+        wanted = gone or find_places("remove", model, pattern)
         matched = [place for place in there if place in wanted or Place(place.path) in wanted]
         if not matched:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, there))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
-        detach(model.get_submodule(place.path), place.entry)
+        detach(there[place], place.entry)
+    tidy(model, [place.path for place in chosen])
 
 
-def make_all(make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout) -> dict[Place, nn.Module]:
+def make_all(
+    make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
+) -> dict[Place, nn.Module]:
     """A new module for each place, on the device and in the dtype of its grid."""
     made: dict[Place, nn.Module] = {}
     for place, grid in grids.items():
-        channels = grid.shape[channel_axis(grid.dim(), layout)]
+        channels = grid.shape[channel_axis(grid.dim(), layout or LAYOUTS[0])]
         try:
             module = make(channels)
         except Exception as error:
@@ -150,17 +165,26 @@ def make_all(make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], la
     return made
 
 
-def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> None:
-    """Run with the additions in place: each must be called as often as its host, and keep what the host returns.
+def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
+    """Have what calls a layer see that it keeps its addition: layers are fused, and put in the place of others."""
+    for place, host in places.items():
+        if place.path and set(host._modules) == {CHILD}:
+            around = caller_of(seen, place.path)
+            watch(model.get_submodule(around), place.path[len(around) + bool(around) :], host)
+
+
+def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
+    """Run with the additions in place: each must be called as often as its host, keep what the host returns and count.
 
     Raises:
         ShapeError: If an addition returns another shape.
         TypeError: If it returns no tensor, or another dtype or device.
-        ValueError: If the model fails, or calls an addition more or less often than its host, or numbers overflow.
+        ValueError: If the model fails, calls an addition more or less often than its host, or returns the same whatever
+            an addition returns; or if numbers overflow.
     """
     children = {place: ".".join(filter(None, (place.path, CHILD, place.entry))) for place in grids}
     try:
-        seen = probe(model, example, [*children.values(), *(place.path for place in grids)])
+        seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
     except Exception as error:
         raise ValueError(
             f"insert: {type(model).__name__} fails with {', '.join(map(str, grids))} in place, so all additions were "
@@ -174,6 +198,14 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> Non
                 f"were taken out again.\n  fix: {AROUND}"
             )
         check_kept(place, grid, seen.outputs[children[place]])
+    effects = Effects(model, example, seen.outputs[""])
+    for place, grid in grids.items():
+        if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
+            raise ValueError(
+                f"insert: {place} has no effect: whatever its addition returns, {type(model).__name__} returns the "
+                f"same for this example, so all additions were taken out again.\n"
+                f"  fix: {use(instead(model, place, before, example))}."
+            )
 
 
 def check_kept(place: Place, grid: Tensor, answer: Any) -> None:

@@ -70,6 +70,16 @@ def mapped(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1
     return example
 
 
+def batches(example: Any) -> set[int]:
+    """The lengths that the batch of an example may have: of each of its tensors, or of its lists of samples."""
+    if isinstance(example, Tensor):
+        return set(example.shape[:1])
+    if isinstance(example, Mapping | tuple):
+        values = example.values() if isinstance(example, Mapping) else example
+        return {length for value in values for length in batches(value)}
+    return {len(example)} if isinstance(example, list) else set()
+
+
 def repeated(example: Any) -> Any:
     """The example with every sample twice."""
     if isinstance(example, list):
@@ -112,40 +122,70 @@ def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> d
     return found
 
 
-def check_layout(model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout) -> None:
+def check_layouts(
+    model: nn.Module,
+    shapes: Mapping[Place, tuple[int, ...]],
+    elsewhere: Mapping[Place, Elsewhere],
+    layout: Layout | None,
+) -> None:
     """Refuse a layout that another input or the weights contradict, and the default where nothing speaks for it.
 
     Raises:
-        ShapeError: With the layout that fits, if one does.
+        ShapeError: With the layout that fits, if one does; with two calls if some places have one and some the other.
     """
-    other = next(kind for kind in LAYOUTS if kind != layout)
-    axis, swapped = channel_axis(len(shape), layout), channel_axis(len(shape), other)
-    batched = changes(shape, elsewhere.batches)
-    if batched:
-        raise ShapeError(
-            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
-            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+    misfits = {}
+    for place, shape in shapes.items():
+        misfit = find_misfit(model, place, shape, elsewhere[place], layout)
+        if misfit is not None:
+            misfits[place] = misfit
+    if not misfits:
+        return
+    problem, fix = next(iter(misfits.values()))
+    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    wrong = [place for place, (_, found) in misfits.items() if found == f'layout="{other}"']
+    right = [place for place in shapes if place not in misfits]
+    if wrong and right:
+        problem = misfits[wrong[0]][0]
+        fix = f'two calls, layout="{assumed}" for {", ".join(map(str, right))} and layout="{other}" for ' + ", ".join(
+            map(str, wrong)
         )
+    raise ShapeError(f"insert: {problem}.\n  fix: {fix}.")
+
+
+def find_misfit(
+    model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
+) -> tuple[str, str] | None:
+    """What contradicts a layout at one place, and the fix; None if nothing does."""
+    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
     changed = changes(shape, elsewhere.sizes)
     if axis in changed:
-        fix = "insert where a module returns one grid of channels." if swapped in changed else f'layout="{other}".'
-        raise ShapeError(
-            f"insert: {place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the "
-            f'channels of layout="{layout}", is a side.\n  fix: {fix}'
+        return (
+            f"{place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels of "
+            f'layout="{assumed}", is a side',
+            "insert where a module returns one grid of channels" if swapped in changed else f'layout="{other}"',
         )
-    if changed or layout == "channels_last":
-        return
-    widths = widths_of(model.get_submodule(place.path)) or widths_of(model)
+    # A layout that is said is taken where nothing contradicts it.
+    if changed or layout is not None:
+        return None
+    widths = widths_of(model.get_submodule(place.path))
+    if not widths & {shape[axis], shape[swapped]}:
+        widths = widths_of(model)
     if shape[axis] in widths and shape[swapped] not in widths:
-        return
-    problem = f"insert: {place} returns {shape}, and at no other input size does the model show which are the channels"
+        return None
+    problem = f"{place} returns {shape}, and at no other input size does the model show which are the channels"
     if shape[swapped] in widths and shape[axis] not in widths:
-        raise ShapeError(f'{problem}; its weights have {shape[swapped]}.\n  fix: layout="{other}".')
-    raise ShapeError(
-        f"{problem}; its weights fit {'both' if shape[axis] in widths else 'none'} of {shape[axis]} and "
-        f'{shape[swapped]}.\n  fix: layout="{other}" if they are last; else insert at a module with weights, or give '
-        f"an example with other sides."
+        return f"{problem}; its weights have {shape[swapped]}", f'layout="{other}"'
+    fit = "both" if shape[axis] in widths else "none"
+    return (
+        f"{problem}; its weights fit {fit} of {shape[axis]} and {shape[swapped]}",
+        f'say which, layout="{assumed}" for {shape[axis]} channels or layout="{other}" for {shape[swapped]}',
     )
+
+
+def other_layout(layout: Layout | None) -> Layout:
+    """The layout that one is not; the default is that of channels first."""
+    return "channels_first" if layout == "channels_last" else "channels_last"
 
 
 def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:

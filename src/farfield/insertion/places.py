@@ -98,6 +98,11 @@ class Place(NamedTuple):
         return self.path if self.entry is None else f"{self.path}[{self.entry}]"
 
 
+def join(path: str, name: str) -> str:
+    """The path of what has a name, or a path, inside a module."""
+    return f"{path}.{name}" if path else name
+
+
 def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, nn.Module]:
     """Every place that one path or many stand for, and its module.
 
@@ -136,7 +141,7 @@ def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for segment in path.split(".") if path else ():
         form = re.compile(re.escape(segment).replace(r"\*", ".*"))
         found = [
-            (f"{prefix}.{name}" if prefix else name, child)
+            (join(prefix, name), child)
             for prefix, module in found
             for name, child in module._modules.items()
             if child is not None and form.fullmatch(name) and not ("*" in segment and name == CHILD)

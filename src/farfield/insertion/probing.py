@@ -1,6 +1,7 @@
 """Looking at a model while it runs once: what its places return, how often, and along which dimension channels lie.
 
-A probe leaves no trace: it runs in eval without gradients, and flags, buffers and random numbers are put back.
+A probe leaves no trace: it runs in eval without gradients, and flags, buffers and random numbers are put back. Hooks
+and attributes that a model makes when it first runs, as those of transformers do, are taken away again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,14 @@ class EnoughError(Exception):
     """Every place has been reached; the rest of the pass would say nothing new."""
 
 
-def probe(model: nn.Module, example: Any, paths: Iterable[str], *, stop_early: bool = False) -> Seen:
+def probe(
+    model: nn.Module,
+    example: Any,
+    paths: Iterable[str],
+    *,
+    stop_early: bool = False,
+    change: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> Seen:
     """Run a model once and watch modules of it.
 
     Args:
@@ -35,6 +44,7 @@ def probe(model: nn.Module, example: Any, paths: Iterable[str], *, stop_early: b
         example: A tensor, a tuple of arguments or a dict of named ones.
         paths: Of the modules to watch.
         stop_early: Whether to stop when each was called once, or when the model fails after that.
+        change: What to put in the place of what modules return, by their paths.
 
     Returns:
         What was seen.
@@ -56,6 +66,10 @@ def probe(model: nn.Module, example: Any, paths: Iterable[str], *, stop_early: b
 
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
+        for path, function in (change or {}).items():
+            # Before all other hooks, so that these see what was put there.
+            hook = partial(replace_output, function)
+            stack.enter_context(model.get_submodule(path).register_forward_hook(hook, prepend=True))
         for path in watched:
             stack.enter_context(model.get_submodule(path).register_forward_hook(watch(path)))
         try:
@@ -64,6 +78,11 @@ def probe(model: nn.Module, example: Any, paths: Iterable[str], *, stop_early: b
             if not stop_early:
                 raise
     return seen
+
+
+def replace_output(function: Callable[[Any], Any], module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Put what a function makes of an output in its place, as a forward hook."""
+    return function(outputs)
 
 
 def call(model: nn.Module, example: Any) -> Any:
@@ -75,8 +94,9 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval, without gradients or autocast; then put flags, buffers and random numbers back."""
+    """Run in eval, without gradients or autocast; then put all back, flags, buffers, hooks and random numbers."""
     modules = list(model.modules())
+    names = [(module, set(vars(module)), hook_keys(module)) for module in modules]
     training = [module.training for module in modules]
     buffers = [(module, name, buffer, buffer.clone()) for module in modules for name, buffer in named_buffers(module)]
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
@@ -101,6 +121,22 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = flag
             for module, name, buffer, value in buffers:
                 put_back(module, name, buffer, value)
+            for module, attributes, keys in names:
+                drop_new(module, attributes, keys)
+
+
+def hook_keys(module: nn.Module) -> dict[str, set[Any]]:
+    """The keys of a module's hooks of each kind."""
+    return {name: set(value) for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
+
+
+def drop_new(module: nn.Module, attributes: set[str], keys: Mapping[str, set[Any]]) -> None:
+    """Take away the attributes and hooks that a module did not have."""
+    for name in vars(module).keys() - attributes:
+        del vars(module)[name]
+    for name, known in keys.items():
+        for key in vars(module)[name].keys() - known:
+            del vars(module)[name][key]
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

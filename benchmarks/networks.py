@@ -1,0 +1,154 @@
+"""Networks that others wrote, one of every family, small and with random weights, each with an example of its input."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torchvision
+from torch import nn
+
+# How names say that a network is small, the smallest first.
+SMALL = ("test_", "_zepto", "_atto", "_femto", "_pico", "_nano", "xxtiny", "_xxs", "_xs", "_tiny", "_s0", "_t0", "_m0")
+SMALL += ("_n_", "_t_", "_b0", "18", "_small", "_s", "lite", "_x0_5", "1_0", "_400mf", "11", "121", "50")
+
+
+class Network(NamedTuple):
+    """A network by its name, and how it and an example of its input are made."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    example: Callable[[nn.Module], Any]
+
+
+def networks() -> Iterator[Network]:
+    """Every network of the sweep; nothing is built yet."""
+    yield from timm_networks()
+    yield from torchvision_networks()
+    yield from smp_networks()
+    yield from hugging_face_networks()
+
+
+def smallest(names: list[str]) -> str:
+    """The network of a family whose name says that it is the smallest."""
+    return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
+
+
+# ---- timm ------------------------------------------------------------------------------------------------------------
+def timm_networks() -> Iterator[Network]:
+    """One of each module of timm that registers networks; any other by its name is `timm_network`."""
+    for family in timm.list_modules():
+        names = timm.list_models(module=family)
+        if names:
+            yield timm_network(smallest(names))
+
+
+def timm_network(name: str) -> Network:
+    """A network of timm by its name."""
+    return Network(f"timm/{name}", partial(timm.create_model, name, pretrained=False), timm_example)
+
+
+def timm_example(model: nn.Module) -> torch.Tensor:
+    """An image of the size that the network was made for."""
+    return torch.rand(1, *model.default_cfg["input_size"])
+
+
+# ---- torchvision -----------------------------------------------------------------------------------------------------
+def torchvision_networks() -> Iterator[Network]:
+    """One of each module of torchvision: of images, of videos, for segmentation and for detection."""
+    families: dict[str, list[str]] = {}
+    for name in torchvision.models.list_models():
+        family = torchvision.models.get_model_builder(name).__module__
+        if not family.startswith(("torchvision.models.quantization", "torchvision.models.optical_flow")):
+            families.setdefault(family, []).append(name)
+    for family, names in families.items():
+        yield torchvision_network(smallest(names), family)
+
+
+def torchvision_network(name: str, family: str) -> Network:
+    """A network of torchvision by its name."""
+    options: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in inspect.signature(torchvision.models.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None
+    if ".detection." in family:
+        example: Any = [torch.rand(3, 128, 128)]
+        options |= {} if name.startswith("ssd") else {"min_size": 128, "max_size": 128}
+    elif ".video." in family:
+        # Two of them take one size alone.
+        size = (16, 224, 224) if name.startswith(("mvit", "swin")) else (8, 64, 64)
+        example = torch.rand(1, 3, *size)
+    else:
+        example = torch.rand(1, 3, 299, 299) if name.startswith("inception") else torch.rand(1, 3, 224, 224)
+    return Network(
+        f"torchvision/{name}", partial(torchvision.models.get_model, name, **options), partial(given, example)
+    )
+
+
+def given(example: Any, model: nn.Module) -> Any:
+    """The example that was made before the network."""
+    return example
+
+
+# ---- segmentation_models_pytorch -------------------------------------------------------------------------------------
+def smp_networks() -> Iterator[Network]:
+    """Each architecture of segmentation_models_pytorch, and U-Net on encoders that keep their grids in other ways."""
+    smp = importlib.import_module("segmentation_models_pytorch")
+    pairs = [(name, "mit_b0" if name == "segformer" else "resnet18") for name in smp.MODEL_ARCHITECTURES_MAPPING]
+    pairs += [
+        ("unet", name) for name in ("mobilenet_v2", "densenet121", "vgg11", "efficientnet-b0", "tu-convnext_atto")
+    ]
+    for name, encoder in pairs:
+        build = partial(smp.create_model, name, encoder_name=encoder, encoder_weights=None)
+        if name == "dpt":
+            build, encoder = partial(smp.DPT, "tu-vit_tiny_patch16_224", encoder_weights=None), "vit_tiny"
+        size = 224 if name == "dpt" else 128
+        yield Network(f"smp/{name}-{encoder}", build, partial(given, torch.rand(1, 3, size, size)))
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
+HEADS = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "BACKBONE")
+HEADS += ("UNIVERSAL_SEGMENTATION", "VIDEO_CLASSIFICATION")
+# What makes a configuration small, where it has it.
+TINY = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_labels": 3, "num_queries": 5}
+
+
+def hugging_face_networks() -> Iterator[Network]:
+    """Each vision model of transformers with each of its heads, two layers deep."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    kinds: dict[str, str] = {}
+    for head in HEADS:
+        for kind, model in getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES").items():
+            # Some kinds have several models, and some models several kinds.
+            kinds.setdefault(model if isinstance(model, str) else model[0], kind)
+    for name, kind in kinds.items():
+        yield Network(f"hf/{name}", partial(hugging_face_model, kind, name), hugging_face_example)
+
+
+def hugging_face_model(kind: str, name: str) -> nn.Module:
+    """A model of transformers from a small configuration."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    for option, value in TINY.items():
+        if isinstance(getattr(config, option, None), int):
+            setattr(config, option, value)
+    if isinstance(getattr(config, "depths", None), list | tuple):
+        config.depths = [1] * len(config.depths)
+    if name.endswith("Backbone") and hasattr(config, "stage_names"):
+        config.out_features = config.stage_names[1:]
+    return getattr(transformers, name)(config)
+
+
+def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Pixels of the size that the configuration says."""
+    config = model.config
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    frames = getattr(vision, "num_frames", None)
+    shape = (1, *([frames] if frames else []), getattr(vision, "num_channels", 3), height, width)
+    return {"pixel_values": torch.rand(shape)}

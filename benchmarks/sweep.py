@@ -1,0 +1,248 @@
+"""Insert additions into networks that others wrote, and see whether each is right, refused clearly, or wrong.
+
+    python benchmarks/sweep.py --out sweep.jsonl
+    python benchmarks/sweep.py --out sweep.jsonl --only 'timm/*' --limit 10
+    python benchmarks/sweep.py --out sweep.jsonl --only timm/swinv2_cr_tiny_224 --place 'stages.*'
+
+Each check of a network is a line of JSON: what it was, the verdict and the text. A run that was cut off goes on after
+the last line. A check is a function in `CHECKS` that is given a network and gives its results.
+
+- right: equal at first, to the bit; what the network returns moves with the addition; and it can be taken out again.
+- refused: an error of ours that names a fix, and the fix works.
+- unclear: an error without a fix, or with one that does not work.
+- wrong: all else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import json
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from networks import Network, networks, timm_network
+
+from farfield import insert, remove
+from farfield.insertion.probing import call, probe
+from farfield.nn import GridAttention
+
+make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
+# How many blocks of a network are tried, besides its largest parts.
+BLOCKS = 4
+# How many fixes are followed, one after the other.
+FIXES = 4
+
+
+class Result(NamedTuple):
+    """What came of one check at one place."""
+
+    place: str
+    verdict: str
+    text: str
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+def propose_places(model: nn.Module, example: Any) -> list[str]:
+    """The places that a user would think of: the parts of the network, and some blocks, evenly spread."""
+    paths = [path for path, module in model.named_modules() if path and any(True for _ in module.children())]
+    calls = probe(model, example, paths).calls
+    called = [path for path in paths if calls[path]]
+    parts = [path for path in paths if path.count(".") == 0]
+    blocks = [path for path in called if path not in parts]
+    step = max(1, len(blocks) // BLOCKS)
+    return parts + blocks[step // 2 :: step][:BLOCKS]
+
+
+# ---- insert ----------------------------------------------------------------------------------------------------------
+def check_insert(network: Network, where: list[str]) -> Iterator[Result]:
+    """Insert at each place that is proposed or given."""
+    torch.manual_seed(0)
+    model = network.build().eval()
+    example = network.example(model)
+    for place in where or propose_places(model, example):
+        yield insert_at(model, place, example)
+
+
+def insert_at(model: nn.Module, place: str, example: Any) -> Result:
+    """Insert at one place, following the fixes that errors name, and check what came of it."""
+    before, state = outputs(model, example), describe(model)
+    tried: list[tuple[str, dict[str, Any]]] = [(place, {})]
+    texts: list[str] = []
+    while True:
+        path, options = tried[-1]
+        try:
+            added = insert(model, path, make, example=example, **options)
+        except Exception as error:  # noqa: BLE001
+            texts.append(f"{path} {options or ''}: {type(error).__name__}: {error}")
+            if describe(model) != state:
+                return Result(place, "wrong", "\n".join([*texts, "this refusal leaves a trace"]))
+            fix = read_fix(str(error), path, options)
+            if fix is None:
+                return Result(place, "refused" if "fix: " in str(error) else "unclear", "\n".join(texts))
+            if fix in tried or len(tried) > FIXES:
+                return Result(place, "unclear", "\n".join([*texts, "these fixes do not help"]))
+            tried.append(fix)
+        else:
+            problem = check_added(model, added, example, before, state)
+            verdict = "wrong" if problem else "right" if path == place else "refused"
+            return Result(place, verdict, "\n".join([*texts, f"{path} {options or ''}: {problem or 'right'}"]))
+
+
+def read_fix(text: str, path: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """What to insert where, if an error says so in words that need no thought."""
+    fix = text.partition("fix: ")[2]
+    layout = re.match(r'(?:say which, )?layout="(\w+)"', fix)
+    if layout:
+        return path, {"layout": layout[1]}
+    other = re.match(r'(?:insert at|choose an entry,) "([^"]+)"|insert at what runs: ([\w.]+\w)', fix)
+    return (other[1] or other[2], {}) if other else None
+
+
+def check_added(model: nn.Module, added: dict[str, nn.Module], example: Any, before: list[Tensor], state: Any) -> str:
+    """What is wrong with an addition that was accepted, and take it out; nothing, if nothing is."""
+    problems, given = [], []
+    for module in added.values():
+        module.register_forward_hook(lambda module, inputs, grid: given.append(torch.equal(inputs[0], grid)))
+    # Given equal numbers a host may still run another kernel of torch's: a batch of one has two layouts in memory.
+    if not equal(outputs(model, example), before) and not all(given):
+        problems.append("not equal at first")
+    for path, module in added.items():
+        if not moves(model, path, module, example):
+            problems.append("no effect")
+    remove(model)
+    if describe(model) != state or not equal(outputs(model, example), before):
+        problems.append("remove does not restore")
+    return ", ".join(problems)
+
+
+def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
+    """Whether the network returns something else with other weights of an addition.
+
+    If not, whether any module does that has nothing to do with the place: a detector may drop what came from there.
+    """
+    place = path.partition("[")[0]
+    others = ["", *(name for name, _ in model.named_modules() if not (f"{place}.".startswith(f"{name}.")))]
+    others = [name for name in others if not f"{name}.".startswith(f"{place}.")]
+    before = probe(model, example, others).outputs
+    # Large, because networks with random weights may leave next to nothing of what is in their middle.
+    nn.init.normal_(module.output.weight, std=10)
+    after = probe(model, example, others).outputs
+    watched = [""] if "detection" not in type(model).__module__ else others
+    return any(not equal(tensors(before[name]), tensors(after[name])) for name in watched if name in before)
+
+
+def describe(model: nn.Module) -> list[Any]:
+    """What must be as before after a refusal, or when all is taken out: modules and their hooks."""
+    return [
+        (path, type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for path, module in model.named_modules()
+    ]
+
+
+def outputs(model: nn.Module, example: Any) -> list[Tensor]:
+    """The tensors that a network returns, with the same random numbers each time."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return tensors(call(model, example))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of an output, in whatever it puts them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict | tuple | list):
+        return [tensor for part in (value.values() if isinstance(value, dict) else value) for tensor in tensors(part)]
+    return tensors(vars(value)) if hasattr(type(value), "__dataclass_fields__") else []
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two outputs are equal to the bit."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Each is given a network and the places to try, which are its own to choose if there are none.
+CHECKS: dict[str, Callable[[Network, list[str]], Iterator[Result]]] = {"insert": check_insert}
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+def sweep(chosen: list[Network], where: list[str], out: Path, limit: int | None) -> None:
+    """Run the checks of networks that `out` does not hold yet; all lines of a check are written when it is done."""
+    lines = read(out)
+    # Without a last line that was cut off.
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    done = {(line["network"], line["check"]) for line in lines}
+    todo = [(network, name) for network in chosen for name in CHECKS if (network.name, name) not in done]
+    for network, name in todo[:limit]:
+        started = time.monotonic()
+        results = attempt(CHECKS[name], network, where)
+        about = {"network": network.name, "check": name, "seconds": round(time.monotonic() - started, 1)}
+        with out.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(about | result._asdict()) + "\n" for result in results))
+        print(f"{network.name}: {name}: {', '.join(result.verdict for result in results)}", flush=True)
+
+
+def attempt(
+    check: Callable[[Network, list[str]], Iterator[Result]], network: Network, where: list[str]
+) -> list[Result]:
+    """The results of a check; a network that cannot be built, or run with its example, says nothing about us."""
+    results = []
+    try:
+        results.extend(check(network, where))
+    except Exception as error:  # noqa: BLE001
+        results.append(Result("", "not run", f"{type(error).__name__}: {error}"))
+    return results or [Result("", "not run", "no place to try")]
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The lines that a sweep has written; a last one that was cut off does not count."""
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def summarize(lines: list[dict[str, Any]]) -> str:
+    """How many places of how many networks were right, refused, unclear and wrong, by check and library."""
+    counts: dict[tuple[str, str], collections.Counter[str]] = {}
+    for line in lines:
+        counts.setdefault((line["check"], line["network"].partition("/")[0]), collections.Counter())[
+            line["verdict"]
+        ] += 1
+    return "\n".join(
+        f"{check} {library}: " + ", ".join(f"{count} {verdict}" for verdict, count in counter.most_common())
+        for (check, library), counter in counts.items()
+    )
+
+
+def main() -> None:
+    """Read the arguments, sweep, and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="lines of JSON; a run goes on after the last")
+    parser.add_argument("--only", nargs="*", default=["*"], help="names of networks, with *; timm/NAME is any of timm")
+    parser.add_argument("--place", nargs="*", default=[], help="places to try, in the place of those proposed")
+    parser.add_argument("--limit", type=int, help="how many checks to run")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_grad_enabled(False)
+    known = list(networks())
+    chosen = [network for network in known if any(fnmatch.fnmatch(network.name, form) for form in options.only)]
+    names = {network.name for network in known}
+    named = [name for name in options.only if name.startswith("timm/") and "*" not in name and name not in names]
+    chosen += [timm_network(name.removeprefix("timm/")) for name in named]
+    sweep(chosen, options.place, options.out, options.limit)
+    print(summarize(read(options.out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Who else looks at a place: hooks from before, those that count its blocks, and those that put others in its place."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models import FeatureHookNet
+from torch import Tensor, nn
+from torch.ao.quantization import fuse_modules
+from transformers import (
+    ConvNextConfig,
+    DepthAnythingConfig,
+    DepthAnythingForDepthEstimation,
+    Dinov2Backbone,
+    Dinov2Config,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
+    ViTConfig,
+    ViTModel,
+)
+
+from farfield import insert, remove
+from small_hosts import Net, felt, identity, image
+
+square = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+# ---- hooks from before -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("where", ["stem", "stage", "stage.1", "stage.2"])
+def test_who_hooked_before_sees_a_place_with_its_addition(where: str) -> None:
+    net, seen = Net().eval(), []
+    place = net.get_submodule(where)
+    place.register_forward_hook(lambda module, inputs, grid: seen.append(grid))
+    net(image)
+    added = insert(net, where, felt, example=image)[where]
+    seen[1:] = []
+    net(image)
+    assert torch.equal(seen[1], added(seen[0]))
+
+
+def test_a_hook_changes_what_the_addition_made() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1)).eval()
+    net[0].register_forward_hook(lambda module, inputs, grid: torch.zeros_like(grid))
+    with pytest.raises(ValueError, match="0 has no effect: whatever its addition returns, Sequential returns the same"):
+        insert(net, "0", identity, example=image)
+
+
+def vit(**options: Any) -> ViTConfig:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    return ViTConfig(image_size=32, patch_size=8, **sizes, **options)
+
+
+@pytest.mark.parametrize("hooked", ["before", "by the example", "after"])
+def test_hidden_states_of_transformers(hooked: str) -> None:
+    model = ViTModel(vit()).eval()
+    if hooked == "before":
+        model(square, output_hidden_states=True)
+    example = {"pixel_values": square, "output_hidden_states": hooked == "by the example"}
+    added = insert(model, "layers.1", felt, example=example, layout="channels_last")["layers.1"]
+    answers: list[Tensor] = []
+    added.register_forward_hook(lambda module, inputs, grid: answers.append(grid.movedim(1, -1)))
+    states = model(square, output_hidden_states=True).hidden_states
+    assert torch.equal(states[2], answers[0])
+
+
+def test_the_probe_leaves_no_hook_of_the_host() -> None:
+    model = ViTModel(vit())
+    attributes = [set(vars(module)) for module in model.modules()]
+    insert(
+        model, "layers.1", felt, example={"pixel_values": square, "output_hidden_states": True}, layout="channels_last"
+    )
+    remove(model)
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert not any(module._forward_hooks for module in model.modules())
+    assert len(model(square, output_hidden_states=True).hidden_states) == 4
+
+
+def tiny_vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=12, num_heads=2).eval()
+
+
+def test_features_that_timm_hooks() -> None:
+    net = tiny_vit()
+    features = FeatureHookNet(net, out_indices=(0, 1))
+    before = features(square)
+    insert(net, ["blocks.0", "blocks.1"], felt, example=square, layout="channels_last")
+    after = features(square)
+    assert len(after) == 2
+    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def dinov2(**options: Any) -> Dinov2Config:
+    stages = [f"stage{stage}" for stage in range(1, 5)]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "mlp_ratio": 2}
+    return Dinov2Config(image_size=32, patch_size=8, out_features=stages, **sizes, **options)
+
+
+def named(model: nn.Module, kind: str) -> list[str]:
+    """The paths of the modules of a class."""
+    return [path for path, module in model.named_modules() if type(module).__name__ == kind]
+
+
+def depth_anything() -> nn.Module:
+    neck = {"reassemble_hidden_size": 16, "neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "head_hidden_size": 4}
+    config = DepthAnythingConfig(backbone_config=dinov2(reshape_hidden_states=False), patch_size=8, **neck)
+    return DepthAnythingForDepthEstimation(config)
+
+
+def upernet() -> nn.Module:
+    stages = [f"stage{stage}" for stage in range(1, 5)]
+    backbone = ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, out_features=stages)
+    head = {"hidden_size": 16, "num_labels": 2, "use_auxiliary_head": False, "pool_scales": [1, 2]}
+    return UperNetForSemanticSegmentation(UperNetConfig(backbone_config=backbone, **head))
+
+
+def segformer() -> nn.Module:
+    sizes = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1] * 4}
+    return SegformerForSemanticSegmentation(SegformerConfig(**sizes, decoder_hidden_size=8, num_labels=2))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "head"),
+    [
+        (depth_anything, "Dinov2Layer", "neck"),
+        (upernet, "ConvNextStage", "decode_head"),
+        (segformer, "SegformerStage", "decode_head"),
+        (lambda: Dinov2Backbone(dinov2()), "Dinov2Layer", None),
+    ],
+)
+def test_each_stage_reaches_what_transformers_hooks_for_a_head(
+    build: Callable[[], nn.Module], kind: str, head: str | None
+) -> None:
+    model = build().eval()
+    given: list[Any] = []
+
+    def look() -> Any:
+        answer = model(square)
+        return answer.feature_maps if head is None else given.pop()
+
+    if head is not None:
+        model.get_submodule(head).register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    before = look()
+    stages = named(model, kind)
+    assert len(stages) == len(before) == 4
+    insert(model, stages, felt, example=square, layout="channels_last" if kind == "Dinov2Layer" else "channels_first")
+    given.clear()
+    after = look()
+    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+# ---- those that count or iterate -------------------------------------------------------------------------------------
+def test_a_sequence_of_blocks_does_not_grow() -> None:
+    net = tiny_vit()
+    before, blocks = net.forward_intermediates(square), list(net.blocks)
+    insert(net, "blocks", felt, example=square, layout="channels_last")
+    assert len(net.blocks) == 3
+    assert list(net.blocks) == blocks == [net.blocks[block] for block in range(3)]
+    assert all(key.startswith("blocks.farfield.") for key in net.state_dict() if "farfield" in key)
+    last, features = net.forward_intermediates(square)
+    assert len(features) == len(before[1])
+    # The last block answers with the addition, whoever calls it.
+    assert torch.equal(last, net.forward_features(square))
+    assert torch.equal(features[0], before[1][0])
+    assert not torch.equal(features[2], before[1][2])
+    remove(net)
+    assert type(net.blocks) is nn.Sequential
+    assert torch.equal(net.forward_intermediates(square)[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["convnext_atto", "resnet18", "efficientnet_lite0"])
+def test_features_of_timm_are_as_many(name: str) -> None:
+    net = timm.create_model(name).eval()
+    where = {"convnext_atto": "stages", "resnet18": "layer4", "efficientnet_lite0": "blocks"}[name]
+    before = net.forward_intermediates(square)[1]
+    insert(net, where, felt, example=square)
+    last, features = net.forward_intermediates(square)
+    assert [feature.shape for feature in features] == [feature.shape for feature in before]
+    assert torch.equal(last, net.forward_features(square))
+
+
+def hosting() -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
+    """A sequence with an addition, and the addition."""
+    net = Net().eval()
+    return net.stage, insert(net, "stage", felt, example=image)["stage"]
+
+
+grid = torch.rand(2, 8, 12, 16, generator=torch.Generator().manual_seed(3))
+
+
+def test_parts_of_a_sequence() -> None:
+    stage, _ = hosting()
+    first, second, third = stage
+    assert type(stage[:2]) is nn.Sequential
+    assert torch.equal(stage[:2](grid), second(first(grid)))
+    end = stage[1:]
+    assert [name for name, _ in end.named_children()] == ["1", "2", "farfield"]
+    assert torch.equal(end(first(grid)), stage(grid))
+    assert stage[-1] is third
+    with pytest.raises(IndexError):
+        stage[3]
+
+
+def test_a_sequence_that_is_changed_keeps_its_addition_behind() -> None:
+    stage, addition = hosting()
+    first, extra = stage[0], nn.Conv2d(12, 12, 1)
+    del stage[1]
+    remove(copied := copy.deepcopy(stage))
+    assert [name for name, _ in stage.named_children()] == ["0", "1", "farfield"]
+    assert torch.equal(stage(grid), addition(copied(grid)))
+    stage.append(extra)
+    assert torch.equal(stage(grid), addition(extra(copied(grid))))
+    assert stage.pop(2) is extra
+    stage.insert(1, extra)
+    stage[2] = nn.Identity()
+    assert torch.equal(stage(grid), addition(extra(first(grid))))
+    assert [name for name, _ in stage.named_children()] == ["0", "1", "2", "farfield"]
+
+
+def test_additions_of_a_block_and_of_the_sequences_that_end_with_it() -> None:
+    net = nn.Sequential(nn.Sequential(*Net().stage)).eval()
+    example = torch.rand(2, 8, 9, 9)
+    before = net(example)
+    outer, inner, block = (insert(net, where, felt, example=example)[where] for where in ("", "0", "0.2"))
+    wanted = outer(inner(block(before)))
+    assert torch.equal(net(example), wanted)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(other(example), wanted)
+        remove(other, "0")
+        assert torch.equal(other(example), outer(block(before)))
+    remove(net)
+    assert not any(module._forward_hooks for module in net.modules())
+    assert [type(module) for module in net.modules()][:2] == [nn.Sequential, nn.Sequential]
+
+
+# ---- those that put another layer in the place -----------------------------------------------------------------------
+@pytest.mark.parametrize("where", ["stage.1.norm", "stage.1"])
+def test_convert_sync_batchnorm_keeps_an_addition(where: str) -> None:
+    net = Net().eval()
+    added = insert(net, where, felt, example=image)[where]
+    before = net(image)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert isinstance(net.stage[1].norm, nn.SyncBatchNorm)
+    assert torch.equal(net(image), before)
+    assert torch.equal(copy.deepcopy(net)(image), before)
+    assert net.get_submodule(where).farfield is added
+    remove(net)
+    assert not torch.equal(net(image), before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+@pytest.mark.parametrize("where", ["stage.1.conv", "stage.1.norm"])
+def test_fuse_modules_loses_no_addition_without_a_word(where: str) -> None:
+    net = Net().eval()
+    plain = net(image)
+    insert(net, where, felt, example=image)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused = fuse_modules(net, [["stage.1.conv", "stage.1.norm"]])
+    with pytest.raises(
+        RuntimeError, match=r"insert: (conv|norm) in Block has lost its addition: \w+ is in the place of"
+    ):
+        fused(image)
+    remove(fused)
+    torch.testing.assert_close(fused(image), plain)
+
+
+def test_a_layer_that_is_gone() -> None:
+    net = Net().eval()
+    insert(net, ["stage.1.norm", "stem"], felt, example=image)
+    net.stage[1].norm = nn.Identity()
+    text = "insert: norm in Block has lost its addition: Identity is in the place of its BatchNorm2d"
+    with pytest.raises(RuntimeError, match=text):
+        net(image)
+    remove(net, "stage.1.norm")
+    net(image)
+    del net.stem
+    with pytest.raises(RuntimeError, match="stem in Net has lost its addition: it is gone"):
+        net(image)
+    remove(net, "stem")
+    with pytest.raises(AttributeError, match="stem"):
+        net(image)
