@@ -180,7 +180,11 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff\xfe\0", b"5", b"[1]", b'{"model": 5}'], ids=str)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[" * 100_000, b"\xff\xfe\0", b"5", b"[1]", b'{"model": 5}'],
+    ids=["empty", "lists in lists", "UTF-16", "number", "list", "no model"],
+)
 def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(content)

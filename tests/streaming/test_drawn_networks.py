@@ -111,7 +111,9 @@ def sequence(*found: nn.Module) -> nn.Module:
     ],
     ids=range(9),
 )
-def test_networks_at_the_edge_of_what_tiles_can_do(net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None) -> None:
+def test_networks_at_the_edge_of_what_tiles_can_do(
+    net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None
+) -> None:
     grid = torch.randn(1, 1, *size)
     want = whole_of(net, grid, plan_whole(net, grid.shape, tile=tile, pad=pad), pad)
     assert relative(predict_whole(net, grid, tile=tile, pad=pad, quiet=True), want) < TOLERANCE
