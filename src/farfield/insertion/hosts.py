@@ -200,10 +200,10 @@ def use(places: list[Place]) -> str:
 
 
 def is_grid(value: Any, batch: set[int]) -> bool:
-    """Whether something is a tensor of floats that has sides, and its batch first."""
+    """Whether something is a tensor of floats with its batch first, and with several channels at several positions."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
         return False
-    return value.dim() >= 3 and len(value) in batch
+    return value.dim() >= 3 and len(value) in batch and sum(length > 1 for length in value.shape[1:]) > 1
 
 
 def entries(outputs: Any) -> dict[str, Any]:
