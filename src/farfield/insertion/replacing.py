@@ -44,7 +44,7 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: of the weights of the basis.
     * Weights of the attention, if they are asked for: the implied matrix, N² numbers.
-    * Rotary positions: kept by `factorized`, `averaged`, `dot` and `softmax`; other rows read them as channels, and warn.
+    * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; other rows read them as channels, and warn.
     * Causal masks, windows, relative positions and other biases, which differ from cell to cell: refused by name.
 
     Args:
