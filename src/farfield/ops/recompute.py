@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops._kernels import sums as kernels
-from farfield.ops.grid import keeps_all
+from farfield.ops.modes import keeps_all
 from farfield.ops.order import is_a_slot
 from farfield.ops.reading import Reading, read, rows_of, stacked, unstacked
 from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, split_heads, sum_over_cells, summarize

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from farfield.ops._kernels import library
 from farfield.ops._kernels.sums import few
-from farfield.ops.grid import ALL, AXES, add_axes, keeps_all
+from farfield.ops.grid import ALL, AXES, add_axes
+from farfield.ops.modes import keeps_all
 from farfield.ops.reading import Reading
 from farfield.ops.recompute import few as scalars
 from farfield.ops.recompute import gradients, read_and_summarize, respond_from
