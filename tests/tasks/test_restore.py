@@ -234,6 +234,6 @@ def test_a_stack_is_never_overwritten_by_its_restored_twin(tmp_path: Path) -> No
     before, stack = path.read_bytes(), tifffile.imread(path)
     for output in (path, tmp_path / "link" / "stack.tif"):
         module = Restore(models.unet_care("siamese", first_channels=4), output=str(output), overwrite=True)
-        with pytest.raises(ValueError, match=r'stack\.tif is the stack ".*" itself, and is not overwritten; fix: ano'):
+        with pytest.raises(FileExistsError, match=r"would replace .*stack\.tif, which is read; nothing"):
             module.predict_step((stack, str(path), "stack.tif"), 0)
     assert path.read_bytes() == before

@@ -40,6 +40,7 @@ class ASPP(nn.ModuleList):
     Reference: Chen et al. 2017.
 
     Example:
+        >>> import torch
         >>> ASPP(8, 3)(torch.randn(1, 8, 41, 41)).shape
         torch.Size([1, 3, 41, 41])
     """
@@ -94,6 +95,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
     Reference: KAN §4.6; Chen et al. 2017.
 
     Example:
+        >>> import torch
         >>> from farfield import models
         >>> net = models.deeplab_compact("mobilenet_v2", "siamese", num_classes=11, width=0.25, residual=True)
         >>> net(torch.randn(1, 3, 90, 120)).shape
@@ -158,6 +160,7 @@ def deeplab_v2(
     Reference: KAN §4.6, Table 6.
 
     Example:
+        >>> import torch
         >>> with torch.device("meta"):
         ...     net = deeplab_v2()
         >>> sum(parameter.numel() for parameter in net.parameters())
@@ -183,6 +186,7 @@ def deeplab_compact(
     The arguments are `DeepLab`'s; the attention has one head.
 
     Example:
+        >>> import torch
         >>> deeplab_compact("sanet", "averaged", width=0.25)(torch.randn(1, 3, 64, 64)).shape
         torch.Size([1, 21, 8, 8])
     """
