@@ -92,7 +92,7 @@ def attend(
                 f"{caller}: this model's attention also has {option}, which {name} has no place for; "
                 f"fix: leave this layer out by where=, or take a model without it."
             )
-    # As in transformers: what the model says with a call comes before what its module says, and so does a mask of pairs.
+    # As in transformers: what the model says with a call comes before what its module says, so does a mask of pairs.
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", False) and (attention_mask is None or attention_mask.ndim == 2)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.grid import accumulation, in_forward_mode, is_recorded
+from farfield.ops._kernels.library import in_forward_mode, is_recorded
+from farfield.ops.grid import accumulation
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from farfield._checks import ShapeError, check_grid, check_mask, check_same_kind, shape_error
 from farfield.ops._kernels import library as kernels
@@ -67,18 +66,8 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
 def keeps_all(*tensors: Tensor | None) -> bool:
     """Whether the plain form is to run: nothing to differentiate, or something else than `backward` does it."""
     wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    transformed = torch._C._are_functorch_transforms_active() or in_forward_mode()
-    return not wanted or is_recorded() or transformed
-
-
-def is_recorded() -> bool:
-    """Whether what runs becomes a graph, which takes torch's own operations."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def in_forward_mode() -> bool:
-    """Whether derivatives are carried forward with the values."""
-    return forward_ad._current_level >= 0
+    transformed = torch._C._are_functorch_transforms_active() or kernels.in_forward_mode()
+    return not wanted or kernels.is_recorded() or transformed
 
 
 def hide(grid: Tensor, mask: Tensor | None) -> Tensor:

@@ -193,3 +193,13 @@ def runs_on(tensor: Tensor) -> bool:
     """Whether `why_not_on` has no reason."""
     plain = tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
     return plain and tensor.is_contiguous() and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def is_recorded() -> bool:
+    """Whether what runs becomes a graph, which takes torch's own operations."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are carried forward with the values."""
+    return forward_ad._current_level >= 0
