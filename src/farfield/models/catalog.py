@@ -275,8 +275,11 @@ def rebuild(config: dict[str, Any]) -> nn.Module:
 def register_timm() -> list[str]:
     """Make every name of `CLASSIFIERS` known to timm, and so to what finds its encoders there.
 
-    `timm.create_model(name, num_classes=…, in_chans=…, drop_rate=…, features_only=True)` then works. No pretrained
-    weights are published, so `pretrained=True` is an error of timm's. Calling it again changes nothing.
+    `timm.create_model(name, …)` then takes timm's num_classes, in_chans, drop_rate, drop_path_rate, global_pool,
+    output_stride, features_only and out_indices, and `CompactNet`'s width, strides, operator and reduction. What it
+    builds has `forward_intermediates`, `set_grad_checkpointing`, and `group_matcher` for learning rates that decay from
+    layer to layer; it can not be scripted. No pretrained weights are published, so `pretrained=True` is an error of
+    timm's. Calling it again changes nothing.
 
     Returns:
         The names.
@@ -285,8 +288,8 @@ def register_timm() -> list[str]:
         >>> import timm
         >>> from farfield import models
         >>> names = models.register_timm()
-        >>> timm.create_model("kanet_qkv", features_only=True).feature_info.channels()
-        [16, 24, 32, 96, 320]
+        >>> timm.create_model("kanet_qkv", features_only=True, output_stride=16).feature_info.reduction()
+        [2, 4, 8, 16, 16]
     """
     import timm.models
 
@@ -299,8 +302,12 @@ def register_timm() -> list[str]:
 def timm_entry(name: str) -> Callable[..., nn.Module]:
     """Make the function that timm calls for a name, with timm's names for the arguments."""
 
-    def build(*, num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.2, **arguments: Any) -> CompactNet:
-        return CLASSIFIERS[name](num_classes=num_classes, in_channels=in_chans, dropout=drop_rate, **arguments)
+    def build(
+        *, in_chans: int = 3, drop_rate: float = 0.2, drop_path_rate: float = 0.0, **arguments: Any
+    ) -> CompactNet:
+        net = CompactNet(name, in_channels=in_chans, dropout=drop_rate, **arguments)
+        net.set_drop_path(drop_path_rate)
+        return net
 
     def entry(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> nn.Module:
         from timm.models import build_model_with_cfg

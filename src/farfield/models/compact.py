@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
@@ -79,7 +79,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-classification"):
+class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag="image-classification"):
     """Classify images by a row of `VARIANTS` on the rows of `STAGES` (KAN Table 1).
 
     Args:
@@ -93,9 +93,13 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
             where attention can do nothing; (1, 1, 2, 2, 2) makes them 16², 8² and 4².
         dropout: Probability before the classifier.
         reduction: ρ of squeeze-excite; read by senet alone.
+        global_pool: How the last grid is pooled, by timm's names: "avg", "max", "avgmax", "catavgmax", or "" for not at
+            all, where there is no classifier.
+        output_stride: 8, 16 or 32: how much smaller than the image the last grid is at least; strides beyond it become
+            dilations of the 3x3 convolutions behind them. None takes the strides as they are.
 
     Raises:
-        LookupError: For an unknown model or operator.
+        LookupError: For an unknown model, operator or pooling.
         ValueError: For a number out of range, or an operator where the variant has no attention.
 
     Reference: KAN Table 1, SAN Table 9.
@@ -121,30 +125,36 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
         strides: Sequence[int] | None = None,
         dropout: float = 0.2,
         reduction: int = 2,
+        global_pool: str = "avg",
+        output_stride: int | None = None,
     ) -> None:
         super().__init__()
         variant = find_variant(model, operator)
         check_arguments(model, num_classes, in_channels, width, dropout)
-        strides = check_strides(model, strides)
-        self.name, self.in_channels, self.strides = model, in_channels, strides
+        strides, places = check_strides(model, strides, output_stride)
+        self.name, self.in_channels, self.strides = model, in_channels, tuple(stride for stride, _ in places)
         self.config: dict[str, Any] = {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
         self.config |= {"num_classes": num_classes, "in_channels": in_channels, "width": width}
         self.config |= {"strides": list(strides), "dropout": dropout}
         self.config |= {"reduction": reduction} if variant.path == "squeeze_excite" else {}
+        self.config |= {} if output_stride is None else {"output_stride": output_stride}
 
         channels = divisible(STEM * width)
         self.stem = convolved(in_channels, channels, kernel=3, stride=strides[0])
-        rows, later = [], iter(strides[1:])
+        rows, later, (_, dilation) = [], iter(places[1:]), places[0]
         self.row_channels = [divisible(stage.out * width) for stage in STAGES]
         for stage, out in zip(STAGES, self.row_channels, strict=True):
-            kind, stride = getattr(variant, stage.kind), next(later) if stage.s > 1 else stage.s
-            rows.append(build_row(stage, kind, operator or variant.path, channels, out, stride, reduction))
+            before, (stride, dilation) = dilation, next(later) if stage.s > 1 else (stage.s, dilation)
+            path = operator or variant.path
+            rows.append(build_row(stage, getattr(variant, stage.kind), path, channels, out, stride, reduction))
+            if dilation > 1:
+                dilate_blocks(rows[-1], before, dilation)
             channels = out
-        self.rows = nn.Sequential(*rows)
+        self.rows, self.feature_rows = nn.Sequential(*rows), PYRAMID
         self.num_features = divisible(HEAD * max(1.0, width))
         self.head = convolved(channels, self.num_features)
         self.dropout = nn.Dropout(dropout)
-        self.reset_classifier(num_classes)
+        self.reset_classifier(num_classes, global_pool)
         initialize(self)
 
     def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -153,34 +163,37 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
 
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the last grid, after the head's 1x1 convolution and before pooling."""
+        return self.head(self.run(self.rows, self.enter(image)))
+
+    def enter(self, image: Tensor) -> Tensor:
+        """Return the grid of the stem."""
         check_image(self.name, image, self.in_channels)
-        return self.head(self.rows(self.stem(image)))
+        return self.stem(image)
 
     def forward_head(
         self, features: Float[Tensor, "b d y x"], *, pre_logits: bool = False
-    ) -> Float[Tensor, "b classes"]:
+    ) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:
         """Pool the last grid and classify it; `pre_logits` stops before the classifier."""
-        pooled = self.dropout(F.adaptive_avg_pool2d(features, 1).flatten(1))
+        pooled = self.dropout(POOLS[self.global_pool][0](features))
         return pooled if pre_logits else self.classifier(pooled)
 
     def pyramid(self, image: Float[Tensor, "b c h w"]) -> list[Tensor]:
         """Return the grids before each halving and the last: strides 2 to 32, channels 16, 24, 32, 96 and 320."""
-        check_image(self.name, image, self.in_channels)
-        grid, grids = self.stem(image), []
-        for index, row in enumerate(self.rows):
-            grid = row(grid)
-            if index in PYRAMID:
-                grids.append(grid)
-        return grids
+        return cast(list[Tensor], self.forward_intermediates(image, intermediates_only=True))
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         """What the grids of `pyramid` are, as timm describes them: channels, total stride, module."""
         info, stride, places = [], 1, iter(self.strides)
-        for row in PYRAMID:
+        for row in self.feature_rows:
             stride *= next(places)
             info.append({"num_chs": self.row_channels[row], "reduction": stride, "module": f"rows.{row}"})
         return info
+
+    @property
+    def head_hidden_size(self) -> int:
+        """Numbers that the classifier reads, under the name that timm calls it by."""
+        return self.num_features * POOLS[self.global_pool][1]
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """The image whose multiply-adds a model card counts: channels and sides."""
@@ -190,13 +203,23 @@ class CompactNet(Fusable, Stored, library_name="farfield", pipeline_tag="image-c
         """Return the last layer, under the name that timm calls it by."""
         return self.classifier
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Put a new, untrained classifier in the old one's place, e.g. to fine-tune; 0 leaves it out."""
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Put a new, untrained classifier in the old one's place, e.g. to fine-tune; 0 leaves it out.
+
+        Args:
+            num_classes: Outputs.
+            global_pool: Another pooling before it, see the class.
+        """
         check_whole(self.name, "num_classes", num_classes, 0)
+        pool = self.global_pool if global_pool is None else global_pool
+        self.global_pool = check_pool(self.name, pool, num_classes)
         old = next(self.parameters())
-        classifier = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        classifier = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
         self.classifier = initialize(classifier.to(old.device, old.dtype))
         self.num_classes = self.config["num_classes"] = num_classes
+        self.config.pop("global_pool", None)
+        if self.global_pool != "avg":
+            self.config["global_pool"] = self.global_pool
 
 
 def find_variant(model: str, operator: str | Operator | None) -> Variant:
@@ -271,16 +294,19 @@ def check_arguments(model: str, num_classes: int, in_channels: int, width: float
         raise ValueError(f"{model}: dropout must be a probability below 1, got {dropout!r}.")
 
 
-def check_strides(model: str, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the five strides, the papers' where none are given."""
-    if strides is None:
-        return STRIDES
+def check_strides(
+    model: str, strides: Sequence[int] | None, output_stride: int | None
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Return the five strides, the papers' where none are given, and those that are taken, each with its dilation."""
+    strides = STRIDES if strides is None else strides
     if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
         raise ValueError(
             f"{model}: strides must be {len(STRIDES)} whole numbers from 1, those of the stem and of the rows of 24, "
             f"32, 64 and 160 channels, got {strides!r}; fix: the papers' {STRIDES}, or (1, 1, 2, 2, 2) for 32 pixels."
         )
-    return tuple(strides)
+    if output_stride not in (None, 8, 16, 32):
+        raise ValueError(f"{model}: output_stride must be 8, 16 or 32, got {output_stride!r}.")
+    return tuple(strides), limit_strides(strides, output_stride)
 
 
 def check_image(model: str, image: Tensor, channels: int) -> None:

@@ -34,6 +34,9 @@ class BaseBlock(Fusable):
         skip: Whether the input is concatenated to the expanded channels.
         rank: Number of sides of the grid, 1 to 3.
 
+    Attributes:
+        drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
+
     Raises:
         ValueError: For an expansion or stride below 1, or a rank above 3.
 
@@ -45,6 +48,8 @@ class BaseBlock(Fusable):
         >>> BaseBlock(24, 32, stride=2, skip=True)(torch.randn(2, 24, 9, 9)).shape
         torch.Size([2, 32, 5, 5])
     """
+
+    drop_path: float = 0.0
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class BaseBlock(Fusable):
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
         out = self.project(self.depthwise(wide))
-        return grid + out if self.residual else out
+        return grid + folded.drop_samples(self, out) if self.residual else out
 
 
 class AttentionBlock(Fusable):
@@ -100,6 +105,9 @@ class AttentionBlock(Fusable):
         skip: Whether the block's input is added to the attention's output (where s = 1).
         rank: Number of sides of the grid, 1 to 3.
 
+    Attributes:
+        drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
+
     Raises:
         ValueError: For an expansion below 2, a stride below 1, or a rank above 3.
         LookupError: For an operator with no row in `ops.OPERATORS`.
@@ -112,6 +120,8 @@ class AttentionBlock(Fusable):
         >>> AttentionBlock(32, 64, "kronecker_qkv")(torch.randn(2, 32, 14, 14)).shape
         torch.Size([2, 64, 14, 14])
     """
+
+    drop_path: float = 0.0
 
     def __init__(
         self,
@@ -151,7 +161,7 @@ class AttentionBlock(Fusable):
         """The figure, layer by layer: what `forward` computes, and how where a layer is wrapped or listened to."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
-        return grid + out if self.residual else out
+        return grid + folded.drop_samples(self, out) if self.residual else out
 
     def far(self, grid: Tensor) -> Tensor:
         """Return the global path: attention of the grid, plus the grid, pooled by the stride."""

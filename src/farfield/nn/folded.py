@@ -35,7 +35,7 @@ def base_block(block: BaseBlock, grid: Tensor) -> Tensor:
     if block.concatenates:
         wide.append(grid)
     out = block.project.across(block.depthwise.beside(wide))
-    return out.add_(grid) if block.residual else out
+    return drop_samples(block, out).add_(grid) if block.residual else out
 
 
 def attention_block(block: AttentionBlock, grid: Tensor) -> Tensor:
@@ -46,7 +46,15 @@ def attention_block(block: AttentionBlock, grid: Tensor) -> Tensor:
         out = with_response(block, attention, near, grid)
     else:
         out = block.project.across([near, block.far(grid)])
-    return out.add_(grid) if block.residual else out
+    return drop_samples(block, out).add_(grid) if block.residual else out
+
+
+def drop_samples(block: BaseBlock | AttentionBlock, out: Tensor) -> Tensor:
+    """In training make 0 what a block adds to some samples, and scale what it adds to the others for it."""
+    if not block.training or block.drop_path == 0:
+        return out
+    share = 1 - block.drop_path
+    return out * out.new_empty(out.shape[0], *[1] * (out.dim() - 1)).bernoulli_(share).div_(share)
 
 
 def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
