@@ -14,21 +14,24 @@ ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test test-slow lint types imports pytest docs format clean
+.PHONY: help install demo test test-slow test-everywhere everywhere-short lint types imports pytest docs format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## make .venv and install farfield with all extras into it
 
 demo: $(STAMP) ## train two small networks on real images, measure the operators, draw what they attend to
 	$(VENV)/bin/farfield demo
 
-test: lint types imports pytest docs ## everything that must pass: format, lint, types, import ladder, tests, doctests, docs
+test: lint types imports pytest everywhere-short docs ## everything that must pass: format, lint, types, import ladder, tests, doctests, docs
 
 test-slow: $(STAMP) ## the tests that take minutes: inductor, long grids, trained accuracies
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) tests/slow.py --jobs $(JOBS)
+
+test-everywhere: $(STAMP) ## the numerical tests as other processors, thread counts and the kernels would run them
+	$(PYTHON) tests/everywhere.py --jobs $(JOBS)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff format --check .
@@ -42,6 +45,9 @@ imports: $(STAMP)
 
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+
+everywhere-short: $(STAMP)
+	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
 
 docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html

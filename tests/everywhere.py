@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from running import ROOT, report, run
+
 SWITCHES = {
     "as it is": {},
     "MKL_CBWR=COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
@@ -32,22 +30,6 @@ TESTS += ["tests/models/test_fuse.py", "tests/models/test_compact.py", "tests/mo
 # The short form, which every `make test` runs after the whole suite.
 SHORT = ["tests/ops/test_precision.py", "tests/ops/test_masks.py", "tests/nn/test_norm.py", "tests/test_fuzz.py"]
 SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads"]
-COUNT = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
-
-
-def run(name: str, tests: list[str], jobs: int) -> tuple[str, bool]:
-    """Run the tests under a switch; return its line of the table, and whether all passed."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **SWITCHES[name]}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), *tests]
-    started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    minutes, last = (time.monotonic() - started) / 60, done.stdout.strip().rpartition("\n")[2]
-    if done.returncode != 0:
-        print(done.stdout)
-    counts = {what: int(number) for number, what in COUNT.findall(last)}
-    told = ", ".join(f"{number:,} {what}" for what, number in counts.items()) or last
-    good = done.returncode == 0 and counts.get("passed", 0) > 0
-    return f"| {name} | {told} | {minutes:.1f} |", good
 
 
 def main() -> None:
@@ -58,16 +40,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     arguments = parser.parse_args()
     names = arguments.switches or (SHORT_SWITCHES if arguments.short else list(SWITCHES))
-    rows = []
+    tests = ["-n", str(arguments.jobs), *(SHORT if arguments.short else TESTS)]
     with tempfile.TemporaryDirectory() as cache:
         if "kernels" in names:
             os.environ["XDG_CACHE_HOME"] = cache
             subprocess.run([sys.executable, "-m", "farfield.cli", "kernels", "--build"], cwd=ROOT, check=True)
-        for name in names:
-            rows.append(run(name, SHORT if arguments.short else TESTS, arguments.jobs))
-            print(rows[-1][0], flush=True)
-    print("\n| switch | tests | minutes |\n|---|---|---|", *(line for line, _ in rows), sep="\n")
-    sys.exit(not all(good for _, good in rows))
+        rows = [run(name, tests, SWITCHES[name]) for name in names]
+    report("switch", rows)
 
 
 if __name__ == "__main__":
