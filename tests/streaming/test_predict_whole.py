@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming.refusals import NotLocalError
 from streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
@@ -240,3 +241,57 @@ def test_custom_rows() -> None:
 
 def softplus_queries(query: Tensor, summary: ops.Summary) -> Tensor:
     return F.softplus(query)
+
+
+class LastNorm(nn.LayerNorm):
+    """`LayerNorm` over the channels of each position, as ConvNeXt has it."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(grid.movedim(1, -1)).movedim(-1, 1)
+
+
+class LastMixing(nn.Module):
+    """The rest of ConvNeXt's block: modules that see the channels last."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.mix = nn.Sequential(nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid + self.mix(self.norm(grid.movedim(1, -1))).movedim(-1, 1)
+
+
+@pytest.mark.parametrize(("sides", "tile"), [((41,), 9), ((30, 41), 11), ((9, 12, 20), 6)], ids=["1d", "2d", "3d"])
+def test_layers_that_have_the_channels_last(sides: tuple[int, ...], tile: int) -> None:
+    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(sides)]
+    layers = [convolution(1, 8, 5, padding=2), LastNorm(8), LastMixing(8), attention("siamese", 8)]
+    net = settled(nn.Sequential(*layers, LastNorm(8), convolution(8, 2, 3, padding=1)))
+    grid = torch.randn(1, 1, *sides)
+    assert relative(predict_whole(net, grid, tile=tile, quiet=True), whole(net, grid)) < TOLERANCE
+
+
+def test_convnext_of_torchvision_with_an_attention() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    first = torchvision.models.convnext_tiny().features[:2]
+    net = settled(nn.Sequential(first, attention("kronecker_qkv", 96), nn.Conv2d(96, 1, 1)))
+    grid = torch.randn(1, 3, 160, 132)
+    assert relative(predict_whole(net, grid, tile=80, quiet=True), whole(net, grid)) < TOLERANCE
+
+
+class Rows(nn.Module):
+    """All positions in one row for a layer that acts at each alone: no side of the volume is an axis of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(4)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.first(grid)
+        return self.norm(grid.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, grid.shape[2:])
+
+
+def test_positions_in_one_row_are_refused_or_right() -> None:
+    net, grid = settled(Rows()), torch.randn(1, 1, 30, 30)
+    with pytest.raises(NotLocalError, match='LayerNorm at "norm" sees further'):
+        predict_whole(net, grid, tile=8, quiet=True)

@@ -115,6 +115,7 @@ class Source:
     def box(self, slices: Sequence[slice]) -> Any:
         """Copy a box out of the array; what it maps into memory is let go again."""
         leading = (slice(None),) * (len(self.shape) - self.layout.rank)
+        check_mapping(self.array)
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
             return box
@@ -146,10 +147,30 @@ def checksum(grid: Tensor) -> int:
     return zlib.crc32(grid.detach().to("cpu", torch.float32).numpy().tobytes())
 
 
-def release(array: Any) -> None:
-    """Let go of the pages of a file mapped into memory, which count as resident until then."""
+def check_mapping(array: Any) -> None:
+    """Refuse to read a file mapped into memory that is shorter than when it was mapped: the process would be killed.
+
+    Raises:
+        OSError: If it is.
+    """
+    mapped = mapped_file(array)
+    if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
+        raise OSError(
+            f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and has '
+            f"{mapped._mmap.size():,} now; fix: write it anew, open it and call again."
+        )
+
+
+def mapped_file(array: Any) -> Any:
+    """The array by which NumPy mapped a file into memory, of which this is a view or all; None if it is not."""
     while array is not None and not isinstance(getattr(array, "_mmap", None), mmap.mmap):
         array = getattr(array, "base", None) if isinstance(array, np.ndarray) else None
+    return array
+
+
+def release(array: Any) -> None:
+    """Let go of the pages of a file mapped into memory, which count as resident until then."""
+    array = mapped_file(array)
     # What was written to a private copy of a file would be lost.
     if array is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):
         with contextlib.suppress(OSError, ValueError):

@@ -67,7 +67,7 @@ def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: in
     """Where a part's own cells lie in a grid of the whole."""
     if follows is None:
         return 0, 1
-    placed = Placed(whole.name, whole.attends, whole.shape[2:], ())
+    placed = Placed(whole.name, whole.attends, whole.shape, ())
     return placed.span(follows, core, side)
 
 
@@ -77,12 +77,12 @@ def differ(whole: Step, own: Step, follows: Along | None, span: tuple[int, int],
     if follows is None or start >= stop:
         return False
     offset = int(first * follows.ratio)
-    if stop - offset > own.shape[follows.side + 2]:
+    if stop - offset > own.shape[follows.axis]:
         return True
-    one = cast(Tensor, whole.grid).narrow(follows.side + 2, start, stop - start)
-    other = cast(Tensor, own.grid).narrow(follows.side + 2, start - offset, stop - start)
+    one = cast(Tensor, whole.grid).narrow(follows.axis, start, stop - start)
+    other = cast(Tensor, own.grid).narrow(follows.axis, start - offset, stop - start)
     if one.shape != other.shape:
         return True
     if not one.is_floating_point():
-        return bool((one != other).double().movedim(follows.side + 2, 0).flatten(1).mean(1).max() > TIES)
+        return bool((one != other).double().movedim(follows.axis, 0).flatten(1).mean(1).max() > TIES)
     return bool((one - other).abs().max() > math.sqrt(torch.finfo(one.dtype).eps) * one.abs().max())

@@ -117,8 +117,8 @@ class Draft:
 
     def beyond(self, axis: int) -> tuple[int, int]:
         """By how much the network's grids are shorter and longer than the volume on a side, at most, in its cells."""
-        grids = [(grid.sides, grid.along[axis]) for grid in self.placed]
-        ends = [sides[along.side] / along.ratio - self.sides[axis] for sides, along in grids if along is not None]
+        grids = [(grid.shape, grid.along[axis]) for grid in self.placed]
+        ends = [shape[along.axis] / along.ratio - self.sides[axis] for shape, along in grids if along is not None]
         multiple = self.scale.multiple[axis]
         return rounded_up(max(Fraction(0), -min(ends)), multiple), rounded_up(max(Fraction(0), max(ends)), multiple)
 
@@ -139,8 +139,6 @@ class Draft:
     def given_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
         """Cells a side of the tiles asked for, which begin at multiples of the strides."""
         wanted = (tile,) * len(self.sides) if isinstance(tile, int) else tuple(tile)
-        if any(cells is not None and cells < 1 for cells in wanted):
-            raise ShapeError(f"predict_whole: a tile has one cell a side at least, got {tile=}.")
         pairs = zip(wanted, self.sides, self.scale.multiple, strict=True)
         return tuple(
             side if cells is None else min(side, rounded_up(cells, multiple)) for cells, side, multiple in pairs
@@ -149,10 +147,10 @@ class Draft:
     def given_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
         """Cells a side of the halo asked for."""
         wanted = (halo,) * len(self.sides) if isinstance(halo, int) else tuple(halo)
-        if len(wanted) != len(self.sides) or min(wanted) < 0:
+        if len(wanted) != len(self.sides):
             raise ShapeError(
-                f"predict_whole: halo must be one number from 0, or one for each of {len(self.sides)} sides, "
-                f"got {halo!r}."
+                f"predict_whole: halo must be one number, or one for each of {len(self.sides)} sides, got {halo!r}; "
+                f"fix: halo={max(wanted, default=0)}."
             )
         return tuple(rounded_up(cells, multiple) for cells, multiple in zip(wanted, self.scale.multiple, strict=True))
 
@@ -163,7 +161,8 @@ class Draft:
             NotLocalError: If that side cannot be cut.
         """
         for grid in self.placed:
-            if (grid.attends or grid.name == OUTPUT) and grid.along[axis] is None:
+            follows = grid.along[axis]
+            if (grid.attends or grid.name == OUTPUT) and (follows is None or follows.axis < 2):
                 what = "what attends" if grid.attends else "what is returned"
                 raise NotLocalError(
                     f"predict_whole: side {axis} of the volume is no side of {what}, {grid.name}, so tiles must not "

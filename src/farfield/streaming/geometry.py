@@ -15,11 +15,11 @@ class Along(NamedTuple):
     """How a grid of the network follows a side of the volume.
 
     Attributes:
-        side: Which of the grid's sides.
+        axis: Which of the grid's axes; 1 too where a layer has the channels last.
         ratio: Its cells for each cell of the volume: 1/4 after two strides of 2.
     """
 
-    side: int
+    axis: int
     ratio: Fraction
 
 
@@ -29,21 +29,26 @@ class Placed(NamedTuple):
     Attributes:
         name: What returned it, or the attention that reads it.
         attends: Whether an attention reads it.
-        sides: Of the whole.
+        shape: Of the whole.
         along: How it follows each side of the volume; None where it does not.
     """
 
     name: str
     attends: bool
-    sides: tuple[int, ...]
+    shape: tuple[int, ...]
     along: tuple[Along | None, ...]
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Of a grid with the channels first, such as attentions read and networks return."""
+        return self.shape[2:]
 
     def part(self, region: Region, whole: Sequence[int]) -> Region:
         """Where a region of the volume lies in this grid."""
         spans = [(0, side) for side in self.sides]
         for follows, span, side in zip(self.along, region, whole, strict=True):
             if follows is not None:
-                spans[follows.side] = self.span(follows, span, side)
+                spans[follows.axis - 2] = self.span(follows, span, side)
         return tuple(spans)
 
     def span(self, follows: Along, span: Span, side: int) -> Span:
@@ -51,8 +56,8 @@ class Placed(NamedTuple):
 
         After convolutions without padding a grid ends earlier, and nothing of it need lie in a span near the end.
         """
-        start, stop = (min(int(index * follows.ratio), self.sides[follows.side]) for index in span)
-        return start, self.sides[follows.side] if span[1] == side else stop
+        start, stop = (min(int(index * follows.ratio), self.shape[follows.axis]) for index in span)
+        return start, self.shape[follows.axis] if span[1] == side else stop
 
 
 class Halo(NamedTuple):

@@ -15,6 +15,7 @@ from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.summary import Summary
 from farfield.streaming.aliasing import refuse_aliasing
+from farfield.streaming.arguments import cells_a_side, check_volume
 from farfield.streaming.arrays import Layout, Region, Source, layout_of
 from farfield.streaming.drafting import SUMMARY_SHARE, free_bytes
 from farfield.streaming.driving import Stream, Tiled, progress_of
@@ -66,10 +67,12 @@ def respond_whole(
         ValueError: If the layer's norm is in training, or what it reads is not finite; if the summary, which for
             softmax and softmax_pooled is the grid, takes more than half of the free memory; if out is where an input
             is; if what is unfinished at the path is of something else, or its progress is damaged.
-        TypeError: If out is of a dtype that would cut the response.
+        TypeError: If what is read is no array, tile is no whole numbers, or out is of a dtype that would cut the
+            response.
         FileExistsError: If the path exists, or is a link; if a folder is in the way that was not made here.
         BlockingIOError: If another process is writing to it.
-        OSError: If the disk is full; finished tiles are kept.
+        PermissionError: If its folder may not be written.
+        OSError: If the disk is full, or a file that is read was cut short; finished tiles are kept.
 
     Cost:
         Two reads of the grid and one write (with a context or of sums that ask, one read more); the multiply-adds of
@@ -86,6 +89,11 @@ def respond_whole(
         True
     """
     inputs = {"grid": grid, "context": context, "mask": mask, "mask of the context": context_mask}
+    for name, given in inputs.items():
+        if given is not None or name == "grid":
+            check_volume("respond_whole", name, given)
+    if tile is not None:
+        tile = cells_a_side("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:
@@ -182,8 +190,6 @@ def tile_cells(layer: GridAttention, source: Source, tile: int | Sequence[int | 
     if tile is not None:
         wanted = (tile,) * source.layout.rank if isinstance(tile, int) else tile
         cells = [side if own is None else own for own, side in zip(wanted, source.sides, strict=True)]
-        if min(cells) < 1:
-            raise ShapeError(f"respond_whole: a tile has one cell a side at least, got {tile=}.")
     else:
         cells = list(source.sides)
         room = TILE // (source.batch * source.channels * source.dtype.itemsize)

@@ -34,6 +34,7 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
     Raises:
         ValueError: If it is of another format.
         FileNotFoundError: If its folder does not exist.
+        PermissionError: If its folder may not be written.
         FileExistsError: If it exists and may not be overwritten; if it is a link, or a folder that is more than a zarr
             array; if the folder in which its contents would grow was not made here.
     """
@@ -42,6 +43,11 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
             f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make it first.'
+        )
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f'{caller}: the folder "{path.absolute().parent}" may not be written; fix: another folder, or the right to '
+            f"write there."
         )
     if path.is_symlink():
         fix = f'the path it leads to, "{os.readlink(path)}", or another one'

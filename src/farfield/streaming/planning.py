@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
+from farfield.streaming.arguments import cells_a_side
 from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
 from farfield.streaming.drafting import Draft, Pass
 from farfield.streaming.geometry import Placed, cores, overlap
@@ -94,8 +95,8 @@ class Plan:
         spans = [(0, side) for side in self.output.grid.sides]
         for follows, (before, after) in zip(self.output.grid.along, self.padding, strict=True):
             if follows is not None:
-                side = self.output.grid.sides[follows.side]
-                spans[follows.side] = (int(before * follows.ratio), side - int(after * follows.ratio))
+                side = self.output.grid.shape[follows.axis]
+                spans[follows.axis - 2] = (int(before * follows.ratio), side - int(after * follows.ratio))
         return tuple(spans)
 
     @property
@@ -144,6 +145,7 @@ def plan_whole(
         The plan; `plan.lines()` are what is printed.
 
     Raises:
+        TypeError: If tile or halo are no whole numbers.
         ValueError: If the network cannot be run in tiles.
 
     Example:
@@ -156,6 +158,10 @@ def plan_whole(
         >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
         (16, 2, (2, 2))
     """
+    if tile is not None:
+        tile = cells_a_side("predict_whole", "tile", tile, 1, optional=True)
+    if halo is not None:
+        halo = cast(int | tuple[int, ...], cells_a_side("predict_whole", "halo", halo, 0))
     refuse_training(model)
     refuse_global(model)
     if pad is not None and pad not in MODES:
@@ -168,8 +174,7 @@ def plan_whole(
     sides = tuple(side + sum(cells) for side, cells in zip(own, padding, strict=True))
     whole = whole_trace(model, batch, channels, sides, scale)
     placed = [
-        Placed(step.name, step.attends, step.shape[2:], along)
-        for step, along in zip(whole.steps, scale.along, strict=True)
+        Placed(step.name, step.attends, step.shape, along) for step, along in zip(whole.steps, scale.along, strict=True)
     ]
     draft = Draft(model, batch, channels, sides, scale, placed, whole)
     cells, passes = draft.cut(tile, halo)

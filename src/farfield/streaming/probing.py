@@ -72,7 +72,7 @@ def find_scale(model: nn.Module, channels: int, sides: Sequence[int]) -> Scale:
                 pooled += windows(next(called), follows[-1])
         strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
         multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
-    return Scale([tuple(each) for each in along], tuple(strides), tuple(multiple))
+    return Scale([alone(each) for each in along], tuple(strides), tuple(multiple))
 
 
 def take(model: nn.Module, channels: int, sides: Sequence[int]) -> Trace:
@@ -93,11 +93,17 @@ def replaced(sides: Sequence[int], axis: int, side: int) -> tuple[int, ...]:
 
 
 def following(before: Step, after: Step) -> Along | None:
-    """How a grid follows the side that has grown; None if it does not, or not in one of its sides."""
+    """How a grid follows the side that has grown; None if it does not, or in more than one of its axes."""
     changed = [axis for axis, (one, other) in enumerate(zip(before.shape, after.shape, strict=True)) if one != other]
-    if len(changed) != 1 or changed[0] < 2:
+    if len(changed) != 1 or changed[0] == 0:
         return None
-    return Along(changed[0] - 2, Fraction(after.shape[changed[0]] - before.shape[changed[0]], DIVISIBLE))
+    return Along(changed[0], Fraction(after.shape[changed[0]] - before.shape[changed[0]], DIVISIBLE))
+
+
+def alone(along: Sequence[Along | None]) -> tuple[Along | None, ...]:
+    """Without sides of the volume that share an axis: a grid whose positions stand in one row has none of them."""
+    axes = [follows.axis for follows in along if follows is not None]
+    return tuple(None if follows is None or axes.count(follows.axis) > 1 else follows for follows in along)
 
 
 def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
@@ -113,7 +119,7 @@ def windows(attention: GridAttention, follows: Along | None) -> list[Fraction]:
     pool = attention.operator.answers.gather
     if follows is None or not isinstance(pool, Pool):
         return []
-    return [follows.ratio / (pool.size if isinstance(pool.size, int) else pool.size[follows.side])]
+    return [follows.ratio / (pool.size if isinstance(pool.size, int) else pool.size[follows.axis - 2])]
 
 
 # ---- with numbers ----------------------------------------------------------------------------------------------------
@@ -250,11 +256,11 @@ def nan_span(step: Step, follows: Along | None) -> NanSpan | None:
     nan = cast(Tensor, step.grid).isnan()
     if follows is None:
         return NanSpan(0, 0, True) if nan.any() else None
-    places = nan.movedim(follows.side + 2, 0).flatten(1).any(1).nonzero()
+    places = nan.movedim(follows.axis, 0).flatten(1).any(1).nonzero()
     if not len(places):
         return None
     start, last = int(places[0]), int(places[-1])
-    return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[follows.side + 2])
+    return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[follows.axis])
 
 
 def not_local(model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:

@@ -14,6 +14,7 @@ from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered
 from farfield.ops.summary import Summary
 from farfield.streaming.aliasing import refuse_aliasing
+from farfield.streaming.arguments import check_volume
 from farfield.streaming.arrays import Region, Source
 from farfield.streaming.driving import Stream, Tiled, progress_of
 from farfield.streaming.formats import Wanted
@@ -69,10 +70,12 @@ def predict_whole(
         ValueError: If the model is in training, has a layer beside attention that needs the whole grid, or reads a
             number that is not finite; if the volume changed; if out is where the volume is; if what is unfinished at
             the path is of something else, or its progress is damaged.
-        TypeError: If out is of a dtype that would cut the result.
+        TypeError: If the volume is no array, tile or halo are no whole numbers, or out is of a dtype that would cut the
+            result.
         FileExistsError: If the path exists, or is a link; if a folder is in the way that was not made here.
         BlockingIOError: If another process is writing to it.
-        OSError: If the disk is full; finished tiles are kept.
+        PermissionError: If its folder may not be written.
+        OSError: If the disk is full, or the volume's file was cut short; finished tiles are kept.
 
     Cost:
         `plan_whole(...).recomputed` times the multiply-adds of `model(volume)`; the memory of one tile. A summary of
@@ -91,6 +94,7 @@ def predict_whole(
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
         True
     """
+    check_volume("predict_whole", "volume", volume)
     refuse_aliasing("predict_whole", out, {"volume": volume})
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:

@@ -1,0 +1,117 @@
+"""What is given by hand to `predict_whole` and `respond_whole`, and files that go while they are read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from farfield._checks import ShapeError
+from farfield.nn import GridAttention
+from farfield.streaming import plan_whole, predict_whole, respond_whole
+from farfield.streaming.outputs import check_path
+from streamed_nets import Hourglass, settled
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return settled(Hourglass("siamese", 2))
+
+
+VOLUME = np.random.default_rng(0).random((24, 28), "float32")
+NO_NUMBERS = [2.5, "8", True, (8, 2.5), {}, [[8, 8]], np.array([8.0, 8.0])]
+
+
+@pytest.mark.parametrize("given", NO_NUMBERS, ids=repr)
+def test_what_is_no_whole_number(given: Any, net: nn.Module) -> None:
+    for call in (
+        lambda: predict_whole(net, VOLUME, tile=given, quiet=True),
+        lambda: plan_whole(net, VOLUME.shape, tile=given),
+        lambda: respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True),
+    ):
+        with pytest.raises(TypeError, match=r"_whole: tile must be a whole number, or one .*; fix: tile=64"):
+            call()
+    with pytest.raises(TypeError, match=r"predict_whole: halo must be a whole number, or one .*; fix: halo=64"):
+        predict_whole(net, VOLUME, tile=8, halo=given, quiet=True)
+
+
+@pytest.mark.parametrize("given", [0, (8, -1), np.array([8, 0])], ids=repr)
+def test_what_is_too_small(given: Any, net: nn.Module) -> None:
+    with pytest.raises(ShapeError, match=r"predict_whole: tile must be 1 or more a side, got .*; fix"):
+        predict_whole(net, VOLUME, tile=given, quiet=True)
+    with pytest.raises(ShapeError, match=r"respond_whole: tile must be 1 or more a side, got .*; fix"):
+        respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True)
+
+
+@pytest.mark.parametrize("given", [np.int64(8), torch.tensor(8), np.array([8, 8]), torch.tensor([8, 8]), [8, 8]])
+def test_whole_numbers_of_other_kinds(given: Any, net: nn.Module) -> None:
+    want = predict_whole(net, VOLUME, tile=(8, 8), quiet=True)
+    np.testing.assert_array_equal(predict_whole(net, VOLUME, tile=given, quiet=True), want)
+    assert plan_whole(net, VOLUME.shape, tile=8, halo=given).passes[0].halo.before == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("volume", "fix"),
+    [
+        (VOLUME.tolist(), "numpy.asarray"),
+        ([VOLUME, VOLUME], "numpy.asarray"),
+        (None, "numpy.asarray"),
+        ("volume.npy", "open it first"),
+        (Path("volume.zarr"), "open it first"),
+    ],
+    ids=["list", "arrays", "none", "name", "path"],
+)
+def test_what_is_no_array(volume: Any, fix: str, net: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"predict_whole: volume must be an array.*; fix: {fix}"):
+        predict_whole(net, volume, out=tmp_path / "out.npy", quiet=True)
+    layer = GridAttention(2, "siamese")
+    with pytest.raises(TypeError, match=f"respond_whole: grid must be an array.*; fix: {fix}"):
+        respond_whole(layer, volume, quiet=True)
+    if volume is not None:
+        for name in ("context", "mask"):
+            with pytest.raises(TypeError, match=f"respond_whole: {name} must be an array.*; fix: {fix}"):
+                respond_whole(layer, np.stack([VOLUME] * 2), quiet=True, **{name: volume})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_folder_that_may_not_be_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folder is hidden from other users
+        Path(folder).chmod(0o555)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            if os.getuid() == 0:  # who may write everywhere
+                os.setuid(65534)
+            try:
+                check_path("predict_whole", Path(folder, "out.npy"), None)
+            except OSError as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        with os.fdopen(read) as found:
+            said = found.read()
+        Path(folder).chmod(0o755)
+    assert said.startswith(f'PermissionError: predict_whole: the folder "{folder}" may not be written; fix: another')
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["all", "a view"])
+def test_a_mapped_file_that_is_cut_short(view: bool, net: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "volume.npy"
+    np.save(path, np.random.default_rng(0).random((2, 256, 256), "float32"))
+    volume = np.load(path, mmap_mode="r")
+    volume = volume[1] if view else volume[:1]
+    whole = predict_whole(net, volume, tile=64, quiet=True)
+    assert whole.shape == volume.shape
+    with path.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(
+        OSError, match=r'the file ".*volume\.npy" had .* bytes or more .* and has 1,000 now; fix: write'
+    ):
+        predict_whole(net, volume, tile=64, quiet=True)
