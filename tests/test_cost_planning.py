@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from farfield import ShapeError, cost
 from farfield.cost import planning
+from farfield.cost.measuring import TURN, compare
 from farfield.cost.memory import LiveBytes
 from farfield.cost.planning import Setting, crossover, formed_of, is_quick, madds_of, maps_of, reduced, replayed
 from farfield.nn import GridAttention
@@ -164,3 +167,16 @@ def test_plan_refuses(options: dict[str, object], error: type[Exception], text: 
     with pytest.raises(error) as raised:
         plans(**options)
     assert str(raised.value).startswith(text)
+
+
+def test_how_long_turns_last_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def watched(contestants: Any, **options: Any) -> Any:
+        asked.append(options.get("turn_seconds", TURN))
+        return compare(contestants, **options)
+
+    monkeypatch.setattr(planning, "compare", watched)
+    cost.plan(channels=4, sides=(10**9,), device="cpu")
+    # The contestants of both passes; how fast the device multiplies and copies is measured as in `compare`.
+    assert sorted(asked) == [planning.TURN_SECONDS] * 2 + [TURN] * 2

@@ -185,6 +185,22 @@ def test_networks_of_the_users_own_are_found_in_the_folder_it_is_called_from(
     assert set(load_file(run / "model.safetensors")) == {"2.weight", "2.bias"}
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "said"),
+    [
+        pytest.param("gpu", "auto", "gpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+        pytest.param("cuda", "2", "CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+        ("tpu", "auto", "xla"),
+        ("cpu", "0", "devices"),
+    ],
+)
+def test_a_trainer_that_this_machine_has_not(accelerator: str, devices: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"(?s)no trainer of accelerator={accelerator} .*{said}.*; fix: --trainer\.acc"
+    ):
+        fit(make_root(tmp_path / "images"), trainer__accelerator=accelerator, trainer__devices=devices)
+
+
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
     with pytest.raises(ShapeError, match="one score for the data's 3 classes"):
         fit(make_root(tmp_path / "images"), model__network__num_classes=5)

@@ -405,6 +405,34 @@ def test_a_file_or_nothing_in_place_of_a_folder(tmp_path: Path) -> None:
         CompactNet.from_pretrained(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "mine",
+        "runs/digits/version_0",
+        "here/mine",
+        "mine.ckpt",
+        "a/best.ckpt",
+        "a/model.safetensors",
+        "mine/",
+        "a\\b",
+        "",
+    ],
+)
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repo: str, name: str, **options: Any) -> str:
+        raise AssertionError(repo)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "mind").mkdir(parents=True)
+    monkeypatch.setattr(storage, "hf_hub_download", download)
+    with pytest.raises((FileNotFoundError, NotADirectoryError), match=r"models.from_pretrained: .* fix: ") as caught:
+        models.from_pretrained(source)
+    assert ("Near it: here/mind." in str(caught.value)) == (source == "here/mine")
+
+
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
 def test_a_repository_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

@@ -28,6 +28,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 # Once they are imported, `--data Digits` needs no module.
@@ -191,7 +192,12 @@ class Training(LightningCLI):
             kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
         plugins = config.plugins or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpoints()]
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ModuleNotFoundError) as error:
+            asked = f"accelerator={config.accelerator} and devices={config.devices}"
+            fix = "--trainer.accelerator auto --trainer.devices auto takes what this machine has"
+            raise ValueError(f"no trainer of {asked} can be made here: {error}; fix: {fix}.") from error
 
     def after_fit(self) -> None:
         """Write the best weights as safetensors, and say where everything is."""
@@ -228,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             that says how to go on.
         FolderError: For a folder that cannot be trained on.
         CheckpointError: For a checkpoint that cannot be read or written, or is another network's.
+        ValueError: For a trainer that cannot be made on this machine, or with these options.
         LookupError: For an unknown name after `--model.network`.
     """
     # The user's own networks and data are looked for in the folder the command is called from, after everything else.
@@ -241,8 +248,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
         words = _with_full_names(sys.argv[1:] if argv is None else argv)
-        with Stop(words[0] if words else "") as stop:
-            Training(words, _task_of(words), callbacks=[stop])
+        try:
+            with Stop(words[0] if words else "") as stop:
+                Training(words, _task_of(words), callbacks=[stop])
+        except MisconfigurationException as error:
+            raise ValueError(str(error)) from error
 
 
 def last_checkpoint() -> ModelCheckpoint:

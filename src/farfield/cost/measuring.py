@@ -17,6 +17,9 @@ from torch import nn
 
 from farfield.cost.memory import LiveBytes, tensors_of
 
+# Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
+TURN = 0.05
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -88,23 +91,20 @@ def measure(
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
 
 
-# Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
-TURN = 0.05
-
-
 def compare(
-    contestants: Mapping[str, Sequence[Any]], *, backward: bool = False, repeats: int = 7
+    contestants: Mapping[str, Sequence[Any]], *, backward: bool = False, repeats: int = 7, turn_seconds: float = TURN
 ) -> dict[str, Measurement]:
     """Measure several modules or functions in turns, so that whatever else the machine does hits all of them alike.
 
-    Ratios of these medians can be trusted where those of `measure`, one after the other, cannot. A turn is one untimed
-    run, which finds the caches as the others left them, and then as many runs as fill 10 ms, of which it is the mean.
+    Ratios of these medians can be trusted where those of `measure`, one after the other, cannot. A turn is as many runs
+    as fill `turn_seconds`, of which it is the mean, after as many that are not timed: caches are as others left them.
 
     Args:
         contestants: Name -> a module or function, followed by its inputs.
         backward: Whether gradients are computed too, for a dense gradient of the output: those of the inputs and
             parameters that want them.
-        repeats: How many turns each has, after one to warm up.
+        repeats: How many turns each has.
+        turn_seconds: What a turn lasts at least: clocks and first runs weigh little then.
 
     Returns:
         Name -> median and shortest turn, in seconds a run; peak bytes of a run of its own; the device.
@@ -124,13 +124,15 @@ def compare(
         raise ValueError(f"cost.compare: it needs a contestant and repeats from 1, got {len(contestants)}, {repeats=}.")
     runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
     module, *inputs = next(iter(contestants.values()))
-    return take_turns(runs, device_of(module, tuple(inputs)), repeats)
+    return take_turns(runs, device_of(module, tuple(inputs)), repeats, turn_seconds)
 
 
-def take_turns(runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, Measurement]:
+def take_turns(
+    runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int, turn_seconds: float = TURN
+) -> dict[str, Measurement]:
     """Measure functions of nothing in turns."""
     # A compiler takes its time in the first run, a cache or an allocator in the second.
-    counts = {name: math.ceil(TURN / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
+    counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
     turns: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():

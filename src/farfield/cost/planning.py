@@ -20,7 +20,9 @@ from farfield.cost.prediction import check_options, check_positive, predict
 from farfield.nn import GridAttention
 
 # A grid is replayed without numbers on so many cells at most, and timed on so many multiply-adds and bytes.
-REPLAYED_CELLS, TIMED_MADDS, TIMED_BYTES = 1 << 14, 1 << 27, 1 << 26
+REPLAYED_CELLS, TIMED_MADDS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
+# An estimate needs no more.
+TURN_SECONDS = 0.01
 # Regular attention takes years at so many cells: what is not cheaper by then never is.
 MOST_CELLS = 1 << 40
 
@@ -191,7 +193,7 @@ def timed(settings: list[Setting], device: str | torch.device, *, training: bool
     with torch.device(device):
         samples = [reduced(setting, is_quick) for setting in settings]
         contestants = {sample.row: (sample.attention(), sample.grid()) for sample in samples}
-        measured = compare(contestants, backward=training, repeats=3)
+        measured = compare(contestants, backward=training, repeats=3, turn_seconds=TURN_SECONDS)
         madds_a_second, bytes_a_second = rates()
 
     def at_best(cost: Cost) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import os
@@ -208,8 +209,13 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
         return folder / CONFIG, folder / WEIGHTS
     if folder.exists():
         raise NotADirectoryError(f"{caller}: {folder} is a file; fix: the folder that save_pretrained wrote.")
-    if isinstance(source, Path) or folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise FileNotFoundError(f"{caller}: there is no folder {folder}; fix: the folder that save_pretrained wrote.")
+    if isinstance(source, Path) or is_path(source):
+        near = difflib.get_close_matches(folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=3)
+        hint = f" Near it: {', '.join(str(folder.parent / name) for name in near)}." if near else ""
+        raise FileNotFoundError(
+            f"{caller}: there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
+            f"the Hub by owner and name.{hint}"
+        )
     try:
         config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (CONFIG, WEIGHTS))
     except (OSError, HFValidationError) as error:
@@ -217,6 +223,17 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
             f'{caller}: "{source}" is no folder here, and the Hub did not give its {CONFIG} and {WEIGHTS}: {error}'
         ) from error
     return config, weights
+
+
+def is_path(source: str) -> bool:
+    """Whether a text that is no path here is meant as one: a repository is an owner, a slash and a name.
+
+    An owner that is a folder here is taken for that folder.
+    """
+    owner, slash, name = source.partition("/")
+    if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
+        return True
+    return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
