@@ -19,11 +19,12 @@ SMALL += ("_n_", "_t_", "_b0", "18", "_small", "_s", "lite", "_x0_5", "1_0", "_4
 
 
 class Network(NamedTuple):
-    """A network by its name, and how it and an example of its input are made."""
+    """A network by its name, how it and an example of its input are made, and the checks that it is made for."""
 
     name: str
     build: Callable[[], nn.Module]
     example: Callable[[nn.Module], Any]
+    checks: tuple[str, ...] = ("insert", "replace")
 
 
 def networks() -> Iterator[Network]:
@@ -32,6 +33,7 @@ def networks() -> Iterator[Network]:
     yield from torchvision_networks()
     yield from smp_networks()
     yield from hugging_face_networks()
+    yield from hugging_face_bases()
 
 
 def smallest(names: list[str]) -> str:
@@ -152,3 +154,64 @@ def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
     frames = getattr(vision, "num_frames", None)
     shape = (1, *([frames] if frames else []), getattr(vision, "num_channels", 3), height, width)
     return {"pixel_values": torch.rand(shape)}
+
+
+# ---- Hugging Face, without heads -------------------------------------------------------------------------------------
+# Numbers that make a configuration tiny, where it has them and its model can be built with them.
+TINIER = {"hidden_size": 64, "d_model": 64, "dim": 64, "n_embd": 64, "embed_dim": 64, "intermediate_size": 96}
+TINIER |= {"num_attention_heads": 4, "n_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "num_heads": 4}
+TINIER |= {"decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "encoder_ffn_dim": 96}
+TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200, "n_layer": 2, "n_layers": 2, "num_layers": 2}
+TINIER |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "use_cache": False}
+# More weights than that are not built.
+MOST_WEIGHTS = 300_000_000
+TEXT, PIXELS = "input_ids", "pixel_values"
+
+
+def hugging_face_bases() -> Iterator[Network]:
+    """Each model of transformers that reads text or pixels and finds its attention by a name; to be replaced alone."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    seen = set()
+    for kind, names in auto.MODEL_MAPPING_NAMES.items():
+        name = names if isinstance(names, str) else names[0]
+        if name not in seen:
+            seen.add(name)
+            yield Network(f"hf/{name}", partial(hugging_face_base, kind, name), hugging_face_words, ("replace",))
+
+
+def hugging_face_base(kind: str, name: str) -> nn.Module:
+    """A model of transformers, as small as can be built."""
+    transformers = importlib.import_module("transformers")
+    kind_of_model = getattr(transformers, name)
+    for numbers in (TINY | TINIER, TINY, {}):
+        config = transformers.AutoConfig.for_model(kind)
+        parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
+        for part in parts:
+            for option, value in numbers.items():
+                if isinstance(getattr(part, option, None), int):
+                    setattr(part, option, value)
+        try:
+            with torch.device("meta"):
+                size = sum(weight.numel() for weight in kind_of_model(config).parameters())
+            if size < MOST_WEIGHTS:
+                model = kind_of_model(config)
+                with torch.no_grad():
+                    model.eval()(**hugging_face_words(model))
+                return model
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError):
+            continue
+    raise ValueError("no configuration of it is small and runs")
+
+
+def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Words, some of them padding, or pixels."""
+    if model.main_input_name == PIXELS:
+        return hugging_face_example(model)
+    if model.main_input_name != TEXT:
+        raise ValueError(f"it reads {model.main_input_name}")
+    words = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    real = torch.ones(2, 12, dtype=torch.long)
+    real[0, 9:] = 0
+    given = {TEXT: words, "attention_mask": real}
+    decoder = {f"decoder_{name}": each for name, each in given.items()}
+    return given | decoder if model.config.is_encoder_decoder else given

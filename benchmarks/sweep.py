@@ -1,4 +1,4 @@
-"""Insert additions into networks that others wrote, and see whether each is right, refused clearly, or wrong.
+"""Insert additions into networks that others wrote, or replace their attention: is each right, refused, or wrong?
 
     python benchmarks/sweep.py --out sweep.jsonl
     python benchmarks/sweep.py --out sweep.jsonl --only 'timm/*' --limit 10
@@ -8,8 +8,10 @@ Each check of a network is a line of JSON: what it was, the verdict and the text
 the last line. A check is a function in `CHECKS` that is given a network and gives its results.
 
 - right: equal at first, to the bit; what the network returns moves with the addition; and it can be taken out again.
-- refused: an error of ours that names a fix, and the fix works.
+  Of attention: replaced by softmax it gives what it gave, up to rounding; by another row, something else.
+- refused: an error of ours that names a fix, and the fix works; the network is as it was.
 - unclear: an error without a fix, or with one that does not work.
+- untrue: an error that gives a reason which is not so, such as "causal" of attention that hears what comes later.
 - wrong: all else.
 """
 
@@ -35,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from networks import Network, networks, timm_network
 
-from farfield import insert, remove
+from farfield import insert, remove, replace_attention
 from farfield.insertion.probing import call, probe
 from farfield.nn import GridAttention
 
@@ -178,18 +180,94 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+# ---- replace ---------------------------------------------------------------------------------------------------------
+# Sums over tokens in another order, through some dozen layers in float32.
+SAME = 1e-3
+
+
+def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
+    """Replace all attention, or that at the places given, by softmax, by another row, and by softmax again."""
+    torch.manual_seed(0)
+    model = network.build().eval()
+    # Weights that let attention choose, and what it gives be seen: most models start with next to none.
+    for weight in (weight for weight in model.parameters() if weight.dim() > 1):
+        nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    example = network.example(model)
+    before, state = outputs(model, example), describe(model)
+    try:
+        replaced = replace_attention(model, "softmax", where=where or None)
+    except Exception as error:  # noqa: BLE001
+        text = f"{type(error).__name__}: {error}"
+        if describe(model) != state or not near(outputs(model, example), before):
+            yield Result("", "wrong", f"{text}\nthis refusal leaves a trace")
+        elif "is causal" in text and not is_causal(model, re.search(r": (\S+) \(", text)[1], example):
+            yield Result("", "untrue", text)
+        else:
+            yield Result("", "refused" if "fix: " in text else "unclear", text)
+        return
+    text = f"{len(replaced)} replaced"
+    for row, equal_to_before in (("softmax", True), ("factorized_gaussian", False), ("softmax", True)):
+        try:
+            replace_attention(model, row, where=where or None)
+            after = outputs(model, example)
+        except Exception as error:  # noqa: BLE001
+            verdict = "refused" if "fix: " in str(error) else "unclear"
+            yield Result("", verdict, f"{text}\n{row}: {type(error).__name__}: {error}")
+            return
+        if near(after, before) != equal_to_before:
+            what = "is not what it was" if equal_to_before else "changes nothing"
+            yield Result("", "wrong", f"{text}\n{row} {what}")
+            return
+    yield Result("", "right", text)
+
+
+def near(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two outputs are equal up to rounding."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and bool((a - b).abs().max() <= SAME * b.abs().max()) if a.is_floating_point() else True
+        for a, b in zip(one, other, strict=True)
+        if a.numel()
+    )
+
+
+def is_causal(model: nn.Module, path: str, example: Any) -> bool:
+    """Whether the first cell of an attention is deaf to the last, as it is called in the model."""
+    called: list[Any] = []
+
+    def hear(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+        if not called:
+            called.append((inputs, options))
+
+    module = model.get_submodule(path)
+    hook = module.register_forward_pre_hook(hear, with_kwargs=True)
+    outputs(model, example)
+    hook.remove()
+    if not called:
+        return True  # it does not run, so nothing is known
+    inputs, options = called[0]
+    first = inputs[0] if inputs else next(each for each in options.values() if isinstance(each, Tensor))
+    other = first.clone()
+    other[:, -1] += 1
+    changed = [other, *inputs[1:]] if inputs else inputs
+    changed_options = {name: other if each is first else each for name, each in options.items()}
+    with torch.no_grad():
+        one, two = module(*inputs, **options), module(*changed, **changed_options)
+    return torch.equal(tensors(one)[0][:, 0], tensors(two)[0][:, 0])
+
+
 # Each is given a network and the places to try, which are its own to choose if there are none.
-CHECKS: dict[str, Callable[[Network, list[str]], Iterator[Result]]] = {"insert": check_insert}
+CHECKS: dict[str, Callable[[Network, list[str]], Iterator[Result]]] = {"insert": check_insert, "replace": check_replace}
 
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
-def sweep(chosen: list[Network], where: list[str], out: Path, limit: int | None) -> None:
+def sweep(chosen: list[Network], checks: list[str], where: list[str], out: Path, limit: int | None) -> None:
     """Run the checks of networks that `out` does not hold yet; all lines of a check are written when it is done."""
     lines = read(out)
     # Without a last line that was cut off.
     out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     done = {(line["network"], line["check"]) for line in lines}
-    todo = [(network, name) for network in chosen for name in CHECKS if (network.name, name) not in done]
+    todo = [(network, name) for network in chosen for name in checks if name in network.checks]
+    todo = [(network, name) for network, name in todo if (network.name, name) not in done]
     for network, name in todo[:limit]:
         started = time.monotonic()
         results = attempt(CHECKS[name], network, where)
@@ -235,6 +313,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="lines of JSON; a run goes on after the last")
     parser.add_argument("--only", nargs="*", default=["*"], help="names of networks, with *; timm/NAME is any of timm")
+    parser.add_argument(
+        "--checks", nargs="*", choices=list(CHECKS), default=list(CHECKS), help="which; both by default"
+    )
     parser.add_argument("--place", nargs="*", default=[], help="places to try, in the place of those proposed")
     parser.add_argument("--limit", type=int, help="how many checks to run")
     options = parser.parse_args()
@@ -245,7 +326,7 @@ def main() -> None:
     names = {network.name for network in known}
     named = [name for name in options.only if name.startswith("timm/") and "*" not in name and name not in names]
     chosen += [timm_network(name.removeprefix("timm/")) for name in named]
-    sweep(chosen, options.place, options.out, options.limit)
+    sweep(chosen, options.checks, options.place, options.out, options.limit)
     print(summarize(read(options.out)))
 
 
