@@ -21,6 +21,7 @@ from farfield.data.folders import FolderError
 from farfield.data.segment import normalized, read
 from farfield.tasks.predictions import PALETTE
 from made_masks import CLASSES, make_pair, make_sbd, make_voc
+from packs import unpack
 from quiet import MARKS, TRAINER
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -243,10 +244,7 @@ def test_unknown_names(tmp_path: Path) -> None:
 @pytest.mark.data
 @pytest.mark.slow
 def test_camvid_from_end_to_end(data: Path, tmp_path: Path) -> None:
-    import tarfile
-
-    with tarfile.open(data / "segmentation" / "camvid.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(data / "segmentation" / "camvid.tar.xz", tmp_path)
     root = tmp_path / "VOCdevkit" / "CamVid"
     small = {**SMALL, "model.network.num_classes": 11, "data.crop": 160, "data.batch_size": 4, "data.root": root}
     small |= {"trainer.max_epochs": 2, "trainer.limit_train_batches": 1.0, "config": RECIPES / "camvid.yaml"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from farfield import models
 from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from made_objects import make_coco, read_annotations
+from packs import unpack
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: detect" in path.read_text()]
@@ -183,8 +183,7 @@ def test_wrong_classes_and_faulty_data_are_named_before_the_first_epoch(tmp_path
 @pytest.mark.data
 @pytest.mark.slow
 def test_balloons_from_end_to_end(data: Path, tmp_path: Path) -> None:
-    with tarfile.open(data / "detection" / "balloon.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(data / "detection" / "balloon.tar.xz", tmp_path)
     recipe = ROOT / "recipes" / "balloon.yaml"
     farfield("fit", **QUIET, config=recipe, **{"data.root": tmp_path / "balloon", "trainer.max_epochs": 2})
     config = Path("runs/version_0/config.yaml")

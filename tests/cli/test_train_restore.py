@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from farfield.data.folders import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restoring import restore
 from made_stacks import SIDES, made_pair, make_npz, make_root, write
+from packs import unpack
 from quiet import MARKS, TRAINER
 
 ROOT = Path(__file__).parents[2]
@@ -212,9 +212,8 @@ def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.data
 def test_a_minute_of_training_on_real_stacks_removes_noise(data: Path, tmp_path: Path) -> None:
-    with tarfile.open(data / "microscopy3d" / "care3d.tar.xz") as pack:
-        volumes = [member for member in pack if "/volumes/" in member.name and member.name.endswith(".tif")]
-        pack.extractall(tmp_path, volumes, filter="data")
+    archive = data / "microscopy3d" / "care3d.tar.xz"
+    unpack(archive, tmp_path, lambda name: "/volumes/" in name and name.endswith(".tif"))
     script = [sys.executable, str(ROOT / "benchmarks" / "restoration.py")]
     made = ["make", "--volumes", str(tmp_path / "care3d" / "volumes"), "--root", str(tmp_path / "pairs")]
     subprocess.run([*script, *made], check=True, capture_output=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from farfield.data.detect import CocoFolders, GroupedSampler
 from farfield.data.folders import FolderError
 from farfield.data.objects import Labelled
 from made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
+from packs import unpack
 from refusals import read_or_refusal
 
 
@@ -463,8 +463,7 @@ def test_boxes_that_stick_out_by_a_rounding_error_are_cut(tmp_path: Path) -> Non
 def test_real_sets(
     data: Path, tmp_path: Path, name: str, splits: tuple[str, str, str], counts: tuple[int, int]
 ) -> None:
-    with tarfile.open(data / "detection" / f"{name}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(data / "detection" / f"{name}.tar.xz", tmp_path)
     found = prepared(tmp_path / name, splits=splits)
     for part, count in zip(("train", "val"), counts, strict=True):
         labelled: Any = found.parts[part]

@@ -16,6 +16,7 @@ from farfield.data.masked_lm import TextFolder
 from farfield.data.texts import Text
 from farfield.data.tokens import Batch, Collate, saved_tokenizer, trained_tokenizer
 from made_texts import make_texts, sentences
+from packs import unpack
 from refusals import read_or_refusal
 
 
@@ -311,10 +312,7 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], text: str) ->
 # ---- real text -------------------------------------------------------------------------------------------------------
 @pytest.mark.data
 def test_the_text_corpus(data: Path, tmp_path: Path) -> None:
-    import tarfile
-
-    with tarfile.open(data / "text" / "text.tar.xz") as pack:
-        pack.extractall(tmp_path, [pack.getmember("./text/tinyshakespeare/train.txt")], filter="data")
+    unpack(data / "text" / "text.tar.xz", tmp_path, lambda name: name == "./text/tinyshakespeare/train.txt")
     found = folder(tmp_path, vocabulary=1000, length=64)
     batch = next(iter(found.val_dataloader()))
     assert batch.words.shape == (4, 64)

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from farfield.data.patches import Patches
 from farfield.data.restore import StackPairs
 from farfield.data.stacks import checked, load_npz, stack_of
 from made_stacks import SIDES, made_pair, make_npz, make_pairs, make_root, write
+from packs import unpack
 from refusals import read_or_refusal
 
 PATCH = (4, 8, 8)
@@ -459,9 +459,8 @@ def test_saturated_stacks_get_a_word() -> None:
 # ---- real data -------------------------------------------------------------------------------------------------------
 @pytest.mark.data
 def test_the_packed_volumes_are_read(data: Path, tmp_path: Path) -> None:
-    with tarfile.open(data / "microscopy3d" / "care3d.tar.xz") as pack:
-        members = [member for member in pack if member.name.endswith(("_sim/train_data/data_label.npz", "small.tif"))]
-        pack.extractall(tmp_path, members, filter="data")
+    ends = ("_sim/train_data/data_label.npz", "small.tif")
+    unpack(data / "microscopy3d" / "care3d.tar.xz", tmp_path, lambda name: name.endswith(ends))
     for name, sides in (("Denoising_sim", (16, 64, 64)), ("Projection_sim", (50, 64, 64))):
         pairs = StackPairs(str(tmp_path / "care3d" / name), patch=sides, batch_size=2, workers=0)
         pairs.setup("fit")

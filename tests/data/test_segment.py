@@ -17,6 +17,7 @@ from farfield.data.folders import FolderError
 from farfield.data.pairs import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
 from farfield.data.segment import RandomView, VOCFolders, normalized
 from made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
+from packs import unpack
 from refusals import read_or_refusal
 
 
@@ -290,10 +291,7 @@ def test_two_images_whose_masks_would_be_one_file(tmp_path: Path) -> None:
 @pytest.mark.data
 @pytest.mark.slow
 def test_camvid_is_read_whole(data: Path, tmp_path: Path) -> None:
-    import tarfile
-
-    with tarfile.open(data / "segmentation" / "camvid.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(data / "segmentation" / "camvid.tar.xz", tmp_path)
     camvid = prepared(tmp_path / "VOCdevkit" / "CamVid", check="always")
     assert len(camvid.classes) == 11
     assert (len(camvid.parts["train"]), len(camvid.parts["val"])) == (367, 101)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from farfield.data.frames import check_frames, frames_in, read_disparity, read_p
 from farfield.data.segment import normalized
 from farfield.data.stereo import RandomCrop, StereoFrames
 from made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm
+from packs import unpack
 from refusals import read_or_refusal
 
 
@@ -338,10 +339,7 @@ def test_no_folder() -> None:
 # ---- real data -------------------------------------------------------------------------------------------------------
 @pytest.mark.data
 def test_middleburys_scenes(data: Path, tmp_path: Path) -> None:
-    import tarfile
-
-    with tarfile.open(data / "stereo" / "middlebury.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(data / "stereo" / "middlebury.tar.xz", tmp_path)
     found = parts_of(tmp_path / "middlebury_sceneflow", held_out=["Tsukuba"])
     assert len(names(found, "train")) == 6
     [(left, right, disparity)] = found.parts["val"]
