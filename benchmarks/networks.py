@@ -80,6 +80,9 @@ def torchvision_network(name: str, family: str) -> Network:
     if ".detection." in family:
         example: Any = [torch.rand(3, 128, 128)]
         options |= {} if name.startswith("ssd") else {"min_size": 128, "max_size": 128}
+        # With random weights all that is proposed is as good, and each proposal costs time.
+        few = "rpn_post_nms_top_n_test" if "rcnn" in name else "topk_candidates"
+        options |= {few: 20}
     elif ".video." in family:
         # Two of them take one size alone.
         size = (16, 224, 224) if name.startswith(("mvit", "swin")) else (8, 64, 64)

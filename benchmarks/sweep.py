@@ -43,7 +43,7 @@ from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
 # How many blocks of a network are tried, besides its largest parts.
-BLOCKS = 4
+BLOCKS = 3
 # How many fixes are followed, one after the other.
 FIXES = 4
 
