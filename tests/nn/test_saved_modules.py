@@ -1,0 +1,35 @@
+"""Modules with the options and the weights of version 0.1 give what they gave then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import saved
+from farfield import nn
+
+FILES = sorted(saved.MODULES.glob("*.json"))
+
+
+def test_every_module_and_row_has_a_file() -> None:
+    stems = {path.stem for path in FILES}
+    # CoefficientNorm is a part of the attentions that have one.
+    assert {stem.partition("-")[0] for stem in stems} == set(nn.__all__) - {"CoefficientNorm"}
+    assert {stem.split("-")[1] for stem in stems if stem.startswith("GridAttention")} == set(saved.ROWS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=[path.stem for path in FILES])
+def test_a_module_of_0_1(file: Path) -> None:
+    case = json.loads(file.read_text())
+    module = getattr(nn, case["class"])(**case["arguments"])
+    state = module.state_dict()
+    assert {name: list(tensor.shape) for name, tensor in state.items()} == case["state"]
+    module.load_state_dict(saved.draw_state(module))
+    for got, want in zip(saved.run_module(module), case["outputs"], strict=True):
+        want = np.array(want)
+        assert got.shape == want.shape
+        # Float64 on both sides: what is left are sums in another order.
+        assert np.abs(got - want).max() <= 1e-12 * np.abs(want).max()
