@@ -252,7 +252,7 @@ class GridAttention(nn.Module):
         cells = math.prod(grid.shape[2:])
         row = cheaper_order(self.operator, self.work(cells, cells))
         answering = row.answers.gather(grid, mask)
-        asking = answering if row.asks == row.answers else row.asks.gather(hide(grid, mask), mask)
+        asking = answering if row.asks.gather == row.answers.gather else row.asks.gather(hide(grid, mask), mask)
         reading, key = self.readings(grid)
         also = asking is answering and (key.matrix is None) == (reading.matrix is None)
         query, summary = self.hear(row, answering, key, reading if also else None, mask is None)
@@ -306,8 +306,11 @@ class GridAttention(nn.Module):
         if norm is not None:
             asked = query * self.scale if norm.of_products else query
             query, summary, shift = norm(asked, asking.real, summary, row)
-        axes = 1 if row.asks.side_by_side else grid.dim() - 2
+        rank = grid.dim() - 2
+        # Normalized, the axes' responses count what they have in common once: of a bias each has all.
+        axes = 1 if row.asks.side_by_side or row.asks.normalize is not None else rank
         response = self.project_responses(row, (asking.cells, reading), query, summary, shift, axes)
+        response = row.asks.normalized(response, asking.real, rank)
         response = laid_out_for(grid, response.to(grid.dtype))
         response = in_layout_of(grid, row.asks.scatter(response, grid.shape[2:], place))
         return grid + response if self.residual else response

@@ -52,11 +52,17 @@ class Cells(NamedTuple):
         gather: `(grid, mask, place) -> Gathered`.
         scatter: `(responses (b, c, n), sides, place) -> grid`; by default such cells only answer.
         side_by_side: True if tiles stand beside each other, False if they add up.
+        normalize: `(responses, real, rank) -> responses`, before they are scattered; None leaves them as they are.
     """
 
     gather: Callable[..., Gathered]
     scatter: Callable[..., Tensor] = never_asks
     side_by_side: bool = True
+    normalize: Callable[[Tensor, Tensor, int], Tensor] | None = None
+
+    def normalized(self, responses: Tensor, real: Tensor, rank: int) -> Tensor:
+        """The responses as they are scattered."""
+        return responses if self.normalize is None else self.normalize(responses, real, rank)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
@@ -220,8 +226,27 @@ def add_parts(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
+def count_mean_once(responses: Tensor, real: Tensor, rank: int) -> Tensor:
+    """Take from the vectors of all axes what their outer sum has of its mean more than once (KAN 13).
+
+    The outer sum of n axes' vectors has the mean over positions n·m, m being the mean of the vectors by the counts of
+    their positions. With (n - 1)/n · m less in each, it has m, and the implied rows sum to 1.
+
+    Args:
+        responses: `(b, c, Σ sides)`.
+        real: `(b, 1, Σ sides)`, how many valid positions each index has.
+        rank: Number of axes.
+    """
+    if rank == 1:
+        return responses
+    dtype = real.dtype
+    mean = (responses.to(dtype) * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return responses - ((rank - 1) / rank * mean).to(responses.dtype)
+
+
 ALL = Cells(flatten, unflatten)
 AXES = Cells(axis_sums, add_axes, side_by_side=False)
+NORMALIZED_AXES = AXES._replace(normalize=count_mean_once)
 
 
 def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
