@@ -317,7 +317,7 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
       mean.add_(vectors.narrow(2, first, side).mean(2, true));
       first += side;
     }
-    vectors = at::sub(vectors, mean, (axes - 1) / (axes * axes));
+    vectors.sub_(mean, (axes - 1) / (axes * axes));
   }
   return outer_sum(vectors, sides, false, false);
 }
