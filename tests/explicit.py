@@ -123,8 +123,8 @@ def matrix(
         if row == "kronecker_qkv_literal":
             return whole
         # KAN 13: the mean of all rows, which the outer sum of r axes has r times, is counted once.
-        rank, shares = query.dim() - 2, asking / asking.sum(dim=1, keepdim=True).clamp(min=1)
-        return whole - (rank - 1) / rank * (shares[:, None, None].to(whole) @ whole)
+        rank, ones = query.dim() - 2, asking[:, None, None].to(whole)
+        return whole - (rank - 1) / rank * (ones @ whole) / ones.sum(dim=3, keepdim=True).clamp(min=1)
     if row in ("dot", "factorized"):
         return q.transpose(2, 3) @ k / k.shape[2] * answers
     if row == "averaged":

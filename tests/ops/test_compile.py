@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farfield import ops
+from explicit import MEAN_ROWS
 from grids import ROWS, WEIGHT_ROWS, assert_close
 
 needs_a_compiler = pytest.mark.skipif(
@@ -37,7 +38,7 @@ class Row(nn.Module):
         if row in WEIGHT_ROWS:
             self.weight = nn.Parameter(torch.randn(4))
             self.options["weight"] = self.weight
-        self.asks = row == "kronecker_qkv"
+        self.asks = row in MEAN_ROWS
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
         """Self attention with one tensor twice, cross attention with two."""
