@@ -103,6 +103,6 @@ def test_an_unknown_format_is_refused(tmp_path: Path, number: Any) -> None:
     with pytest.raises(ValueError, match="and this version reads formats up to 2") as found:
         models.from_pretrained(tmp_path)
     assert str(found.value) == (
-        f"models.from_pretrained: {tmp_path / 'config.json'} is of format {number!r}, and this version reads formats up "
-        "to 2; fix: a newer farfield."
+        f"models.from_pretrained: {tmp_path / 'config.json'} is of format {number!r}, and this version reads formats "
+        "up to 2; fix: a newer farfield."
     )

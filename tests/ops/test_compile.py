@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from farfield import ops
 from explicit import MEAN_ROWS
+from farfield import ops
 from grids import ROWS, WEIGHT_ROWS, assert_close
 
 needs_a_compiler = pytest.mark.skipif(

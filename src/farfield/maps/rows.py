@@ -28,9 +28,9 @@ def attention_row(
     `row_j = ∂ response_cell / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
     row of the attention matrix, also of operators that never form one.
 
-    Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the rank); those of siamese, averaged, dot and
-    factorized have any sum and sign. The norm of responses and the linear maps of values and outputs, which act on
-    channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a window's
+    Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the spatial dims); those of siamese,
+    averaged, dot and factorized have any sum and sign. The norm of responses and the linear maps of values and outputs,
+    which act on channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a window's
     share over its real cells evenly.
 
     Args:
