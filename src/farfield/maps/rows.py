@@ -30,8 +30,8 @@ def attention_row(
 
     Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the spatial dims); those of siamese,
     averaged, dot and factorized have any sum and sign. The norm of responses and the linear maps of values and outputs,
-    which act on channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a window's
-    share over its real cells evenly.
+    which act on channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a
+    window's share over its real cells evenly.
 
     Args:
         attention: The module; a norm of its coefficients is read with its running statistics.
