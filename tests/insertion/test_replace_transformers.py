@@ -135,8 +135,8 @@ def test_padding_never_matters(host: str, where: str | None, original: str) -> N
     found = run(host, model)
     words = torch.where(REAL, WORDS, 49)
     assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
-    # Another length, or another place in the batch, is another order of summation in every matrix product, the host's own
-    # linear maps first of all.
+    # Another length, or place in the batch, is another order of summation in every product, the host's own linear
+    # maps first of all.
     alone = model(WORDS[:1, :3]).last_hidden_state[0]
     assert relative(alone, found[:3]) < REORDERED
     flipped = torch.tensor([1, 0])
