@@ -185,7 +185,7 @@ def hugging_face_bases() -> Iterator[Network]:
 def hugging_face_base(kind: str, name: str) -> nn.Module:
     """A model of transformers, as small as can be built."""
     transformers = importlib.import_module("transformers")
-    kind_of_model = getattr(transformers, name)
+    kind_of_model, problems = getattr(transformers, name), []
     for numbers in (TINY | TINIER, TINY, {}):
         config = transformers.AutoConfig.for_model(kind)
         parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
@@ -201,9 +201,10 @@ def hugging_face_base(kind: str, name: str) -> nn.Module:
                 with torch.no_grad():
                     model.eval()(**hugging_face_words(model))
                 return model
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError):
-            continue
-    raise ValueError("no configuration of it is small and runs")
+            problems.append(f"{size:,} weights")
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    raise ValueError(f"no configuration of it is small and runs: {'; '.join(problems)}")
 
 
 def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:
