@@ -41,11 +41,15 @@ def smallest(names: list[str]) -> str:
     return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
 
 
+# Where our own networks come from, which `register_timm` makes timm's.
+CATALOG = "farfield.models.catalog"
+
+
 # ---- timm ------------------------------------------------------------------------------------------------------------
 def timm_networks() -> Iterator[Network]:
     """One of each module of timm that registers networks; any other by its name is `timm_network`."""
     for family in timm.list_modules():
-        names = timm.list_models(module=family)
+        names = [name for name in timm.list_models(module=family) if timm.model_entrypoint(name).__module__ != CATALOG]
         if names:
             yield timm_network(smallest(names))
 
@@ -174,7 +178,8 @@ TEXT, PIXELS = "input_ids", "pixel_values"
 def hugging_face_bases() -> Iterator[Network]:
     """Each model of transformers that reads text or pixels and finds its attention by a name; to be replaced alone."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    seen = set()
+    # Some are a head's model already.
+    seen = {network.name.removeprefix("hf/") for network in hugging_face_networks()}
     for kind, names in auto.MODEL_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]
         if name not in seen:
