@@ -41,11 +41,15 @@ def smallest(names: list[str]) -> str:
     return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
 
 
+# Where our own networks come from, which `register_timm` makes timm's.
+CATALOG = "farfield.models.catalog"
+
+
 # ---- timm ------------------------------------------------------------------------------------------------------------
 def timm_networks() -> Iterator[Network]:
     """One of each module of timm that registers networks; any other by its name is `timm_network`."""
     for family in timm.list_modules():
-        names = timm.list_models(module=family)
+        names = [name for name in timm.list_models(module=family) if timm.model_entrypoint(name).__module__ != CATALOG]
         if names:
             yield timm_network(smallest(names))
 
@@ -174,7 +178,8 @@ TEXT, PIXELS = "input_ids", "pixel_values"
 def hugging_face_bases() -> Iterator[Network]:
     """Each model of transformers that reads text or pixels and finds its attention by a name; to be replaced alone."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    seen = set()
+    # Some are a head's model already.
+    seen = {network.name.removeprefix("hf/") for network in hugging_face_networks()}
     for kind, names in auto.MODEL_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]
         if name not in seen:
@@ -185,7 +190,7 @@ def hugging_face_bases() -> Iterator[Network]:
 def hugging_face_base(kind: str, name: str) -> nn.Module:
     """A model of transformers, as small as can be built."""
     transformers = importlib.import_module("transformers")
-    kind_of_model = getattr(transformers, name)
+    kind_of_model, problems = getattr(transformers, name), []
     for numbers in (TINY | TINIER, TINY, {}):
         config = transformers.AutoConfig.for_model(kind)
         parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
@@ -201,9 +206,10 @@ def hugging_face_base(kind: str, name: str) -> nn.Module:
                 with torch.no_grad():
                     model.eval()(**hugging_face_words(model))
                 return model
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError):
-            continue
-    raise ValueError("no configuration of it is small and runs")
+            problems.append(f"{size:,} weights")
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    raise ValueError(f"no configuration of it is small and runs: {'; '.join(problems)}")
 
 
 def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:

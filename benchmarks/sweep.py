@@ -205,7 +205,9 @@ def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
         else:
             yield Result("", "refused" if "fix: " in text else "unclear", text)
         return
-    text = f"{len(replaced)} replaced"
+    text, called = f"{len(replaced)} replaced", []
+    for module in replaced.values():
+        module.register_forward_hook(lambda module, inputs, output: called.append(module))
     for row, equal_to_before in (("softmax", True), ("factorized_gaussian", False), ("softmax", True)):
         try:
             replace_attention(model, row, where=where or None)
@@ -213,6 +215,9 @@ def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
         except Exception as error:  # noqa: BLE001
             verdict = "refused" if "fix: " in str(error) else "unclear"
             yield Result("", verdict, f"{text}\n{row}: {type(error).__name__}: {error}")
+            return
+        if not called:
+            yield Result("", "not run", f"{text}, none of which the example reaches")
             return
         if near(after, before) != equal_to_before:
             what = "is not what it was" if equal_to_before else "changes nothing"

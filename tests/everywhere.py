@@ -18,7 +18,8 @@ SWITCHES = {
     "as it is": {},
     "MKL_CBWR=COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
     "MKL_CBWR=AVX2": {"MKL_CBWR": "AVX2"},
-    "ATEN_CPU_CAPABILITY=default": {"ATEN_CPU_CAPABILITY": "default"},
+    # With oneDNN's, which torch asks whether the processor packs bfloat16; its own code fails there if it then cannot.
+    "ATEN_CPU_CAPABILITY=default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "ONEDNN_MAX_CPU_ISA=AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "two threads": {"OMP_NUM_THREADS": "2"},
     "kernels": {"FARFIELD_TEST_KERNELS": "1"},
@@ -28,7 +29,7 @@ TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/sharding", "tests/test_
 TESTS += ["tests/test_theory.py", "tests/streaming/test_predict_whole.py", "tests/streaming/test_respond_whole.py"]
 TESTS += ["tests/models/test_fuse.py", "tests/models/test_compact.py", "tests/models/test_bert.py"]
 # The short form, which every `make test` runs after the whole suite.
-SHORT = ["tests/ops/test_precision.py", "tests/ops/test_masks.py", "tests/nn/test_norm.py", "tests/test_fuzz.py"]
+SHORT = ["tests/ops/test_precision.py", "tests/test_fuzz.py"]
 SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads"]
 
 

@@ -111,6 +111,8 @@ def test_a_signal_in_the_middle_of_a_batch(
     command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SENT", name)
+    # A process that was started behind the scenes, by nohup for example, ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as stopped:
         farfield.cli.main(words(command, "Now"))

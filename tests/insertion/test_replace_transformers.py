@@ -31,6 +31,8 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 TOKENS = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {**SIZES, **TOKENS}
 IMAGE = {**SIZES, "image_size": 12, "patch_size": 4}
+# Eight sums behind each other in each of two layers, each of 24 terms at most and rounded once a term: the worst case.
+REORDERED = 2 * 8 * 24 * EPS
 WORDS = torch.arange(14).reshape(2, 7) % 11 + 20
 PICTURES = torch.linspace(-1, 1, 2 * 3 * 12 * 12).sin().reshape(2, 3, 12, 12).double()
 DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
@@ -133,12 +135,13 @@ def test_padding_never_matters(host: str, where: str | None, original: str) -> N
     found = run(host, model)
     words = torch.where(REAL, WORDS, 49)
     assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
-    # Another length is another order of summation in every matrix product, the host's own linear maps first of all.
+    # Another length, or place in the batch, is another order of summation in every product, the host's own linear
+    # maps first of all.
     alone = model(WORDS[:1, :3]).last_hidden_state[0]
-    assert relative(alone, found[:3]) < 50 * EPS
+    assert relative(alone, found[:3]) < REORDERED
     flipped = torch.tensor([1, 0])
     left = model(WORDS[flipped], attention_mask=REAL[flipped].long()).last_hidden_state
-    assert torch.equal(left[0], found[3:])
+    assert relative(left[0], found[3:]) < REORDERED
 
 
 def test_a_mask_without_registered_masks_would_leak() -> None:

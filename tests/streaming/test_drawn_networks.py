@@ -50,8 +50,8 @@ def cropped(output: Tensor, plan: Plan) -> Tensor:
     """What is promised of a padded volume: the network's output without the cells that stand for what was padded."""
     for along, (before, after) in zip(plan.output.grid.along, plan.padding, strict=True):
         if along is not None:
-            start, stop = int(before * along.ratio), output.shape[along.side + 2] - int(after * along.ratio)
-            output = output.narrow(along.side + 2, start, stop - start)
+            start, stop = int(before * along.ratio), output.shape[along.axis] - int(after * along.ratio)
+            output = output.narrow(along.axis, start, stop - start)
     return output
 
 

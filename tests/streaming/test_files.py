@@ -355,20 +355,24 @@ MEMORY = """
     from farfield.nn import GridAttention
     from farfield.streaming import respond_whole
 
+    def resident(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
     row, grid, out = sys.argv[1:]
     layer = GridAttention(8, row, project="qkvo").eval()
     volume = np.load(grid, mmap_mode="r")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = resident("VmRSS")
     found = respond_whole(layer, volume, out=out, quiet=True)
-    # What getrusage says includes the process that started this one.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    print(1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")), found.shape)
+    print(resident("VmHWM") - before, found.shape)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")
 @pytest.mark.parametrize("row", ["siamese", "kronecker_qkv", "factorized_gaussian"])
-def test_a_bare_layer_takes_less_than_a_gibibyte(row: str, tmp_path: Path) -> None:
+def test_a_bare_layer_takes_less_than_half_a_gibibyte(row: str, tmp_path: Path) -> None:
     side = 384  # 1.7 GiB in and out; the bound does not grow with the side
     if shutil.disk_usage(tmp_path).free < 8 * 2**30:
         pytest.skip("less than 8 GiB free on the disk")
@@ -388,4 +392,5 @@ def test_a_bare_layer_takes_less_than_a_gibibyte(row: str, tmp_path: Path) -> No
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) < 2**30
+    # Beside what torch and the program take: 16 MiB a tile, and what it is mapped to, read from and written from.
+    assert int(done.stdout.split()[0]) < 2**29

@@ -90,7 +90,7 @@ def test_the_axes_of_a_grid() -> None:
     [
         ((4, 5, 5), {}, ShapeError, r"with the layer's 6 channels, got shape \(4, 5, 5\)"),
         ((4, 5, 5), {"tile": (2, 2)}, ShapeError, r"grid must have the layer's 6 channels, got 4"),
-        ((6, 5, 5), {"tile": 0}, ShapeError, "a tile has one cell a side at least"),
+        ((6, 5, 5), {"tile": 0}, ShapeError, "tile must be 1 or more a side"),
         (
             (6, 5, 5),
             {"mask": np.ones((5, 4), bool)},

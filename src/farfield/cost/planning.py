@@ -18,8 +18,9 @@ from farfield.cost.measuring import compare
 from farfield.cost.memory import LiveBytes
 from farfield.cost.prediction import check_options, check_positive, predict
 from farfield.nn import GridAttention
+from farfield.ops.table import OPERATORS
 
-# A grid is replayed without numbers on so many cells at most, and timed on so many multiply-adds and bytes.
+# A grid is replayed without numbers with so many cells that ask at most, and timed on so many multiply-adds and bytes.
 REPLAYED_CELLS, TIMED_MADDS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
 # An estimate needs no more.
 TURN_SECONDS = 0.01
@@ -109,10 +110,10 @@ def plan(
     """Plan self-attention on a grid: what each operator takes, which fit a memory, and where crossovers lie.
 
     Multiply-adds and bytes are those of a pass that is replayed on tensors without numbers, so they are what the code
-    does, temporaries included, in float32. A grid of more than 16,384 cells is replayed as a smaller one of the same
-    proportions, in proportion to `predict`, which is right to some percent. Seconds are measured on a smaller grid and
-    scaled by the time that multiply-adds and bytes would take at the device's measured rates: an estimate, and on a
-    GPU, which a small grid does not fill, one from above.
+    does, temporaries included, in float32. A grid in which more than 16,384 cells ask is replayed as a smaller one of
+    the same proportions, in proportion to `predict`, which is right to some percent. Seconds are measured on a smaller
+    grid and scaled by the time that multiply-adds and bytes would take at the device's measured rates: an estimate, and
+    on a GPU, which a small grid does not fill, one from above.
 
     Args:
         channels: Of the grid.
@@ -179,13 +180,18 @@ def needs(settings: list[Setting], *, training: bool, device: str | torch.device
 
 def replayed(setting: Setting, *, training: bool) -> Needs:
     """Multiply-adds and bytes of a pass; of a large grid those of a smaller one, in proportion to the formulas."""
-    small = reduced(setting, lambda each: each.batch * math.prod(each.sides) <= REPLAYED_CELLS)
+    small = reduced(setting, lambda each: each.batch * asking(each) <= REPLAYED_CELLS)
     found = replay(small, training=training)
     if small == setting:
         return found
     part, whole = small.cost(), setting.cost()
     size = found.bytes * whole.activation_bytes // part.activation_bytes
     return Needs(found.madds * whole.madds // part.madds, size)
+
+
+def asking(setting: Setting) -> int:
+    """Cells that ask, which a pass takes in blocks: all of the grid's, or one an index of each axis."""
+    return math.prod(setting.sides) if OPERATORS[setting.row].asks.side_by_side else sum(setting.sides)
 
 
 def timed(settings: list[Setting], device: str | torch.device, *, training: bool) -> list[float]:

@@ -27,7 +27,7 @@ from farfield.streaming.outputs import box_index, check_path, numpy_dtype, outpu
 from farfield.streaming.progress import begun_tile, identity_of
 
 # Bytes of a grid that a tile has by default: a response takes a few times as much.
-TILE = 2**25
+TILE = 2**24
 
 
 def respond_whole(
@@ -53,7 +53,7 @@ def respond_whole(
         context: Answers, as `layer(grid, context)`; with as many axes before its sides.
         mask: The grid's real cells, True where real, an array with the grid's axes without channels.
         context_mask: The context's.
-        tile: Cells a side of a tile; None for a side that is not cut; by default slabs of 32 MiB.
+        tile: Cells a side of a tile; None for a side that is not cut; by default slabs of 16 MiB.
         out: A path ending in .npy, .zarr, .tif or .tiff that does not exist yet, an array that takes slices, or None:
             an array in memory. What was begun at a path and killed goes on where it was. An array must be able to hold
             the response, and must hold nothing that is read.
