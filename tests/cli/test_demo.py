@@ -131,16 +131,29 @@ def test_a_folder_that_cannot_be_written_fails_before_the_training(tmp_path, mon
     assert str(blocked) in capsys.readouterr().err
 
 
+def wait_for_children(demo: psutil.Popen, seconds: float = 300) -> list[psutil.Process]:
+    """The processes that train, when they have begun to."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        children = []
+        for child in demo.children():
+            # What else it starts may have ended meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "spawn_main" in " ".join(child.cmdline()) and child.cpu_times().user > 3:
+                    children.append(child)
+        if len(children) >= 2:
+            return children
+        time.sleep(0.1)
+    raise TimeoutError(f"no two processes train after {seconds} s")
+
+
 def test_what_trains_ends_with_a_demo_that_is_killed(tmp_path):
     command = [sys.executable, "-m", "farfield.cli", "demo", "--output", str(tmp_path), "--epochs", "500"]
-    demo = psutil.Process(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid)
-    for _ in range(600):
-        children = [child for child in demo.children() if "spawn_main" in " ".join(child.cmdline())]
-        if len(children) >= 2 and all(child.cpu_times().user > 3 for child in children):
-            break
-        time.sleep(0.1)
-    demo.kill()
-    assert len(children) >= 2
+    demo = psutil.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        children = wait_for_children(demo)
+    finally:
+        demo.kill()
     # What has ended and is not yet reaped, which is for the system's first process to do, trains no more.
     left = psutil.wait_procs(children, timeout=30)[1]
     assert [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []

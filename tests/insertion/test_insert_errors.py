@@ -293,6 +293,34 @@ def test_a_detector_that_finds_nothing() -> None:
     refused(ValueError, "levels[0] has no effect", Detector(), "levels[0]")
 
 
+class PassesOn(nn.Module):
+    """Returns its first grid as it is, beside what it makes of the second, as CoaT's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 1)
+
+    def forward(self, grids: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return grids[0], self.conv(grids[1])
+
+
+class Scales(nn.Module):
+    """Two such blocks; the head reads the second grid alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two, self.head = nn.Conv2d(3, 6, 1), PassesOn(), PassesOn(), nn.Linear(6, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        grid = self.stem(image)
+        return self.head(self.two(self.one((grid, grid)))[1].mean((2, 3)))
+
+
+def test_an_addition_that_ends_in_a_later_block_has_no_effect() -> None:
+    refused(ValueError, "one[0] has no effect", Scales(), "one[0]")
+    insert(Scales(), "one[1]", identity, example=image)
+
+
 class Windows(nn.Module):
     """Attends within windows of 4 × 4, which it stacks along the batch."""
 
