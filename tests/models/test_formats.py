@@ -106,3 +106,29 @@ def test_an_unknown_format_is_refused(tmp_path: Path, number: Any) -> None:
         f"models.from_pretrained: {tmp_path / 'config.json'} is of format {number!r}, and this version reads formats "
         "up to 2; fix: a newer farfield."
     )
+
+
+# ---- what torch.save wrote -------------------------------------------------------------------------------------------
+def state_of_0_1(net: nn.Module) -> dict[str, Any]:
+    """A network's state as version 0.1 has it: with the version that torch gives every module."""
+    state = net.state_dict()
+    for entry in state._metadata.values():
+        entry["version"] = 1
+    return state
+
+
+def test_a_state_of_0_1_is_not_taken_for_the_normalized_operator(tmp_path: Path) -> None:
+    net, literal = CompactNet("kanet_qkv", **SMALL), CompactNet("kanet_qkv_literal", **SMALL)
+    torch.save(state_of_0_1(literal), tmp_path / "old.pt")
+    torch.save(net.state_dict(), tmp_path / "new.pt")
+    old, new = torch.load(tmp_path / "old.pt"), torch.load(tmp_path / "new.pt")
+    with pytest.raises(RuntimeError, match=r'is of farfield 0\.1, .*; fix: operator="kronecker_qkv_literal"'):
+        net.load_state_dict(old)
+    literal.load_state_dict(old)
+    net.load_state_dict(new)
+    CompactNet("kanet_kv", **SMALL).load_state_dict(old)
+
+
+def test_tensors_alone_have_no_version() -> None:
+    net = CompactNet("kanet_qkv", **SMALL)
+    net.load_state_dict(dict(net.state_dict()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.projections import affine, is_biased, reading
-from farfield.nn.refusals import check_input, check_options
+from farfield.nn.refusals import check_input, check_options, refuse_version_1
 from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
@@ -60,6 +60,8 @@ class GridAttention(nn.Module):
         (True, torch.Size([2, 64, 14, 14]))
     """
 
+    _version = 2  # of its state; in 1 kronecker_qkv was the operator as printed
+
     def __init__(
         self,
         channels: int,
@@ -92,6 +94,7 @@ class GridAttention(nn.Module):
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
         self.coefficient_norm = CoefficientNorm(operator, heads, width) if coefficient_norm else None
+        self.register_load_state_dict_pre_hook(refuse_version_1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
