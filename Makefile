@@ -27,7 +27,7 @@ demo: $(STAMP) ## train two small networks on real images, measure the operators
 
 test: lint types imports pytest docs ## format, lint, types, import ladder, tests, doctests, docs, in minutes
 
-ci: lint types imports $(STAMP) ## everything that must pass: also whole commands from end to end, and a short form of test-everywhere
+ci: lint types imports $(STAMP) ## everything that must pass: also long tests, and a short form of test-everywhere
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
 	$(MAKE) docs
@@ -49,7 +49,7 @@ imports: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not end_to_end"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not long"
 
 docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
