@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test test-slow test-everywhere everywhere-short lint types imports pytest docs format clean
+.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest docs format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -25,7 +25,12 @@ install: $(STAMP) ## make .venv and install farfield with all extras into it
 demo: $(STAMP) ## train two small networks on real images, measure the operators, draw what they attend to
 	$(VENV)/bin/farfield demo
 
-test: lint types imports pytest everywhere-short docs ## everything that must pass: format, lint, types, import ladder, tests, doctests, docs
+test: lint types imports pytest docs ## format, lint, types, import ladder, tests, doctests, docs, in minutes
+
+ci: lint types imports $(STAMP) ## everything that must pass: also long tests, and a short form of test-everywhere
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
+	$(MAKE) docs
 
 test-slow: $(STAMP) ## the tests that take minutes: inductor, long grids, trained accuracies
 	$(PYTHON) tests/slow.py --jobs $(JOBS)
@@ -44,10 +49,7 @@ imports: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
-
-everywhere-short: $(STAMP)
-	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not long"
 
 docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -41,6 +41,8 @@ def smallest(names: list[str]) -> str:
     return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
 
 
+# Images of timm's networks larger than the first have the second as their side.
+LARGEST, SIDE = 256, 224
 # Where our own networks come from, which `register_timm` makes timm's.
 CATALOG = "farfield.models.catalog"
 
@@ -55,13 +57,17 @@ def timm_networks() -> Iterator[Network]:
 
 
 def timm_network(name: str) -> Network:
-    """A network of timm by its name."""
-    return Network(f"timm/{name}", partial(timm.create_model, name, pretrained=False), timm_example)
+    """A network of timm by its name; one of a fixed size past `LARGEST` is made for `SIDE`."""
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    is_large = config is not None and config.fixed_input_size and config.input_size[-1] > LARGEST
+    options = {"img_size": SIDE} if is_large else {}
+    return Network(f"timm/{name}", partial(timm.create_model, name, pretrained=False, **options), timm_example)
 
 
 def timm_example(model: nn.Module) -> torch.Tensor:
-    """An image of the size that the network was made for."""
-    return torch.rand(1, *model.default_cfg["input_size"])
+    """An image of the size that the network was made for, or of `SIDE`, as some are made for images of 1,024²."""
+    channels, *sides = model.default_cfg["input_size"]
+    return torch.rand(1, channels, *(side if side <= LARGEST else SIDE for side in sides))
 
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ SWITCHES = {
 TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/sharding", "tests/test_fuzz.py", "tests/test_maps.py"]
 TESTS += ["tests/test_theory.py", "tests/streaming/test_predict_whole.py", "tests/streaming/test_respond_whole.py"]
 TESTS += ["tests/models/test_fuse.py", "tests/models/test_compact.py", "tests/models/test_bert.py"]
-# The short form, which every `make test` runs after the whole suite.
+# The short form, which `make ci` runs after the whole suite.
 SHORT = ["tests/ops/test_precision.py", "tests/test_fuzz.py"]
 SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads"]
 
@@ -37,11 +37,11 @@ def main() -> None:
     """Run all switches, or those named, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("switches", nargs="*", choices=[*SWITCHES, []], help="which; all by default")
-    parser.add_argument("--short", action="store_true", help="the few tests and switches of `make test`")
+    parser.add_argument("--short", action="store_true", help="the few tests and switches of `make ci`")
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     arguments = parser.parse_args()
     names = arguments.switches or (SHORT_SWITCHES if arguments.short else list(SWITCHES))
-    tests = ["-n", str(arguments.jobs), *(SHORT if arguments.short else TESTS)]
+    tests = ["-n", str(arguments.jobs), "-m", "not slow and not long", *(SHORT if arguments.short else TESTS)]
     with tempfile.TemporaryDirectory() as cache:
         if "kernels" in names:
             os.environ["XDG_CACHE_HOME"] = cache

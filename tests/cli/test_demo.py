@@ -21,6 +21,7 @@ from farfield import models
 from farfield.cli import demo, picture
 from farfield.data.classify import Digits
 
+pytestmark = pytest.mark.long
 QUICK = ["--epochs", "1", "--subset", "40", "--width", "0.1"]
 
 

@@ -15,6 +15,7 @@ from farfield import models
 from farfield.cli.train import main
 from farfield.data.tokens import saved_tokenizer, trained_tokenizer
 from made_texts import make_texts, sentences
+from quiet import MARKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {
@@ -39,19 +40,12 @@ TEXT = {
     "data.root": "text",
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 @pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+def texts(apart: None, tmp_path: Path) -> None:
+    """Some texts in the folder that a test runs in."""
     make_texts(tmp_path / "text")
 
 

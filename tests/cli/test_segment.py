@@ -38,7 +38,7 @@ SMALL = {
 }
 CAMVID = {**SMALL, "config": RECIPES / "camvid.yaml", "model.network.width": 0.25, "data.shorter_side": "null"}
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 def words(command: str, options: dict[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ OPTIONS = {
     "model.network.num_classes": 10,
     "model.network.strides": "[1,1,2,2,2]",
 }
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 @pytest.fixture(autouse=True)

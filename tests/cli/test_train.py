@@ -40,7 +40,7 @@ FOLDERS = {
     "data.augmentation": "shift",
 }
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 def words(command: str, **options: Any) -> list[str]:

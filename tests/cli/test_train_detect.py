@@ -19,6 +19,7 @@ from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from made_objects import make_coco, read_annotations
 from packs import unpack
+from quiet import MARKS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: detect" in path.read_text()]
@@ -43,20 +44,7 @@ SMALL = {
 }
 BALLOON = {**SMALL, "config": ROOT / "recipes" / "balloon.yaml"}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout, the user's cache, or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 def farfield(command: str, **options: Any) -> None:

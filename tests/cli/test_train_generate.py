@@ -16,6 +16,7 @@ from farfield import models
 from farfield.cli.train import main
 from farfield.tasks.generate import Generate, sheet
 from made_images import make_folder, make_root
+from quiet import MARKS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: generate" in path.read_text()]
@@ -39,16 +40,7 @@ SMALL = {
     "data.workers": 0,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout, the user's cache, or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = [pytest.mark.long, *MARKS, pytest.mark.filterwarnings("ignore")]
 
 
 def farfield(command: str, recipe: Path = CIFAR10, **options: Any) -> None:

@@ -41,7 +41,7 @@ SMALL = {
 }
 CARE3D = ROOT / "recipes" / "care3d.yaml"
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 def farfield(command: str, recipe: Path = CARE3D, **options: Any) -> None:

@@ -18,6 +18,7 @@ from farfield.data.frames import read_pfm
 from farfield.data.segment import normalized, read
 from farfield.tasks.stereo import Stereo
 from made_frames import made_pair, make_kitti, make_sceneflow, write_image
+from quiet import MARKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {
@@ -38,20 +39,7 @@ SMALL = {
 MIDDLEBURY = {**SMALL, "config": RECIPES / "middlebury.yaml"}
 SCENES = ("TRAIN/A/Art", "TRAIN/A/Books", "TRAIN/A/Dolls", "TRAIN/A/Teddy", "TRAIN/A/Laundry")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in this checkout, the user's cache, or the environment of other tests."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+pytestmark = [pytest.mark.long, *MARKS]
 
 
 def farfield(command: str, **options: Any) -> None:

@@ -327,7 +327,8 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.block = nn.Conv2d(3, 8, 1), nn.Module()
-        self.block.attn, self.block.forward = nn.Linear(8, 8), self.windows
+        self.block.attn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.block.forward = self.windows
 
     def windows(self, grid: Tensor) -> Tensor:
         parts = grid.unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).permute(0, 2, 4, 3, 5, 1)
@@ -345,8 +346,13 @@ def test_windows_are_not_the_batch() -> None:
         '  fix: insert at "block".'
     )
     refused(ShapeError, text, Windows(), "block.attn", layout="channels_last")
-    # As many windows as samples, with one size or one batch.
-    refused(ShapeError, "returns (1, 16, 8) for a batch of 1", Windows(), "block.attn", example=image[:1, :, :4, :4])
+    # As many windows as samples, with one size: what is in the window or around it, is seen at another.
+    text = (
+        "insert: block.attn returns (1, 16, 8) for a batch of 1 and (4, 16, 8) at another input size: its first "
+        "dimension is not the batch but parts of it, windows for example, and an addition would attend within each "
+        'part alone.\n  fix: insert at "block".'
+    )
+    refused(ShapeError, text, Windows(), "block.attn", example=image[:1, :, :4, :4])
     insert(Windows(), "block", identity, example=image)
 
 

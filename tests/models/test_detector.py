@@ -75,9 +75,14 @@ def test_parameters_of_mask_rcnn_are_torchvisions() -> None:
         (["fpn1"], 128, 2 * (256 * 128 + 128) + 2 * (256 * 256 + 256)),
     ],
 )
-@pytest.mark.parametrize("backbone", ["resnet50", "resnet101", "resnext101_32x8d"])
-def test_parameters_of_attention(backbone: str, places: list[str], basis: int, extra: int) -> None:
-    with_attention = unbuilt("mask_rcnn", backbone, places, basis=basis)
+def test_parameters_of_attention(places: list[str], basis: int, extra: int) -> None:
+    assert size(unbuilt("mask_rcnn", "resnet50", places, basis=basis)) == 44_401_393 + extra
+
+
+@pytest.mark.parametrize("backbone", ["resnet101", "resnext101_32x8d"])
+def test_every_backbone_takes_attention_everywhere(backbone: str) -> None:
+    with_attention = unbuilt("mask_rcnn", backbone, ["fpn_all", "res3", "res4"], basis=64)
+    extra = 5 * 164_480 + 2_230_400 + 8_654_976
     assert size(with_attention) - size(unbuilt("mask_rcnn", backbone)) == extra
 
 

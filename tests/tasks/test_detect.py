@@ -23,18 +23,9 @@ from farfield.tasks.detect import Detect, Detected, entries_of, mean_of
 from farfield.tasks.detections import DetectionFolder, drawn, unique
 from made_images import full_disk
 from made_objects import Oracle, make_coco, read_annotations, write_annotations
+from quiet import QUIET, TASK_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:The `srun` command"),
-]
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
+pytestmark = TASK_MARKS
 
 
 @pytest.fixture(autouse=True)

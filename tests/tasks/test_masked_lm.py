@@ -18,18 +18,9 @@ from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.filled import FilledTable, as_csv, samples_of
 from farfield.tasks.masked_lm import Filled, MaskedLM, loss_of, rate_of
 from made_texts import sentences
+from quiet import QUIET, TASK_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:The `srun` command"),
-]
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
+pytestmark = TASK_MARKS
 
 
 class Batch(NamedTuple):

@@ -39,18 +39,9 @@ from farfield.tasks.stereo import Matched
 from made_masks import make_voc
 from made_objects import make_coco, read_annotations, write_annotations
 from made_stacks import made_pair, write
+from quiet import QUIET, TASK_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:The `srun` command"),
-]
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
+pytestmark = TASK_MARKS
 
 
 @pytest.fixture(autouse=True)

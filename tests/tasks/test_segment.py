@@ -18,18 +18,9 @@ from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.predictions import MaskFolder
 from farfield.tasks.segment import Segment, Segmented, loss_of, measures_of, reduced
 from made_images import full_disk
+from quiet import QUIET, TASK_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:The `srun` command"),
-]
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
+pytestmark = TASK_MARKS
 
 
 class Made(LightningDataModule):

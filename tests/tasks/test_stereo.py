@@ -21,18 +21,9 @@ from farfield.tasks.disparities import COLOURS, DisparityFolder, coloured
 from farfield.tasks.stereo import DisparityErrors, Matched, Stereo, loss_of, padded
 from made_frames import made_pair
 from made_images import full_disk
+from quiet import QUIET, TASK_MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:The `srun` command"),
-]
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
+pytestmark = TASK_MARKS
 Batch = tuple[Tensor, Tensor, Tensor]
 
 

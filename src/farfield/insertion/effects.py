@@ -20,7 +20,7 @@ class Effects:
 
     What a place returns is disturbed, by noise of its own size and, if that does not show, by numbers that are none,
     which no scale and no saturation hides. A detector may still drop all that came from there, or find nothing at all:
-    then it counts what the first module that takes it does to the model, by those of its outputs that have moved.
+    then it counts what the first module that takes it, and does not only pass it on, does to the model.
     """
 
     def __init__(self, model: nn.Module, example: Any, outputs: Any) -> None:
@@ -33,17 +33,19 @@ class Effects:
             return True
         others = [other for other, _ in self.model.named_modules() if not related(other, place.path)]
         before = probe(self.model, self.example, others).outputs
-        change = {path: partial(disturb_entry, entry=entry, disturb=noisy)}
+        disturbed: list[Tensor] = []
+
+        def disturb(grid: Tensor) -> Tensor:
+            disturbed.append(noisy(grid))
+            return disturbed[-1]
+
+        change = {path: partial(disturb_entry, entry=entry, disturb=disturb)}
         after = probe(self.model, self.example, others, change=change).outputs
-        taker = next((other for other in before if not same(before[other], after.get(other))), None)
+        taker = next((other for other in before if takes(before[other], after.get(other), disturbed)), None)
         if taker is None:
             return False
         finds = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
-        moved = [
-            not same(one, other)
-            for one, other in itertools.zip_longest(tensors(before[taker]), tensors(after.get(taker)))
-        ]
-        return not finds or self.moves(taker, partial(disturb_moved, moved=moved))
+        return not finds or self.moves(taker, disturb_all)
 
     def moves(self, path: str, change: Callable[..., Any]) -> bool:
         """Whether the model returns something else when a module does; what makes it fail has reached it."""
@@ -55,6 +57,13 @@ class Effects:
             if not same(self.outputs, after.outputs[""]):
                 return True
         return False
+
+
+def takes(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
+    """Whether a module returns something else when grids are disturbed, and not only those grids."""
+    pairs = itertools.zip_longest(tensors(before), tensors(after))
+    moved = [two for one, two in pairs if not same(one, two)]
+    return any(not any(same(two, grid) for grid in disturbed) for two in moved)
 
 
 def related(path: str, place: str) -> bool:
@@ -70,20 +79,13 @@ def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], T
     return with_entry(outputs, key, disturb(outputs[key]))
 
 
-def disturb_moved(outputs: Any, moved: list[bool], disturb: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns, with those of its floats disturbed that have moved, in the order of `tensors`."""
-    rest = iter(moved)
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Mapping | tuple | list):
-            for key in value if isinstance(value, Mapping) else range(len(value)):
-                value = with_entry(value, key, walk(value[key]))
-        if not isinstance(value, Tensor):
-            return value
-        has_moved = next(rest, True)
-        return disturb(value) if has_moved and value.is_floating_point() and not value.is_nested else value
-
-    return walk(outputs)
+def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returns, with all its floats disturbed."""
+    if isinstance(outputs, Mapping | tuple | list):
+        for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
+            outputs = with_entry(outputs, key, disturb_all(outputs[key], disturb))
+    floats = isinstance(outputs, Tensor) and outputs.is_floating_point() and not outputs.is_nested
+    return disturb(outputs) if floats else outputs
 
 
 def noisy(grid: Tensor) -> Tensor:

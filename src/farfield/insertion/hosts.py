@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
 from farfield.insertion.effects import Effects
-from farfield.insertion.layouts import Elsewhere, batches, changes, repeated
+from farfield.insertion.layouts import Elsewhere, batches, changes, look_elsewhere, repeated
 from farfield.insertion.places import CHILD, Place, join
 from farfield.insertion.probing import Seen, probe
 
@@ -164,15 +164,21 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
             f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
             f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
         )
-    batch, twice = batches(example), batches(repeated(example))
-    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
-    if shape[0] in batch and lengths <= twice and sizes <= {shape[0]}:
+    if keeps_batch(shape[0], elsewhere, example):
         return
+    batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
+    at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
     raise ShapeError(
-        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}: its first dimension is "
-        f"not the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
-        f"  fix: {use(instead(model, place, seen, example))}."
+        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its "
+        f"first dimension is not the batch but parts of it, windows for example, and an addition would attend within "
+        f"each part alone.\n  fix: {use(instead(model, place, seen, example))}."
     )
+
+
+def keeps_batch(length: int, elsewhere: Elsewhere, example: Any) -> bool:
+    """Whether a first dimension is the batch: also for twice the batch, and for the same batch of other sizes."""
+    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
+    return length in batches(example) and lengths <= batches(repeated(example)) and sizes <= {length}
 
 
 def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
@@ -180,16 +186,18 @@ def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Pl
 
     Each returns a grid of floats with the batch first, is called once, and reaches what the model returns.
     """
-    candidates: list[Place] = []
+    candidates: dict[Place, int] = {}  # the length of its first dimension
     for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[caller_of(seen, path)]:
             output = seen.outputs.get(path)
             several = isinstance(output, Mapping | tuple | list)
-            found = entries(output).items() if several else [(None, output)]
-            candidates += [Place(path, entry) for entry, grid in found if is_grid(grid, batches(example))]
+            found: Iterable[tuple[str | None, Any]] = entries(output).items() if several else [(None, output)]
+            candidates |= {Place(path, entry): len(grid) for entry, grid in found if is_grid(grid, batches(example))}
+    candidates = {other: length for other, length in candidates.items() if other != place and str(other)}
+    elsewhere = look_elsewhere(model, candidates, example)
     effects = Effects(model, example, seen.outputs[""])
-    reaching = (other for other in candidates if other != place and str(other) and effects.reaches(other))
-    return list(islice(reaching, 3))
+    fitting = (other for other, length in candidates.items() if keeps_batch(length, elsewhere[other], example))
+    return list(islice(filter(effects.reaches, fitting), 3))
 
 
 def use(places: list[Place]) -> str:
