@@ -36,6 +36,7 @@ def small(name: str) -> CompactNet:
     return CLASSIFIERS[name](width=0.25, num_classes=5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_fused_is_unfused(name: str) -> None:
     net = settled(small(name))
@@ -50,6 +51,7 @@ def test_fused_is_unfused(name: str) -> None:
     assert all(torch.equal(entry, before[key]) for key, entry in net.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_no_batch_norm_is_left(name: str) -> None:
     fused = small(name).eval().fuse()
@@ -191,6 +193,7 @@ def test_what_cannot_be_folded_stays() -> None:
             fused.train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
 def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None:
@@ -213,6 +216,7 @@ def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None
     assert given.grad is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
 def test_multiply_adds_stay(name: str) -> None:
     """A counter sees every convolution of the fused network; what is saved is the shift of responses."""
