@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     arguments = parser.parse_args()
     names = arguments.switches or (SHORT_SWITCHES if arguments.short else list(SWITCHES))
-    tests = ["-n", str(arguments.jobs), *(SHORT if arguments.short else TESTS)]
+    tests = ["-n", str(arguments.jobs), "-m", "not slow and not long", *(SHORT if arguments.short else TESTS)]
     with tempfile.TemporaryDirectory() as cache:
         if "kernels" in names:
             os.environ["XDG_CACHE_HOME"] = cache

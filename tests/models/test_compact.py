@@ -157,7 +157,6 @@ def test_widths_are_torchvisions(width: float) -> None:
     assert all(block.channels % 8 == 0 for block in blocks(attention))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("sides", [(32, 32), (33, 33), (40, 96), (96, 96)])
 def test_any_image_size(name: str, sides: tuple[int, int]) -> None:
@@ -250,7 +249,6 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert parameter.grad.any(), parameter_name
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_image_does_not_see_its_neighbours(name: str) -> None:
     net, batch = settled(CLASSIFIERS[name](width=0.25, num_classes=4)), images(3, 64, 64)
@@ -261,7 +259,6 @@ def test_an_image_does_not_see_its_neighbours(name: str) -> None:
             torch.testing.assert_close(net(batch[index : index + 1]), whole[index : index + 1])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_channels_last_stays(name: str) -> None:
     net, batch = settled(CLASSIFIERS[name](width=0.25, num_classes=4)), images(2, 64, 96)

@@ -36,7 +36,6 @@ def small(name: str) -> CompactNet:
     return CLASSIFIERS[name](width=0.25, num_classes=5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_fused_is_unfused(name: str) -> None:
     net = settled(small(name))
@@ -193,7 +192,6 @@ def test_what_cannot_be_folded_stays() -> None:
             fused.train()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
 def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None:
