@@ -42,8 +42,8 @@ from farfield.insertion.probing import call, probe
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
-# How many blocks of a network are tried, besides its largest parts.
-BLOCKS = 3
+# How many of a network's parts and how many of its blocks are tried.
+PARTS, BLOCKS = 12, 3
 # How many fixes are followed, one after the other.
 FIXES = 4
 
@@ -64,8 +64,13 @@ def propose_places(model: nn.Module, example: Any) -> list[str]:
     called = [path for path in paths if calls[path]]
     parts = [path for path in paths if path.count(".") == 0]
     blocks = [path for path in called if path not in parts]
-    step = max(1, len(blocks) // BLOCKS)
-    return parts + blocks[step // 2 :: step][:BLOCKS]
+    return spread(parts, PARTS) + spread(blocks, BLOCKS)
+
+
+def spread(paths: list[str], number: int) -> list[str]:
+    """Some of many paths, or all of few."""
+    step = max(1, len(paths) // number)
+    return paths[step // 2 :: step][:number]
 
 
 # ---- insert ----------------------------------------------------------------------------------------------------------

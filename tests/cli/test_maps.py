@@ -83,6 +83,7 @@ def refused(*words: object) -> str:
     return screen.getvalue()
 
 
+@pytest.mark.long
 def test_layers_are_listed(runs: Path, photograph: Path) -> None:
     screen = run("--model", runs, "--image", photograph)
     assert screen.count("factorized_gaussian") == 10

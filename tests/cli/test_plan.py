@@ -24,6 +24,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
+@pytest.mark.long
 def test_plan_as_json(run: Any) -> None:
     options = "--channels 16 --sides 12,10 --batch 2 --heads 2 --project qkvo --memory 100kB --backward --no-time"
     rows = json.loads(run(f"{options} --json"))
@@ -45,6 +46,7 @@ def test_plan_as_json(run: Any) -> None:
     assert {row["fits"] for row in rows} == {True, False}
 
 
+@pytest.mark.long
 def test_plan_for_people(run: Any) -> None:
     text = run("--channels 16 --sides 12,10 --memory 60KiB --no-time")
     assert text.startswith("12 × 10 cells, 16 channels, 1 head, maps v, batch 1, a forward pass in 0.06MB")
@@ -57,6 +59,7 @@ def test_plan_for_people(run: Any) -> None:
     assert " fits " not in text
 
 
+@pytest.mark.long
 def test_plan_with_times(run: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(run("--channels 8 --sides 6,6 --csv"))))
     assert all(float(row["seconds_forward"]) > 0 and float(row["seconds_training"]) > 0 for row in rows)

@@ -195,6 +195,7 @@ def test_operators_says_how_the_cost_grows(row: str) -> None:
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_models(run: Any) -> None:
     names = ["kanet_qkv", "sanet"]
     asked = [part for name in names for part in ("--model", name)]
@@ -212,6 +213,7 @@ def test_models(run: Any) -> None:
         assert row["weights_printed"] is None
 
 
+@pytest.mark.long
 def test_models_beside_what_the_papers_print(run: Any) -> None:
     lines = {line.split()[0]: line for line in run("models").splitlines() if line.strip()}
     assert set(models.CLASSIFIERS) <= set(lines)

@@ -451,6 +451,7 @@ def test_boxes_that_stick_out_by_a_rounding_error_are_cut(tmp_path: Path) -> Non
     assert fault_of_box([60.5, 10, 20, 10], 80, 64) is None
 
 
+@pytest.mark.long
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "splits", "counts"),

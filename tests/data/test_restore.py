@@ -457,6 +457,7 @@ def test_saturated_stacks_get_a_word() -> None:
 
 
 # ---- real data -------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.data
 def test_the_packed_volumes_are_read(data: Path, tmp_path: Path) -> None:
     ends = ("_sim/train_data/data_label.npz", "small.tif")

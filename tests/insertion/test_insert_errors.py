@@ -57,7 +57,7 @@ def test_odd_paths() -> None:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 def test_never_called() -> None:
     text = "insert: unused is never called with this example, in eval; its weights may be read without a call."
-    refused(ValueError, text + "\n  fix: insert at what runs: Net.", Net(), "unused")
+    refused(ValueError, text + "\n  fix: insert at what runs: stem, stage, head.", Net(), "unused")
 
 
 def test_weights_read_without_a_call() -> None:
@@ -77,7 +77,7 @@ def test_a_list_of_modules_is_never_called() -> None:
             return self.blocks[1](self.blocks[0](grid))
 
     text = "blocks is never called with this example, in eval; its weights may be read without a call.\n"
-    refused(ValueError, text + "  fix: insert at what runs: blocks.0, blocks.1, Listed.", Listed(), "blocks")
+    refused(ValueError, text + "  fix: insert at what runs: blocks.0, blocks.1.", Listed(), "blocks")
 
 
 def test_shared_activation() -> None:

@@ -156,6 +156,7 @@ def at_one_place(host: Host) -> Host:
     return host._replace(where=place, widths={place: width})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("places", ["one", "many"])
 @pytest.mark.parametrize("name", HOSTS)
 def test_host(name: str, places: str) -> None:
@@ -226,6 +227,7 @@ def test_far_cells_do_not_hear_of_a_corner_without_an_addition() -> None:
     assert not torch.equal(response[..., -1, -1], changed[..., -1, -1])
 
 
+@pytest.mark.long
 def test_a_detector_with_attention_everywhere_trains_a_step() -> None:
     model = detector()
     count = sum(weight.numel() for weight in model.parameters())

@@ -72,6 +72,7 @@ def test_copies_are_complete_and_apart(net: nn.Module, way: Callable[[nn.Module]
     assert not torch.allclose(other(image), before)
 
 
+@pytest.mark.long
 def test_a_saved_model_keeps_its_additions_in_another_process(tmp_path: Path) -> None:
     # There the numbers of hooks start anew: a hook of anybody's must not take the place of the addition's.
     net = Net().eval()
@@ -91,6 +92,7 @@ def test_a_saved_model_keeps_its_additions_in_another_process(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "net.pt")], check=True, cwd=folder)
 
 
+@pytest.mark.long
 @quick("in a Sequential", "an entry")
 def test_compile(net: nn.Module) -> None:
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -105,6 +107,7 @@ def test_compile_with_inductor(net: nn.Module) -> None:
     torch.testing.assert_close(torch.compile(net, fullgraph=True)(image), net(image))
 
 
+@pytest.mark.long
 @few
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(net: nn.Module, strict: bool) -> None:
@@ -185,6 +188,7 @@ def test_distributed_training(net: nn.Module, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_learn_as_one(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -466,6 +466,7 @@ def test_attention_that_reads_no_interface_is_refused_by_name() -> None:
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_nothing_is_registered_by_an_import() -> None:
     # Who has not loaded transformers has registered nothing with it.
     script = "import json, sys, farfield.insertion; print(json.dumps(list(sys.modules)))"

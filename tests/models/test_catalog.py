@@ -85,6 +85,7 @@ def registered() -> Iterator[list[str]]:
         yield models.register_timm()
 
 
+@pytest.mark.long
 def test_registration_happens_only_when_called() -> None:
     script = """
 import sys, timm, farfield.models as models
@@ -102,6 +103,7 @@ def test_registering_again_changes_nothing(registered: list[str]) -> None:
     assert set(registered) <= set(timm.list_models())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_timm_builds_classifiers(registered: list[str], name: str) -> None:
     net = timm.create_model(name, pretrained=False, num_classes=5, in_chans=2, drop_rate=0.3, width=0.25)
@@ -113,6 +115,7 @@ def test_timm_builds_classifiers(registered: list[str], name: str) -> None:
     assert timm.data.resolve_model_data_config(net)["mean"] == (0.485, 0.456, 0.406)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 @pytest.mark.parametrize(
     "options", [{}, {"out_indices": (1, 3)}, {"strides": (1, 1, 2, 2, 2)}, {"feature_cls": "hook"}]

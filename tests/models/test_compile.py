@@ -80,11 +80,13 @@ def exports(net: nn.Module, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
             torch.testing.assert_close(program(image), net(image))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", fast("kronecker_qkv"))
 def test_blocks_compile_once(path: str) -> None:
     compiles_once(short(path), "aot_eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", fast("siamese"))
 def test_blocks_compile_once_for_training(path: str) -> None:
     net, counter = short(path).train(), CompileCounterWithBackend("aot_eager")

@@ -178,6 +178,7 @@ def test_both_builders_are_in_the_catalog_and_pickle() -> None:
         assert pickle.loads(pickle.dumps(models.MODELS[name])) is models.MODELS[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_saved_network_comes_back(tmp_path: Path, output: str) -> None:
     net = models.deeplab_compact("kanet_kv", output, num_classes=4, width=0.125, output_stride=16).eval()

@@ -116,6 +116,7 @@ def test_at_256_channels_every_name_and_shape_is_torchvisions() -> None:
             assert {key: value.shape for key, value in ours.items()} == expected
 
 
+@pytest.mark.long
 def test_every_operator_can_attend() -> None:
     for row in OPERATORS:
         net = small(["fpn5", "res4"], operator=row, basis=32, heads=2)
@@ -130,6 +131,7 @@ def pyramid(net: Detector, image: Tensor) -> dict[str, Tensor]:
         return net.eval().rcnn.backbone(image)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_pretrained_detector_is_unchanged_at_first(preset: str, tmp_path: Path) -> None:
     # Shaped as a pretrained one: frozen norms with statistics of their own, all weights from a file.
@@ -204,6 +206,7 @@ def test_builders_are_in_the_catalog_and_pickle() -> None:
         assert pickle.loads(pickle.dumps(models.MODELS[name])) is models.MODELS[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mask_rcnn", "faster_rcnn"])
 def test_a_saved_network_comes_back(tmp_path: Path, name: str) -> None:
     net = awake(models.MODELS[name]("resnet18", ["fpn2", "res4"], "siamese", num_classes=2, setup=SMALL)).eval()

@@ -121,6 +121,7 @@ def test_a_block_is_left_out_for_whole_samples(build: Any, hooked: bool) -> None
 
 
 # ---- global_pool -----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("pool", ["avg", "fast", "max", "avgmax", "catavgmax", "fastcatavgmax", ""])
 def test_global_pool_is_timms(pool: str) -> None:
     net = create("sanet", num_classes=0, global_pool=pool)
@@ -218,6 +219,7 @@ def trained(net: CompactNet) -> tuple[int, list[Tensor]]:
     return kept, [*(parameter.grad for parameter in net.parameters()), *net.state_dict().values()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_changes_nothing_but_memory(name: str) -> None:
     options = {"drop_path_rate": 0.3, "drop_rate": 0.2}

@@ -50,6 +50,7 @@ def test_fused_is_unfused(name: str) -> None:
     assert all(torch.equal(entry, before[key]) for key, entry in net.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_no_batch_norm_is_left(name: str) -> None:
     fused = small(name).eval().fuse()
@@ -213,6 +214,7 @@ def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None
     assert given.grad is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
 def test_multiply_adds_stay(name: str) -> None:
     """A counter sees every convolution of the fused network; what is saved is the shift of responses."""

@@ -58,6 +58,7 @@ def discriminator(widths: list[int], classes: int, at: int) -> int:
     return blocks + last + widths[-1] + 1 + classes * widths[-1] + attention(at)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "up", "down", "at"),
     [
@@ -76,12 +77,14 @@ def test_parameters(options: dict[str, int], up: list[int], down: list[int], at:
     assert size(net.discriminator) == discriminator(down, classes, at[1])
 
 
+@pytest.mark.long
 def test_parameters_of_the_published_networks() -> None:
     with torch.device("meta"):
         net = models.sagan()
     assert (size(net.generator), size(net.discriminator)) == (42_078_852, 39_463_618)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("side", "at", "in_generator", "in_discriminator"),
     [(128, 64, 128, 64), (64, 16, 256, 128), (32, 16, 128, 64)],
@@ -284,6 +287,7 @@ def test_wrong_tensors_are_named() -> None:
         net.discriminator(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", [None, "siamese_local", "softmax_pooled"])
 def test_saved_networks_come_back(tmp_path: Path, operator: str | None) -> None:
     net = models.sagan(operator, **SMALL).eval()

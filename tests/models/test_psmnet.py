@@ -47,6 +47,7 @@ def test_parameters_of_the_attention(name: str, value_channels: int | None, numb
     assert size(net) - size(without) == number
 
 
+@pytest.mark.long
 def test_multiply_adds_at_the_papers_crop() -> None:
     with torch.device("meta"):
         net = models.psmnet_stacked().train()
@@ -191,6 +192,7 @@ def test_convolutions_are_drawn_from_their_normal_law() -> None:
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("row", OPERATORS)
 def test_every_operator_starts_as_the_identity_and_learns(row: str) -> None:
     net, without = small(operator=row), small()
@@ -224,6 +226,7 @@ def test_attention_follows_the_last_stage_and_is_pooled_too() -> None:
 
 
 # ---- saving and errors -----------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "operator"), [("psmnet_stacked", "factorized_gaussian"), ("psmnet_basic", None)])
 def test_a_saved_network_comes_back(tmp_path: Path, name: str, operator: str | None) -> None:
     net = small(name, operator).eval()

@@ -55,6 +55,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_model_comes_back(tmp_path: Path, name: str) -> None:
     net = randomized(CLASSIFIERS[name](width=0.125, num_classes=3, strides=(1, 1, 2, 2, 2), dropout=0.1, in_channels=2))
@@ -67,6 +68,7 @@ def test_every_model_comes_back(tmp_path: Path, name: str) -> None:
     same(CompactNet.from_pretrained(str(tmp_path / "run" / "best")), net)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", [*OPERATORS, OPERATORS["dot"]])
 @pytest.mark.parametrize("build", [models.kanet, models.sanet])
 def test_any_row_comes_back(tmp_path: Path, operator: str | Operator, build: Callable[..., CompactNet]) -> None:
@@ -171,6 +173,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "error"), [(errno.EACCES, PermissionError), (errno.ENOSPC, OSError)])
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_disk_that_refuses_loses_nothing(
@@ -244,6 +247,7 @@ IS_DAMAGED, OTHER = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "error", "text"),
     [
@@ -336,6 +340,7 @@ def test_what_cannot_be_loaded(tmp_path: Path, damage: Damage, error: type[Excep
     assert error is LookupError or str(tmp_path) in str(found.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_class_refuses_numbers_that_would_take_long(tmp_path: Path, name: str) -> None:
     """Whatever numbers a network takes: a file that says the largest allowed one builds nothing of that size."""
@@ -459,6 +464,7 @@ def test_a_repository_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
         models.from_pretrained("somebody/sanet")
 
 
+@pytest.mark.long
 def test_uploading_writes_the_same_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = {}
 

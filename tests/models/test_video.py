@@ -192,6 +192,7 @@ class Clips(LightningDataModule):
         return DataLoader(self.samples, 2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["i3d_resnet50", "video_resnet"])
 def test_a_step_of_training(tmp_path: Path, name: str) -> None:
@@ -211,6 +212,7 @@ def test_a_step_of_training(tmp_path: Path, name: str) -> None:
     assert all(parameter.isfinite().all() for parameter in net.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "operator"), [("i3d_resnet50", None), ("video_resnet", "averaged")])
 def test_saved_networks_come_back(tmp_path: Path, name: str, operator: str | None) -> None:
     net = models.MODELS[name](operator=operator, num_classes=2).eval()

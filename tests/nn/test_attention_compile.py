@@ -37,6 +37,7 @@ def _grids(*, masked: bool) -> list[tuple[Tensor, Tensor | None]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS)
 def test_compiles_once_for_five_sizes(row: str) -> None:
     attention = _build(row).eval()
@@ -51,6 +52,7 @@ def test_compiles_once_for_five_sizes(row: str) -> None:
 
 
 # Backward graphs take ten seconds each: of the two kinds of norm one row in every run, the others behind the marker.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row", [row if row in ("averaged", "kronecker_kv") else pytest.param(row, marks=pytest.mark.slow) for row in ROWS]
 )
@@ -84,6 +86,7 @@ def test_compiles_with_inductor(row: str) -> None:
         assert_close(compiled(grid, mask=mask), attention(grid, mask=mask), 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS)
 def test_exports_with_dynamic_batch_and_sides(row: str) -> None:
     attention = _build(row).eval()

@@ -157,6 +157,7 @@ def test_siamese_local_reads_no_keys() -> None:
     assert TransformerLayer(16, "siamese_local").attention.key is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["softmax", "factorized_gaussian"])
 def test_it_compiles_without_a_break(row: str) -> None:
     module, tokens = layer(row).float(), torch.randn(3, 11, 16)

@@ -66,6 +66,7 @@ def _assert_compiles_once(form: Callable[..., Tensor], inputs: Iterable[tuple], 
     assert counter.frame_count == frames
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS)
 def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
     grids = [torch.randn(batch, 4, *sides) for batch, sides in SIZES[2]]
@@ -73,6 +74,7 @@ def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
 
 
 # Tracing a pooled backward graph takes five times as long as any other.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if row == "softmax_pooled" else row for row in ROWS]
 )
@@ -132,6 +134,7 @@ def test_inductor_sums_long_half_precision_grids(row: str) -> None:
     assert_close(got, module.double()(query.double(), key.double()), 4 * torch.finfo(torch.half).eps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("row", ROWS)
 def test_exports_with_dynamic_batch_and_sides(row: str, masked: bool) -> None:

@@ -52,6 +52,7 @@ def test_every_network_is_counted() -> None:
     assert set(models.MODELS) >= set(COUNTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COUNTS)
 def test_weights_and_multiply_adds(name: str) -> None:
     found = network(name)

@@ -50,6 +50,7 @@ def errors_of_blocks(net: nn.Module, image: Tensor, dtype: torch.dtype) -> dict[
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_block_answers_as_in_float32(calibrate: Calibrate, name: str, dtype: torch.dtype) -> None:
@@ -91,6 +92,7 @@ def test_gradients_of_an_attention_are_those_of_float32(row: str) -> None:
         assert distance(found, exact) <= EXACT * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet"])
 def test_training_in_bfloat16_needs_no_scaler(name: str) -> None:
     net = CLASSIFIERS[name](width=0.25, num_classes=4, strides=(1, 1, 2, 2, 2), dropout=0.0).train()

@@ -58,6 +58,7 @@ def blocks(calibrate: Calibrate, stride: int) -> nn.Module:
     return calibrate(net, torch.randn(8, 3, 32, 32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", OPERATORS)
 def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: int) -> None:
@@ -72,6 +73,7 @@ def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: 
             assert_close(loaded(grid), module(grid), 4)
 
 
+@pytest.mark.long
 def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
     net = blocks(calibrate, stride=2)
     program = export(net, torch.randn(2, 3, 24, 40), "input").module()

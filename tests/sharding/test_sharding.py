@@ -80,6 +80,7 @@ def test_without_processes() -> None:
         all_gather_summary(GridAttention(4, "softmax").summarize(torch.randn(1, 4, 3, 3)))
 
 
+@pytest.mark.long
 def test_a_destroyed_group_is_gone_and_another_can_follow(tmp_path: Path) -> None:
     """A group that something still holds has threads when the interpreter ends, which may abort the process."""
     multiprocessing.spawn(twice, args=(2, str(tmp_path)), nprocs=2)
@@ -130,6 +131,7 @@ def misused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_one_error_on_every_process(misused: list[dict[str, str]], name: str) -> None:
     first, second = (found[name] for found in misused)

@@ -49,6 +49,7 @@ def test_what_is_too_small(given: Any, net: nn.Module) -> None:
         respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [np.int64(8), torch.tensor(8), np.array([8, 8]), torch.tensor([8, 8]), [8, 8]])
 def test_whole_numbers_of_other_kinds(given: Any, net: nn.Module) -> None:
     want = predict_whole(net, VOLUME, tile=(8, 8), quiet=True)

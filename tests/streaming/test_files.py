@@ -56,6 +56,7 @@ def opened(kind: str, volume: np.ndarray, folder: Path) -> Any:
     return torch.from_numpy(volume)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["memmap", "big endian", "zarr", "h5py", "tiff", "tensor"])
 def test_volumes_of_many_kinds(kind: str, volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
     got = predict_whole(net, opened(kind, volume, tmp_path), tile=(6, 8, 10), quiet=True)
@@ -64,6 +65,7 @@ def test_volumes_of_many_kinds(kind: str, volume: np.ndarray, net: torch.nn.Modu
         assert relative(got, net(torch.from_numpy(volume).float()[None, None])[0, 0]) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_files_hold_what_memory_would(suffix: str, volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
     path, want = tmp_path / f"restored{suffix}", predict_whole(net, volume, tile=(6, 8, 10), pad="reflect", quiet=True)
@@ -169,6 +171,7 @@ def fingerprint(path: Path) -> dict[str, str]:
     return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "suffix", "kills"),
     [("predict", ".zarr", (20, 15)), ("respond", ".npy", (3,))],
@@ -203,6 +206,7 @@ def test_killed_at_any_tile(call: str, volume: np.ndarray, tmp_path: Path) -> No
         assert fingerprint(out) == fingerprint(plain)
 
 
+@pytest.mark.long
 def test_two_processes_do_not_write_to_one_path(volume: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "volume.npy", volume)
     out = tmp_path / "out.npy"
@@ -318,6 +322,7 @@ FULL = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("suffix", "limit"), [(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)])
 def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_path: Path) -> None:
     script = textwrap.dedent(FULL).format(tests=str(Path(__file__).parents[1]))

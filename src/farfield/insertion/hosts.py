@@ -64,12 +64,13 @@ def check_free(place: Place, host: nn.Module) -> None:
 
 
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
-    """Run the model once and watch each place, what is around it and what is in it.
+    """Run the model once and watch each place, what is around it, what is in it and what is in the whole model.
 
     Raises:
         ValueError: If the model refuses the example, or a place does not run once each time its parent runs.
     """
     watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
+    watched |= set(children(model, ""))
     try:
         seen = probe(model, example, watched)
     except Exception as error:
@@ -82,10 +83,11 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
         parent = caller_of(seen, path)
         around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
         if not calls:
-            inside = [child for child in children(model, path) if seen.calls[child]]
+            inside = [child for child in children(model, path) if seen.calls[child]] + [parent] * bool(parent)
+            whole = [child for child in children(model, "") if seen.calls[child]]
             raise ValueError(
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
-                f"\n  fix: insert at what runs: {', '.join([*inside, around])}."
+                f"\n  fix: insert at what runs: {', '.join(inside or whole)}."
             )
         if path and calls > parent_calls:
             raise ValueError(
