@@ -57,14 +57,14 @@ def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dic
         options["weight"] = attention.weight
     if row in explicit.SOFTMAX_ROWS:
         options["scale"] = attention.scale
-    if row == "kronecker_qkv":
+    if row in explicit.MEAN_ROWS:
         options["query_mask"] = mask
     norm = attention.coefficient_norm
     if norm is not None and norm.bias is None:
         # The asking cells of a masked grid that are not real are no part of a batch norm's batch.
         asks = explicit.real_cells(grid, mask).flatten(1)
         options["normalize"] = lambda scores, pairs: products_normed(
-            norm, scores, pairs if row == "kronecker_qkv" else pairs & asks[:, None, :, None]
+            norm, scores, pairs if row in explicit.MEAN_ROWS else pairs & asks[:, None, :, None]
         )
     return options
 

@@ -16,8 +16,9 @@ from torch import Tensor
 Normalize = Callable[[Tensor, Tensor], Tensor]
 
 # Rows that put a softmax on the coefficient matrix E = KᵀQ.
-SOFTMAX_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv")
-AXIS_ROWS = ("kronecker_kv", "kronecker_qkv")
+MEAN_ROWS = ("kronecker_qkv", "kronecker_qkv_literal")
+SOFTMAX_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", *MEAN_ROWS)
+AXIS_ROWS = ("kronecker_kv", *MEAN_ROWS)
 WEIGHT_ROWS = ("siamese", "siamese_local")
 
 
@@ -118,7 +119,12 @@ def matrix(
         ask_axes = axes(tuple(query.shape[2:]), asks)
         asked = q @ ask_axes.means[:, None]  # (b, h, d, Σm)
         inner = _softmax_matrix(asked, means, answer_axes.present, ask_axes.present, scale, normalize)
-        return ask_axes.spread @ inner @ gather
+        whole = ask_axes.spread @ inner @ gather
+        if row == "kronecker_qkv_literal":
+            return whole
+        # KAN 13: the mean of all rows, which the outer sum of r axes has r times, is counted once.
+        rank, ones = query.dim() - 2, asking[:, None, None].to(whole)
+        return whole - (rank - 1) / rank * (ones @ whole) / ones.sum(dim=3, keepdim=True).clamp(min=1)
     if row in ("dot", "factorized"):
         return q.transpose(2, 3) @ k / k.shape[2] * answers
     if row == "averaged":

@@ -18,8 +18,8 @@ from farfield import ops
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
 WEIGHT_ROWS = explicit.WEIGHT_ROWS
-# Rows whose implied rows sum to one (kronecker_qkv: to the rank).
-NORMALISED_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "factorized_gaussian")
+# Rows whose implied rows sum to one (kronecker_qkv_literal: to the rank).
+NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian")
 
 # (asking sides, answering sides): ranks 1–4, sides of 1, odd, prime and unequal, then different ranks.
 PAIRS = (
@@ -79,7 +79,7 @@ class Case:
         """The loops' answer."""
         options = {field: _numpy(option) for field, option in self.options.items()}
         query = self.query
-        if self.row != "kronecker_qkv" and "query_mask" in options:  # only means of queries need to know
+        if self.row not in explicit.MEAN_ROWS and "query_mask" in options:  # only means of queries need to know
             query = query.masked_fill(~torch.from_numpy(options.pop("query_mask"))[:, None], 0.0)
         grids = (_numpy(query), _numpy(self.key), _numpy(self.value))
         return torch.from_numpy(np.asarray(getattr(reference, self.row)(*grids, **options)))

@@ -240,7 +240,7 @@ def kronecker_kv(
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
 
-def kronecker_qkv(
+def kronecker_qkv_literal(
     query: Array,
     key: Array,
     value: Array,
@@ -259,6 +259,33 @@ def kronecker_qkv(
         return outer_sum(responses[None], q.shape[1:])[0]
 
     return _each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+
+
+def kronecker_qkv(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int = 1,
+    mask: Mask | None = None,
+    query_mask: Mask | None = None,
+    scale: float = 1.0,
+) -> Array:
+    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes has its mean n times, and is to have it once.
+
+    That mean is taken over the valid positions of the query, one by one.
+    """
+    options = {"heads": heads, "mask": mask, "query_mask": query_mask, "scale": scale}
+    literal, rank = kronecker_qkv_literal(query, key, value, **options), query.ndim - 2
+    out = literal.copy()
+    for sample in range(len(query)):
+        asks = np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample]
+        cells = _real(asks)
+        for channel in range(value.shape[1]):
+            total = sum(literal[sample, channel, *cell] for cell in cells)
+            once = total / len(cells) / rank if cells else 0.0
+            out[sample, channel] -= (rank - 1) * once
+    return out
 
 
 def similarity(a: Array, b: Array, weight: Array) -> float:

@@ -175,7 +175,7 @@ def test_every_public_name_resolves() -> None:
 
 
 # ---- every row -------------------------------------------------------------------------------------------------------
-SCALED = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv")
+SCALED = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "kronecker_qkv_literal")
 WEIGHTED = ("siamese", "siamese_local")
 
 

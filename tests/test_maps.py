@@ -19,7 +19,7 @@ from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
 from grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
 
 BASIS_ROWS = tuple(row for row in ROWS if OPERATORS[row].basis is not None)
-AXIS_ROWS = explicit.AXIS_ROWS
+AXIS_ROWS, MEAN_ROWS = explicit.AXIS_ROWS, explicit.MEAN_ROWS
 
 
 def build(row: str | Operator, *, heads: int = 2, project: str = "qkvo", **options: Any) -> GridAttention:
@@ -130,7 +130,7 @@ def test_rows_sum_to_one_or_the_rank(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 2, 3, 4).double()
     mask = draw_mask(2, (2, 3, 4), torch.Generator().manual_seed(3))
     weights = maps.attention_row(attention, grid, (1, 1, 2), mask=mask)
-    assert_close(weights.flatten(2).sum(2), torch.full((2, 2), 3.0 if row == "kronecker_qkv" else 1.0).double())
+    assert_close(weights.flatten(2).sum(2), torch.full((2, 2), 3.0 if row == "kronecker_qkv_literal" else 1.0).double())
     assert (weights.masked_select(~mask[:, None]) == 0).all()
 
 
@@ -302,26 +302,29 @@ def test_axis_maps_are_the_explicit_softmax(
     query = explicit.split(convolved(attention.query, real_or_zero(grid, mask)), 2)
     # The mean of projected cells; cells that are not real take no part in it.
     key = explicit.split(convolved(attention.key, real_or_zero(context, context_mask)), 2) @ answer.means[:, None]
-    if row == "kronecker_qkv":
+    if row in MEAN_ROWS:
         query = query @ ask.means[:, None]
     scores = 1.3 * query.mT @ key
     expected = scores.masked_fill(~answer.present[:, None, None], -math.inf).softmax(-1)
     options = {"context": context, "mask": mask, "context_mask": context_mask}
     for cell in cells_of(asks):
-        if row == "kronecker_qkv":
+        if row in MEAN_ROWS:
             places = [sum(asks[:axis]) + index for axis, index in enumerate(cell)]
         else:
             places = [int(torch.arange(math.prod(asks)).reshape(asks)[cell])]
         assert_close(maps.axis_maps(attention, grid, cell, **options), expected[:, :, places])
-    if row == "kronecker_qkv":
+    if row in MEAN_ROWS:
         assert_close(maps.axis_maps(attention, grid, **options), expected)
 
 
 @pytest.mark.parametrize("row", AXIS_ROWS)
 def test_axis_maps_spread_over_their_cells_are_the_row(row: str) -> None:
-    """A row or column of an image shares its weight evenly; under kronecker_qkv the parts of a cell are added."""
+    """A row or column of an image shares its weight evenly; where means ask, the parts of a cell are added."""
     attention, grid = build(row, coefficient_norm=True), torch.randn(2, 4, 3, 5).double()
-    rows, columns = maps.axis_maps(attention, grid, (2, 1)).sum(2).split((3, 5), -1)
+    weights = maps.axis_maps(attention, grid, (2, 1)).sum(2)
+    if row == "kronecker_qkv":  # less half of the mean of all cells
+        weights = weights - sum(part.mean(2) for part in maps.axis_maps(attention, grid).split((3, 5), 2)) / 2
+    rows, columns = weights.split((3, 5), -1)
     spread = rows[..., :, None] / 5 + columns[..., None, :] / 3
     assert_close(spread, maps.attention_row(attention, grid, (2, 1)))
 

@@ -2,7 +2,7 @@
 
 The names below load when they are first asked for, so that ``import farfield`` itself stays light:
 
-- ``ops``: the eleven operators, ``OPERATORS``, ``summarize`` and ``respond``
+- ``ops``: the twelve operators, ``OPERATORS``, ``summarize`` and ``respond``
 - ``nn``: ``GridAttention`` and the blocks of the papers
 - ``models``: the compact networks, ``MODELS``, ``from_pretrained``
 - ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)

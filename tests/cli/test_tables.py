@@ -243,7 +243,7 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
     assert set(OPERATORS) <= set(lines)
     # What executes here, counted.
     assert lines["averaged"][-3] == "0.40m"
-    assert lines["kronecker_qkv"][-3] == "0.21m"
+    assert lines["kronecker_qkv"][-3] == lines["kronecker_qkv_literal"][-3] == "0.21m"
     # What a process sends: of 8 samples 8 · 8 values, 8 weights and a count, in float32.
     assert lines["averaged"][-1] == "2.3kB"
     assert "KAN Table 2" in text
@@ -303,6 +303,7 @@ def test_measure(run: Any) -> None:
     # On one axis the Kronecker operators are softmax attention; dot and factorized are one function in two orders.
     assert found[1, "kronecker_kv"]["equals"] == "softmax"
     assert found[1, "kronecker_qkv"]["equals"] == "softmax, kronecker_kv"
+    assert found[1, "kronecker_qkv_literal"]["equals"] == "softmax, kronecker_kv, kronecker_qkv"
     assert found[2, "kronecker_kv"]["equals"] is None
     assert found[2, "factorized"]["equals"] == "dot"
 

@@ -84,7 +84,10 @@ def test_any_row_comes_back(tmp_path: Path, operator: str | Operator, build: Cal
 def test_what_is_written(tmp_path: Path) -> None:
     models.kanet("dot", width=0.125, num_classes=3).save_pretrained(tmp_path)
     assert sorted(files(tmp_path)) == ["README.md", "config.json", "model.safetensors"]
-    assert json.loads((tmp_path / "config.json").read_text()) == {
+    text = (tmp_path / "config.json").read_text()
+    assert text.startswith('{\n  "format": 2,\n')
+    assert json.loads(text) == {
+        "format": 2,
         "model": "kanet",
         "operator": "dot",
         "num_classes": 3,
@@ -265,7 +268,7 @@ IS_DAMAGED, OTHER = (
         (
             config_has(model=None),
             ValueError,
-            '/config.json names no "model", it has operator, num_classes, in_channels',
+            '/config.json names no "model", it has format, operator, num_classes, in_channels',
         ),
         (config_has(model="sannet"), LookupError, 'models.from_pretrained: no model "sannet"; nearest: sanet'),
         (config_has(operator="siam"), LookupError, 'models.from_pretrained: no operator "siam"; nearest: siamese'),

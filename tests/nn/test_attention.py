@@ -13,7 +13,7 @@ from torch import Tensor
 import attending
 from attending import convolved, written_out
 from farfield.nn import GridAttention
-from grids import ROWS, WEIGHT_ROWS, assert_close, draw_mask
+from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
 
 LETTERS = ["".join(letters) for count in range(5) for letters in itertools.combinations("qkvo", count)]
 SIDES = [(7,), (3, 4), (2, 3, 2)]
@@ -111,7 +111,7 @@ def test_one_instance_serves_every_rank(row: str) -> None:
         assert_close(attention(grid), written_out(attention, grid))
 
 
-@pytest.mark.parametrize("row", ["softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv"])
+@pytest.mark.parametrize("row", SCALED_ROWS)
 def test_the_scale(row: str) -> None:
     attention = build(row, "qkvo", scale=0.4)
     grid = grid_of((3, 4))
@@ -207,7 +207,7 @@ def test_state_dict_keys_are_interface(row: str) -> None:
     }
     if row in WEIGHT_ROWS:
         expected.add("weight")
-    if row not in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv"):
+    if row not in SCALED_ROWS:
         expected.add("coefficient_norm.bias")
     assert set(attention.state_dict()) == expected
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attending import written_out
+from explicit import MEAN_ROWS
 from farfield import ShapeError
 from farfield.nn import GridAttention
 from grids import ROWS, assert_close, draw_mask, tiles
@@ -105,8 +106,9 @@ def test_summaries_and_what_asks_can_be_saved(row: str) -> None:
     assert_close(attention.respond(grid, summary, asked=asked, **place), attention(grid), 1e-13)
 
 
-def test_asking_sums_are_sums_and_counts() -> None:
-    attention = GridAttention(4, "kronecker_qkv")
+@pytest.mark.parametrize("row", MEAN_ROWS)
+def test_asking_sums_are_sums_and_counts(row: str) -> None:
+    attention = GridAttention(4, row)
     grid, mask = torch.randn(2, 4, 3, 5), torch.rand(2, 3, 5) > 0.4
     sums, counts = attention.gather_asked(grid, mask=mask)
     assert sums.shape == (2, 4, 8)
@@ -116,11 +118,12 @@ def test_asking_sums_are_sums_and_counts() -> None:
     assert not tile[0][:, :, [0, 3, 4]].any()
 
 
-def test_a_tile_that_asks_with_sums_needs_those_of_the_whole() -> None:
-    attention = GridAttention(4, "kronecker_qkv")
+@pytest.mark.parametrize("row", MEAN_ROWS)
+def test_a_tile_that_asks_with_sums_needs_those_of_the_whole(row: str) -> None:
+    attention = GridAttention(4, row)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match="kronecker_qkv asks with sums over the whole grid; fix: asked="):
+    with pytest.raises(ValueError, match=f"{row} asks with sums over the whole grid; fix: asked="):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), sides=(6, 6))
 
 

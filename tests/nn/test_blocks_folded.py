@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from explicit import MEAN_ROWS
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, folded
 from farfield.nn.convolved import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
@@ -107,8 +108,9 @@ def test_attention_with_other_maps(name: str, project: str, options: dict[str, A
         same_as_plain(block, torch.randn(2, 8, 5, 4, dtype=torch.float64))
 
 
-def test_a_scale_of_products_without_a_norm() -> None:
-    attention = GridAttention(8, "kronecker_qkv", heads=2, scale=0.3)
+@pytest.mark.parametrize("name", MEAN_ROWS)
+def test_a_scale_of_products_without_a_norm(name: str) -> None:
+    attention = GridAttention(8, name, heads=2, scale=0.3)
     block = drawn(AttentionBlock(8, 12, attention, expansion=2))
     same_as_plain(block, torch.randn(2, 8, 5, 4, dtype=torch.float64))
 
@@ -118,7 +120,7 @@ def memory_format(rank: int) -> torch.memory_format:
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("name", ["kronecker_qkv", "siamese", "averaged", "softmax"])
+@pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "averaged", "softmax"])
 def test_channels_last_stays(name: str, rank: int) -> None:
     block = drawn(AttentionBlock(8, 12, name, expansion=3, rank=rank)).train()
     grid = torch.randn(2, 8, *SIDES[rank], dtype=torch.float64).to(memory_format=memory_format(rank))
@@ -142,7 +144,7 @@ class Made(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("name", ["kronecker_qkv", "siamese", "siamese_ones", "siamese_local", "averaged"])
+@pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "siamese_ones", "siamese_local", "averaged"])
 @pytest.mark.parametrize("training", [False, True])
 def test_neither_attention_nor_a_concatenation_is_written(name: str, training: bool) -> None:
     channels, out, cells = 16, 12, 2 * 30 * 20  # siamese has 8 coefficients a cell
@@ -243,7 +245,7 @@ def test_frozen_norms_stay() -> None:
     assert block.depthwise.norm.num_batches_tracked == 0
 
 
-@pytest.mark.parametrize("name", ["kronecker_qkv", "siamese", "averaged"])
+@pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "averaged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision(name: str, dtype: torch.dtype) -> None:
     exact = drawn(AttentionBlock(16, 24, name, expansion=3)).eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attending import written_out
 from distributed_norm import run
-from explicit import SOFTMAX_ROWS
+from explicit import MEAN_ROWS, SOFTMAX_ROWS
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
 from grids import ROWS, assert_close, draw_mask, name
@@ -244,7 +244,7 @@ def test_autocast_keeps_the_statistics(row: str) -> None:
     assert_close(norms[0].running_var, norms[1].running_var, 8 * torch.finfo(torch.bfloat16).eps)
 
 
-@pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "averaged", "siamese"])
+@pytest.mark.parametrize("row", ["softmax", *MEAN_ROWS, "averaged", "siamese"])
 def test_frozen_evaluation_trains_its_weight(row: str) -> None:
     attention, twin = pair(row)
     attention.eval(), twin.eval()

@@ -10,6 +10,7 @@ import pytest
 
 import saved
 from farfield import nn
+from farfield.models.description import translate_format_1
 
 FILES = sorted(saved.MODULES.glob("*.json"))
 
@@ -24,7 +25,7 @@ def test_every_module_and_row_has_a_file() -> None:
 @pytest.mark.parametrize("file", FILES, ids=[path.stem for path in FILES])
 def test_a_module_of_0_1(file: Path) -> None:
     case = json.loads(file.read_text())
-    module = getattr(nn, case["class"])(**case["arguments"])
+    module = getattr(nn, case["class"])(**translate_format_1(case["arguments"]))
     state = module.state_dict()
     assert {name: list(tensor.shape) for name, tensor in state.items()} == case["state"]
     module.load_state_dict(saved.draw_state(module))

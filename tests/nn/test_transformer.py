@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from explicit import SOFTMAX_ROWS
 from farfield import ShapeError, ops
 from farfield.nn import GridAttention, TransformerLayer
 from farfield.ops import OPERATORS
@@ -116,7 +117,7 @@ def test_short_texts_keep_no_slots_of_a_texts_size() -> None:
 # ---- options ---------------------------------------------------------------------------------------------------------
 def test_products_under_a_softmax_are_scaled_and_others_are_not() -> None:
     assert {row: TransformerLayer(64, row, heads=4).attention.scale for row in OPERATORS} == {
-        row: 0.25 if row in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv") else 1.0 for row in OPERATORS
+        row: 0.25 if row in SOFTMAX_ROWS else 1.0 for row in OPERATORS
     }
 
 

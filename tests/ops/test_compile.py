@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from explicit import MEAN_ROWS
 from farfield import ops
 from grids import ROWS, WEIGHT_ROWS, assert_close
 
@@ -37,7 +38,7 @@ class Row(nn.Module):
         if row in WEIGHT_ROWS:
             self.weight = nn.Parameter(torch.randn(4))
             self.options["weight"] = self.weight
-        self.asks = row == "kronecker_qkv"
+        self.asks = row in MEAN_ROWS
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
         """Self attention with one tensor twice, cross attention with two."""

@@ -19,7 +19,7 @@ from farfield.nn import GridAttention
 from farfield.ops.fused import fused_attention
 from grids import relative_error
 
-ROWS = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv")
+ROWS = explicit.SOFTMAX_ROWS
 # More positions than a matrix of coefficients that is small has: 8 times the channels of a head.
 SIZE, CHANNELS, HEADS = (4, 9), 4, 2
 Function = Callable[[Tensor], Tensor]

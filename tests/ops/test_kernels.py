@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from explicit import AXIS_ROWS, MEAN_ROWS
 from farfield import cost, ops
 from farfield.nn import GridAttention
 from farfield.ops import _kernels
@@ -112,7 +113,7 @@ def test_rows_and_their_sums(on: None, shape: tuple[int, ...], read: int, offset
 
 @pytest.mark.parametrize(
     ("row", "scale"),
-    [("kronecker_qkv", 1.0), ("kronecker_qkv", 0.3), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+    [*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
 )
 @pytest.mark.parametrize(
     ("heads", "shape"),
@@ -124,7 +125,7 @@ def test_attention_in_one_call(on: None, shape: tuple[int, ...], heads: int, row
     with torch.no_grad():
         matrix = attention.readings(grid)[0].matrix
         found = whole.attention(OPERATORS[row], grid, matrix, heads, scale)
-        if row != "kronecker_qkv" and 8 * heads > shape[1]:  # too few channels beside their scores
+        if row not in MEAN_ROWS and 8 * heads > shape[1]:  # too few channels beside their scores
             assert found is None
             return
         assert found is not None
@@ -139,16 +140,19 @@ def test_functions_attend_in_one_call(on: None) -> None:
     grid, weight = torch.randn(2, 16, 5, 6), torch.randn(16)
     with torch.no_grad():
         found = ops.kronecker_qkv_attention(grid, grid, grid, heads=2, scale=0.5)
+        assert torch.equal(found, torch.ops.farfield.axis_attention(grid, 2, 0.5, True))
+        found = ops.kronecker_qkv_literal_attention(grid, grid, grid, heads=2, scale=0.5)
         assert torch.equal(found, torch.ops.farfield.axis_attention(grid, 2, 0.5))
         found = ops.siamese_attention(grid, grid, grid, weight=weight)
         assert torch.equal(found, torch.ops.farfield.score_attention(grid, weight[None], True)[0])
 
 
-def test_one_call_is_made_for_nothing_else(on: None) -> None:
-    grid, row = torch.randn(2, 32, 5, 6), OPERATORS["kronecker_qkv"]
+@pytest.mark.parametrize("name", MEAN_ROWS)
+def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
+    grid, row = torch.randn(2, 32, 5, 6), OPERATORS[name]
     with torch.no_grad():
         made = [
-            name for name, row in OPERATORS.items() if whole.attention(row, grid, torch.ones(1, 32), 1, 1.0) is not None
+            each for each, row in OPERATORS.items() if whole.attention(row, grid, torch.ones(1, 32), 1, 1.0) is not None
         ]
         assert made == ["siamese", "siamese_local", "siamese_ones"]
         assert whole.attention(row, grid, None, 2, 1.0) is not None
@@ -171,12 +175,16 @@ def test_one_call_is_made_for_nothing_else(on: None) -> None:
 
 
 @pytest.mark.parametrize(("channels", "side", "numbers"), [(64, 64, 64 * 128 + 128**2), (16, 16, 16 * 32)])
-def test_coefficients_are_kept_that_are_few_beside_the_grid(on: None, channels: int, side: int, numbers: int) -> None:
-    attention = GridAttention(channels, "kronecker_qkv", project="")
+@pytest.mark.parametrize("row", MEAN_ROWS)
+def test_coefficients_are_kept_that_are_few_beside_the_grid(
+    on: None, row: str, channels: int, side: int, numbers: int
+) -> None:
+    attention = GridAttention(channels, row, project="")
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part) or part, lambda part: part):
         attention(torch.randn(1, channels, side, side, requires_grad=True))
-    assert sum(part.numel() for part in kept) == numbers
+    # Normalized also the shares of the indices in the mean, and their sum.
+    assert sum(part.numel() for part in kept) == numbers + (row == "kronecker_qkv") * (2 * side + 1)
 
 
 def test_operations_are_those_that_torch_expects(on: None) -> None:
@@ -184,6 +192,7 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.farfield.axis_sums.default, (grid,), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5, True), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.score_attention.default, (grid, torch.randn(3, 3), True), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.axis_means.default, (grid,), test_utils=tests)
@@ -198,7 +207,7 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
-ROWS = ("siamese", "siamese_local", "siamese_ones", "kronecker_qkv", "kronecker_kv")
+ROWS = ("siamese", "siamese_local", "siamese_ones", *AXIS_ROWS)
 
 
 def answers(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -233,7 +242,7 @@ def test_operators_answer_and_learn_as_by_the_equation(
                 assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
 
 
-@pytest.mark.parametrize("row", ["siamese", "siamese_local", "kronecker_qkv"])
+@pytest.mark.parametrize("row", ["siamese", "siamese_local", *MEAN_ROWS])
 def test_large_grids_are_written_past_the_caches(on: None, row: str) -> None:
     """From 2^22 numbers in training; no part of the sides or of a row is a whole vector's."""
     attention, grid = GridAttention(64, row, project=""), torch.randn(1, 64, 257, 261)
@@ -254,7 +263,7 @@ def test_larger_ones_without_gradients_too(on: None, row: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("row", ["siamese", "siamese_local", "siamese_ones", "kronecker_qkv"])
+@pytest.mark.parametrize("row", ["siamese", "siamese_local", "siamese_ones", *MEAN_ROWS])
 def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> None:
     def second(dtype: torch.dtype) -> list[Tensor]:
         random = torch.Generator().manual_seed(4)
@@ -290,7 +299,7 @@ def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gradients_have_gradients(on: None) -> None:
-    for row, name in product(("siamese", "kronecker_qkv"), ("1", "0")):
+    for row, name in product(("siamese", *MEAN_ROWS), ("1", "0")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(library.SWITCH, name)
             grid = torch.randn(2, 32, 4, 5, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -337,7 +346,7 @@ def test_every_reason_is_told(on: None) -> None:
         assert reasons(grid.detach()) == ["watched by a dispatch mode, which counts the equation"]
 
 
-@pytest.mark.parametrize("row", ["siamese", "kronecker_qkv"])
+@pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
 def test_what_no_kernel_takes_is_answered_by_the_equation(on: None, row: str) -> None:
     attention, grid = GridAttention(32, row).eval(), torch.randn(2, 32, 5, 6)
     expected = off(attention, grid)

@@ -29,7 +29,7 @@ LONG_ROWS = (
     "siamese_local",
     "siamese_ones",
     "kronecker_kv",
-    "kronecker_qkv",
+    *explicit.MEAN_ROWS,
     "factorized_gaussian",
 )
 
@@ -58,7 +58,7 @@ def _slots(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if case.row in explicit.AXIS_ROWS:
         axes = explicit.axes(tuple(case.key.shape[2:]), explicit.real_cells(case.key, mask))
         key, value, valid = key @ axes.means[:, None], value @ axes.means[:, None], axes.present
-    if case.row == "kronecker_qkv":
+    if case.row in explicit.MEAN_ROWS:
         query = (
             query
             @ explicit.axes(tuple(case.query.shape[2:]), explicit.real_cells(case.query, query_mask)).means[:, None]
@@ -132,7 +132,8 @@ def _long_response(case: Case) -> torch.Tensor:
         return value @ (key.T @ q).softmax(dim=0)
     asking = _means(q.unflatten(1, case.query.shape[2:]))
     rows, columns = (value @ (key.T @ means).softmax(dim=0) for means in asking)
-    return (rows[:, :, None] + columns[:, None, :]).flatten(1)
+    response = (rows[:, :, None] + columns[:, None, :]).flatten(1)
+    return response if case.row == "kronecker_qkv_literal" else response - response.mean(dim=1, keepdim=True) / 2
 
 
 def _means(grid: torch.Tensor) -> list[torch.Tensor]:
@@ -179,7 +180,7 @@ def _long_bound(case: Case) -> float:
     if case.row not in SCALED_ROWS:
         return _bound(case.row, torch.float32, math.prod(case.key.shape[2:]))
     means = ops.axis_means(case.key.double())
-    query = ops.axis_means(case.query.double()) if case.row == "kronecker_qkv" else case.query.double().flatten(2)
+    query = ops.axis_means(case.query.double()) if case.row in explicit.MEAN_ROWS else case.query.double().flatten(2)
     return _bound_of_softmax(Case("softmax", query, means, means, {}), torch.float32)
 
 
@@ -199,7 +200,7 @@ def test_four_million_positions_in_single_precision(row: str, offset: float) -> 
     ).library()
     assert relative_error(found, want) <= _long_bound(case.map(torch.Tensor.detach))
     bound = _bound(row, torch.float32, grid[0, 0].numel())
-    if row == "kronecker_qkv":
+    if row in explicit.MEAN_ROWS:
         bound = 2 * torch.finfo(torch.float32).eps + _error_of_torch(wide.detach(), cotangent.double())
     got, exact = (torch.autograd.grad(y, x, cotangent.to(y.dtype))[0] for y, x in ((found, grid), (want, wide)))
     assert relative_error(got, exact) <= 2 * bound

@@ -20,7 +20,7 @@ PLANES = st.tuples(st.integers(3, 5), st.integers(3, 5))
 
 
 @given(asks=st.integers(1, 12), answers=st.integers(1, 12), heads=HEADS, masked=st.booleans(), seed=SEEDS)
-@pytest.mark.parametrize("row", ["kronecker_kv", "kronecker_qkv"])
+@pytest.mark.parametrize("row", explicit.AXIS_ROWS)
 def test_rank_one_kronecker_is_softmax(row: str, asks: int, answers: int, heads: int, masked: bool, seed: int) -> None:
     case = draw("softmax", (asks,), (answers,), heads=heads, masked=masked, scale=0.6, seed=seed)
     kronecker = type(case)(row, case.query, case.key, case.value, case.options)
@@ -39,7 +39,7 @@ def test_dot_is_factorized(asks: tuple, answers: tuple, heads: int, masked: bool
 def test_implied_rows_sum_to_one(row: str, asks: tuple, answers: tuple, heads: int, masked: bool, seed: int) -> None:
     case = draw(row, asks, answers, heads=heads, masked=masked, seed=seed)
     got = case.replace(value=torch.ones_like(case.value)).library()
-    assert_close(got, torch.full_like(got, len(asks) if row == "kronecker_qkv" else 1), 1e-13)
+    assert_close(got, torch.full_like(got, len(asks) if row == "kronecker_qkv_literal" else 1), 1e-13)
 
 
 @given(asks=SIDES, answers=SIDES, masked=st.booleans(), seed=SEEDS)
@@ -89,7 +89,7 @@ def _permuted(grid: torch.Tensor, order: torch.Tensor, first: int) -> torch.Tens
 
 
 @given(asks=PLANES, answers=PLANES, masked=st.booleans(), seed=SEEDS)
-@pytest.mark.parametrize("row", ["kronecker_kv", "kronecker_qkv"])
+@pytest.mark.parametrize("row", explicit.AXIS_ROWS)
 def test_kronecker_allows_another_order_on_each_axis(
     row: str, asks: tuple, answers: tuple, masked: bool, seed: int
 ) -> None:
@@ -108,7 +108,7 @@ def test_kronecker_allows_another_order_on_each_axis(
     assert_close(moved.library(), case.library()[:, :, ask[0]][..., ask[1]], 1e-12)
 
 
-@pytest.mark.parametrize("row", ["kronecker_kv", "kronecker_qkv"])
+@pytest.mark.parametrize("row", explicit.AXIS_ROWS)
 def test_kronecker_reads_the_structure_of_a_grid(row: str) -> None:
     """A permutation that mixes rows and columns changes what KAO says; `softmax` does not notice it."""
     case = draw(row, (3, 4), (4, 5))

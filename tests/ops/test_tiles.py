@@ -46,7 +46,8 @@ def _respond(case: Case, summary: ops.Summary) -> Tensor:
     row, sides = ops.OPERATORS[case.row], tuple(case.query.shape[2:])
     cells, real = row.asks.gather(case.query, case.options.get("query_mask"))
     cells = cells if row.asks.side_by_side else cells / real.clamp_min(1)
-    return row.asks.scatter(ops.respond(row, _read(case, cells), summary).flatten(1, 2), sides)
+    response = ops.respond(row, _read(case, cells), summary).flatten(1, 2)
+    return row.asks.scatter(row.asks.normalized(response, real, len(sides)), sides)
 
 
 def _tile_summaries(case: Case, cuts: tuple) -> list[ops.Summary]:
@@ -181,6 +182,7 @@ def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
         "softmax_pooled": (4, 16),
         "kronecker_kv": (8, 16),
         "kronecker_qkv": (8, 16),
+        "kronecker_qkv_literal": (8, 16),
     }
     fixed = {
         "averaged": 2,

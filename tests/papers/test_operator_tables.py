@@ -136,7 +136,7 @@ def test_batches_multiply() -> None:
 @pytest.mark.parametrize("side", [14, 28, 56])
 def test_what_executes_is_what_kan_counts(side: int) -> None:
     # KAN maps the values of keys only, before or after the average: the same number.
-    for row in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv"):
+    for row in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "kronecker_qkv_literal"):
         assert cost.predict(row, channels=8, sides=(side, side)).madds == kan(row, side).madds
 
 

@@ -159,6 +159,7 @@ FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
     "softmax_pooled": softmax_pooled,
     "kronecker_kv": kronecker_kv,
     "kronecker_qkv": kronecker_qkv,
+    "kronecker_qkv_literal": kronecker_qkv,
     "dot": dot,
     "factorized": factorized,
     "averaged": averaged,
@@ -234,7 +235,8 @@ def gathered(row: str, s: Sizes, steps: Steps) -> int | None:
 # ---- what the papers say of memory, in bytes -------------------------------------------------------------------------
 NUMBER = 4  # bytes of a float32
 # Row -> copies of (N·c, Σsides·c) beside four of the coefficient map, read off the memory column of KAN Table 2.
-KAN_COPIES = {"softmax": (5, 0), "softmax_pooled": (5, 0), "kronecker_kv": (4, 2), "kronecker_qkv": (2, 8)}
+KAN_COPIES = {"softmax": (5, 0), "softmax_pooled": (5, 0), "kronecker_kv": (4, 2)}
+KAN_COPIES |= {"kronecker_qkv": (2, 8), "kronecker_qkv_literal": (2, 8)}
 
 
 def coefficients(s: Sizes, steps: Steps) -> int:

@@ -28,10 +28,10 @@ def attention_row(
     `row_j = ∂ response_cell / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
     row of the attention matrix, also of operators that never form one.
 
-    Rows sum to 1 where the operator normalises (kronecker_qkv: to the rank); those of siamese, averaged, dot and
-    factorized have any sum and sign. The norm of responses and the linear maps of values and outputs, which act on
-    channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a window's
-    share over its real cells evenly.
+    Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the spatial dims); those of siamese,
+    averaged, dot and factorized have any sum and sign. The norm of responses and the linear maps of values and outputs,
+    which act on channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a
+    window's share over its real cells evenly.
 
     Args:
         attention: The module; a norm of its coefficients is read with its running statistics.
@@ -86,8 +86,10 @@ def respond_at(attention: GridAttention, grids: Grids, summary: Summary, cell: t
             grid = grid.narrow(axis + 2, index, 1)
             mask = mask if mask is None else mask.narrow(axis + 1, index, 1)
         cell = (0,) * len(cell)
-    query, summary = read_query(attention, *row.asks.gather(grid, mask), summary)
+    asking, asked = row.asks.gather(grid, mask)
+    query, summary = read_query(attention, asking, asked, summary)
     response = respond(row, query, summary)[:, :, 0]  # (b, h, m)
+    response = row.asks.normalized(response, asked, grid.dim() - 2)
     answers = row.asks.scatter(response, grid.shape[2:], None)
     for index in cell:
         answers = answers.select(2, index)

@@ -88,7 +88,8 @@ def axis_maps(
 
     `map_as = softmax_s(k̄_sᵀ q_a)`, with k̄ the axis means of the keys and q̄ or q what asks.
 
-    Under kronecker_qkv the indices of the axes ask, and a cell's response is the sum of one of each axis; under
+    Under kronecker_qkv the indices of the axes ask, and a cell's response is the sum of one of each axis (less what
+    they have in common more than once, which no index has to itself, and which is not shown); under
     kronecker_kv every cell asks for itself, so that one has to be named. The columns are the axes side by side, in the
     grid's order: for an image Σ sides = height + width, `map.split(sides, -1)` takes them apart.
 

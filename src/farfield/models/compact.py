@@ -67,6 +67,7 @@ VARIANTS = {
     "kanet":                     Variant("skip", "attention_skip", "kronecker_qkv"),
     "kanet_kv":                  Variant("skip", "attention_skip", "kronecker_kv"),
     "kanet_qkv":                 Variant("skip", "attention_skip", "kronecker_qkv"),
+    "kanet_qkv_literal":         Variant("skip", "attention_skip", "kronecker_qkv_literal"),
     "kanet_without_attention":   Variant("skip", "mobilenet"),
     "attnnet":                   Variant("skip", "attention_skip", "softmax"),
     "attnnet_pooled":            Variant("skip", "attention_skip", "softmax_pooled"),

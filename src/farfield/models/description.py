@@ -16,6 +16,27 @@ LISTED = 100
 # multiply parts of a network, which takes time before anything can be compared with the weights.
 BOUNDS = {"width": 64, "depth": 16, "layers": 512, "kernel": 99, "image_size": 8192}
 BOUND = 2**20
+# What a config.json is written in, as its "format"; version 0.1 wrote none, which is format 1.
+FORMAT = 2
+# Argument -> what its values meant in format 1, where that is called otherwise now.
+MEANT_IN_1 = {
+    "operator": {"kronecker_qkv": "kronecker_qkv_literal"},
+    "output": {"kronecker_qkv": "kronecker_qkv_literal"},
+    "backbone": {"kanet": "kanet_qkv_literal", "kanet_qkv": "kanet_qkv_literal"},
+}
+# Model -> its operator in format 1 where none is named.
+OPERATOR_IN_1 = {"kanet": "kronecker_qkv_literal", "kanet_qkv": "kronecker_qkv_literal"}
+
+
+def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Say what a configuration of version 0.1 says in today's names: kronecker_qkv was the operator as printed."""
+    found = {
+        name: MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
+        for name, value in config.items()
+    }
+    if config.get("model") in OPERATOR_IN_1:
+        found.setdefault("operator", OPERATOR_IN_1[config["model"]])
+    return found
 
 
 def read_text(path: Path) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield.models.card import is_edited, operators_of, write_card
-from farfield.models.description import check_arguments, read_text
+from farfield.models.description import FORMAT, check_arguments, read_text, translate_format_1
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What of a config its weights have to agree with; the rest shows in their shapes or does not touch them.
@@ -135,7 +135,7 @@ class Stored(PyTorchModelHubMixin):
         return {
             CARD: str(self.generate_model_card(**card)).encode(),
             WEIGHTS: save(tensors, metadata={"format": "pt", **identity}),
-            CONFIG: (json.dumps(self.config, indent=2) + "\n").encode(),
+            CONFIG: (json.dumps({"format": FORMAT, **self.config}, indent=2) + "\n").encode(),
         }
 
     def rebuilt(self) -> nn.Module:
@@ -182,14 +182,15 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
     It is built without memory first, and compared with the weights: what is not of their size is never made.
     """
     config_file, weights_file = find_files(caller, source, hub)
-    config = read_config(caller, config_file)
+    written = read_config(caller, config_file)
+    config = translate_format_1(written) if written.pop("format", 1) == 1 else written
     metadata, shapes = read_header(caller, weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{caller}: {config_file} does not describe a model of this version: {error}") from error
-    check_weights(caller, config, metadata, differences(skeleton.state_dict(), shapes), weights_file)
+    check_weights(caller, written, metadata, differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
@@ -237,11 +238,16 @@ def is_path(source: str) -> bool:
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Return what a configuration holds, which must be an object with the model's name and arguments within bounds."""
+    """Return what a configuration holds: an object of a known format with the model's name and arguments in bounds."""
     try:
         config = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
+    if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
+        raise ValueError(
+            f"{caller}: {path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
+            f"fix: a newer farfield."
+        )
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
         keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.projections import affine, is_biased, reading
-from farfield.nn.refusals import check_input, check_options
+from farfield.nn.refusals import check_input, check_options, refuse_version_1
 from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
@@ -60,6 +60,8 @@ class GridAttention(nn.Module):
         (True, torch.Size([2, 64, 14, 14]))
     """
 
+    _version = 2  # of its state; in 1 kronecker_qkv was the operator as printed
+
     def __init__(
         self,
         channels: int,
@@ -92,6 +94,7 @@ class GridAttention(nn.Module):
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
         self.coefficient_norm = CoefficientNorm(operator, heads, width) if coefficient_norm else None
+        self.register_load_state_dict_pre_hook(refuse_version_1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -252,7 +255,7 @@ class GridAttention(nn.Module):
         cells = math.prod(grid.shape[2:])
         row = cheaper_order(self.operator, self.work(cells, cells))
         answering = row.answers.gather(grid, mask)
-        asking = answering if row.asks == row.answers else row.asks.gather(hide(grid, mask), mask)
+        asking = answering if row.asks.gather == row.answers.gather else row.asks.gather(hide(grid, mask), mask)
         reading, key = self.readings(grid)
         also = asking is answering and (key.matrix is None) == (reading.matrix is None)
         query, summary = self.hear(row, answering, key, reading if also else None, mask is None)
@@ -306,8 +309,11 @@ class GridAttention(nn.Module):
         if norm is not None:
             asked = query * self.scale if norm.of_products else query
             query, summary, shift = norm(asked, asking.real, summary, row)
-        axes = 1 if row.asks.side_by_side else grid.dim() - 2
+        rank = grid.dim() - 2
+        # Normalized, the axes' responses count what they have in common once: of a bias each has all.
+        axes = 1 if row.asks.side_by_side or row.asks.normalize is not None else rank
         response = self.project_responses(row, (asking.cells, reading), query, summary, shift, axes)
+        response = row.asks.normalized(response, asking.real, rank)
         response = laid_out_for(grid, response.to(grid.dtype))
         response = in_layout_of(grid, row.asks.scatter(response, grid.shape[2:], place))
         return grid + response if self.residual else response

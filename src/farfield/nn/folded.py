@@ -88,6 +88,7 @@ def with_response(block: AttentionBlock, attention: GridAttention, near: Tensor,
         out = add_product(out, slots.flatten(1, 2), row.coefficients(query, summary).flatten(1, 2))
     else:
         responses = respond(row, query, summary, attention.scale if norm is None else 1.0).flatten(1, 2)
+        responses = row.asks.normalized(responses, real, grid.dim() - 2)
         with full_precision(out):
             add_axes_to(out, matrix.to(responses.dtype) @ responses)
     return project.after(out)

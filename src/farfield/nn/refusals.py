@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,6 +45,27 @@ def check_options(module: GridAttention, project: str) -> None:
         )
     check_heads("GridAttention", module.heads, module.inner_channels, "query")
     check_heads("GridAttention", module.heads, module.value_channels, "value")
+
+
+def refuse_version_1(
+    module: GridAttention,
+    state: Mapping[str, Tensor],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Refuse a state of version 0.1 for an operator that has another meaning since.
+
+    Only what `torch.save` wrote knows its version; a saved model has a format in its config.json.
+    """
+    if metadata.get("version") == 1 and module.operator.asks.normalize is not None:
+        errors.append(
+            f"{prefix}: this state is of farfield 0.1, whose {module.operator_name} was the operator as printed; "
+            f'fix: operator="{module.operator_name}_literal" (the network kanet_qkv_literal) gives the same numbers.'
+        )
 
 
 def check_input(

@@ -1,9 +1,24 @@
-"""Pure functions on grids `(batch, channels, *sides)`: eleven global attention operators on one summary."""
+"""Pure functions on grids `(batch, channels, *sides)`: twelve global attention operators on one summary."""
 
 from farfield.ops.dot import dot_attention
 from farfield.ops.factorized import averaged_attention, factorized_attention, factorized_gaussian_attention
-from farfield.ops.grid import ALL, AXES, POOLED, Cells, Gathered, axis_means, outer_sum, pad_grids, pooled
-from farfield.ops.kronecker import kronecker_kv_attention, kronecker_qkv_attention
+from farfield.ops.grid import (
+    ALL,
+    AXES,
+    NORMALIZED_AXES,
+    POOLED,
+    Cells,
+    Gathered,
+    axis_means,
+    outer_sum,
+    pooled,
+)
+from farfield.ops.kronecker import (
+    kronecker_kv_attention,
+    kronecker_qkv_attention,
+    kronecker_qkv_literal_attention,
+)
+from farfield.ops.padding import pad_grids
 from farfield.ops.siamese import (
     siamese_attention,
     siamese_local_attention,
@@ -17,6 +32,7 @@ from farfield.ops.table import OPERATORS, Operator
 __all__ = [
     "ALL",
     "AXES",
+    "NORMALIZED_AXES",
     "OPERATORS",
     "POOLED",
     "Cells",
@@ -30,6 +46,7 @@ __all__ = [
     "factorized_gaussian_attention",
     "kronecker_kv_attention",
     "kronecker_qkv_attention",
+    "kronecker_qkv_literal_attention",
     "outer_sum",
     "pad_grids",
     "pooled",

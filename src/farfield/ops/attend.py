@@ -41,7 +41,7 @@ def attend(
     row = cheaper_order(row, Work(asks, answers, query.shape[1], value.shape[1], heads))
     answering = row.answers.gather(key, mask)
     values = answering.cells if value is key else row.answers.gather(value, mask).cells
-    same = query is key and query_mask is mask and row.asks == row.answers
+    same = query is key and query_mask is mask and row.asks.gather == row.answers.gather
     asking, asked = answering if same else row.asks.gather(query, query_mask)
     real = answering.real[:, None]
     if not row.asks.side_by_side:
@@ -57,7 +57,8 @@ def attend(
         summary = summarize(row, k, k if plain else split_heads(values, heads), real, mask is None)
     alone = row.basis is None  # each answering cell is a slot of its own
     response = respond(row, q, summary, scale) if alone else respond_from(row, asking, reading, q, summary)
-    response = laid_out_for(query, response.flatten(1, 2).to(query.dtype))
+    response = row.asks.normalized(response.flatten(1, 2), asked, query.dim() - 2)
+    response = laid_out_for(query, response.to(query.dtype))
     return in_layout_of(query, row.asks.scatter(response, query.shape[2:], None))
 
 

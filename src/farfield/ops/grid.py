@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_grid, check_mask, check_same_kind, shape_error
+from farfield._checks import ShapeError, check_grid, check_mask, shape_error
 from farfield.ops._kernels import library as kernels
 from farfield.ops.modes import keeps_all
 
@@ -52,11 +52,17 @@ class Cells(NamedTuple):
         gather: `(grid, mask, place) -> Gathered`.
         scatter: `(responses (b, c, n), sides, place) -> grid`; by default such cells only answer.
         side_by_side: True if tiles stand beside each other, False if they add up.
+        normalize: `(responses, real, rank) -> responses`, before they are scattered; None leaves them as they are.
     """
 
     gather: Callable[..., Gathered]
     scatter: Callable[..., Tensor] = never_asks
     side_by_side: bool = True
+    normalize: Callable[[Tensor, Tensor, int], Tensor] | None = None
+
+    def normalized(self, responses: Tensor, real: Tensor, rank: int) -> Tensor:
+        """The responses as they are scattered."""
+        return responses if self.normalize is None else self.normalize(responses, real, rank)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
@@ -220,8 +226,27 @@ def add_parts(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
+def count_mean_once(responses: Tensor, real: Tensor, rank: int) -> Tensor:
+    """Take from the vectors of all axes what their outer sum has of its mean more than once (KAN 13).
+
+    The outer sum of n axes' vectors has the mean over positions n·m, m being the mean of the vectors by the counts of
+    their positions. With (n - 1)/n · m less in each, it has m, and the implied rows sum to 1.
+
+    Args:
+        responses: `(b, c, Σ sides)`.
+        real: `(b, 1, Σ sides)`, how many valid positions each index has.
+        rank: Number of axes.
+    """
+    if rank == 1:
+        return responses
+    dtype = real.dtype
+    mean = (responses.to(dtype) * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return responses - ((rank - 1) / rank * mean).to(responses.dtype)
+
+
 ALL = Cells(flatten, unflatten)
 AXES = Cells(axis_sums, add_axes, side_by_side=False)
+NORMALIZED_AXES = AXES._replace(normalize=count_mean_once)
 
 
 def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
@@ -345,48 +370,3 @@ def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:
     if in_channels_last(grid):
         return response.movedim(1, -1).contiguous().movedim(-1, 1)
     return response.contiguous()
-
-
-def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, "b *n"]]:
-    """Make one batch of grids of different sides, and the mask that says which cells are real.
-
-    Padding never matters: with the mask, every operator answers as for each grid alone.
-
-    Args:
-        grids: Grids `(c, *sides)` of one rank, channels, dtype and device.
-
-    Returns:
-        The batch `(b, c, *largest sides)`, zeros behind each grid, and the mask `(b, *largest sides)`.
-
-    Raises:
-        ShapeError: If there are no grids, or their ranks or channels differ.
-        TypeError: If their dtypes differ.
-
-    Cost:
-        One copy.
-
-    Example:
-        >>> import torch
-        >>> from farfield import pad_grids
-        >>> batch, mask = pad_grids([torch.ones(8, 3, 5), torch.ones(8, 4, 2)])
-        >>> batch.shape, mask.sum((1, 2))
-        (torch.Size([2, 8, 4, 5]), tensor([15,  8]))
-    """
-    grids = list(grids)
-    if not grids:
-        raise ShapeError("pad_grids: it needs one grid at least, got none.")
-    named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
-    for name, grid in named.items():
-        check_grid("pad_grids", name, grid[None])
-        if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
-            fix = "give all grids one rank and the same channels."
-            raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
-    check_same_kind("pad_grids", **named)
-    sides = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
-    batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *sides)
-    mask = torch.zeros(len(grids), *sides, dtype=torch.bool, device=batch.device)
-    for index, grid in enumerate(grids):
-        behind = [extent for side, whole in zip(grid.shape[1:], sides, strict=True) for extent in (whole - side, 0)]
-        batch[index] = F.pad(grid, behind[::-1])
-        mask[index] = F.pad(mask.new_ones(grid.shape[1:]), behind[::-1])
-    return batch, mask

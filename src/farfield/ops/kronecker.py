@@ -79,10 +79,71 @@ def kronecker_qkv_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend from the averages along each axis to the averages along each axis, and add the responses to a grid.
 
+    `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
+
+    The attention itself is quadratic in Σ sides only; the grid is read once and written once. The outer sum of n axes
+    has the grand mean n times; it is counted once, so that the implied rows sum to 1. As printed, without that, it is
+    `kronecker_qkv_literal_attention`.
+
+    Args:
+        query: The asking grid, `(b, c, *m)`; its axis means ask.
+        key: The answering grid's keys, `(b, c, *n)`.
+        value: The answering grid's values, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order, each attending for itself.
+        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+            part. A sample without one answers 0.
+        query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
+            anything and respond finitely.
+        scale: What products are multiplied by.
+
+    Returns:
+        The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+    Raises:
+        ShapeError: If grids, heads or masks do not fit together.
+        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+
+    Cost:
+        b·(Σsides)²·(c + p) multiply-adds, and one read and one write of the grid.
+
+    Reference: KAN Eq. 17, KAN Eq. 18, and KAN Eq. 13 for what is counted once.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> volume = torch.randn(2, 64, 8, 16, 16)
+        >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
+        torch.Size([2, 64, 8, 16, 16])
+    """
+    return attend(
+        "kronecker_qkv_attention",
+        OPERATORS["kronecker_qkv"],
+        query,
+        key,
+        value,
+        heads=heads,
+        mask=mask,
+        query_mask=query_mask,
+        scale=scale,
+    )
+
+
+def kronecker_qkv_literal_attention(
+    query: Float[Tensor, "b c *m"],
+    key: Float[Tensor, "b c *n"],
+    value: Float[Tensor, "b p *n"],
+    *,
+    heads: int = 1,
+    mask: Bool[Tensor, "b *n"] | None = None,
+    query_mask: Bool[Tensor, "b *m"] | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "b p *m"]:
+    """Attend from the averages along each axis to the averages along each axis, and add the responses as printed.
+
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
 
-    The attention itself is quadratic in Σ sides only; the grid is read once and written once. The implied rows sum to
-    the rank, not to 1.
+    The grand mean is in it once for each axis, and drowns what varies within an image: networks learn better with
+    `kronecker_qkv_attention`. The implied rows sum to the rank, not to 1. The cost is the same.
 
     Args:
         query: The asking grid, `(b, c, *m)`; its axis means ask.
@@ -111,12 +172,12 @@ def kronecker_qkv_attention(
         >>> import torch
         >>> from farfield import ops
         >>> volume = torch.randn(2, 64, 8, 16, 16)
-        >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
+        >>> ops.kronecker_qkv_literal_attention(volume, volume, volume).shape
         torch.Size([2, 64, 8, 16, 16])
     """
     return attend(
-        "kronecker_qkv_attention",
-        OPERATORS["kronecker_qkv"],
+        "kronecker_qkv_literal_attention",
+        OPERATORS["kronecker_qkv_literal"],
         query,
         key,
         value,

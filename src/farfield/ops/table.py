@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from farfield.ops.grid import ALL, AXES, POOLED, Cells
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Cells
 
 if TYPE_CHECKING:
     from farfield.ops.summary import Summary
@@ -100,7 +100,7 @@ class Operator:
         basis: What weight each answering cell has in each slot; None if each cell is a slot of its own.
         per: What a slot's sum is divided by: its weight, the number of cells, the number of channels.
         answers: Which cells answer: ALL, POOLED or AXES.
-        asks: Which cells ask: ALL or AXES.
+        asks: Which cells ask: ALL, AXES or NORMALIZED_AXES.
         score: Whether queries and keys are read through one vector a head first (SAN 4): "learned", "ones" or None.
     """
 
@@ -127,7 +127,8 @@ OPERATORS = {
     "softmax": Operator(coefficients=softmax_of_products),
     "softmax_pooled": Operator(coefficients=softmax_of_products, answers=POOLED),
     "kronecker_kv": Operator(coefficients=softmax_of_products, answers=AXES),
-    "kronecker_qkv": Operator(coefficients=softmax_of_products, answers=AXES, asks=AXES),
+    "kronecker_qkv": Operator(coefficients=softmax_of_products, answers=AXES, asks=NORMALIZED_AXES),
+    "kronecker_qkv_literal": Operator(coefficients=softmax_of_products, answers=AXES, asks=AXES),
     "dot": Operator(coefficients=products, per=channel),
     "factorized": Operator(coefficients=queries, basis=keys, per=channel),
     "averaged": Operator(coefficients=queries, basis=keys, per=cell),

@@ -57,7 +57,7 @@ def averages(distribution: MatrixNormal) -> Averages:
     )
 
 
-def reconstruct(row: MultivariateNormal, column: MultivariateNormal) -> MatrixNormal:
+def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normalized: bool = False) -> MatrixNormal:
     """Give the distribution of h independent rows and w independent columns, added to one h × w matrix.
 
     X̃ = [r₁, …, r_h]ᵀ + [c₁, …, c_w]  ~  MN(outer sum of the means, cov(c) ⊕ cov(r))
@@ -69,11 +69,14 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal) -> MatrixNo
     Args:
         row: Distribution of one row (w numbers), such as `averages(x).row`.
         column: Distribution of one column (h numbers), such as `averages(x).column`.
+        normalized: Whether half of the mean's mean is subtracted from every number. Rows and columns each have the
+            grand mean of X, so their sum has it twice; normalized it has it once, and X̃ has the mean μ⊕υ of X. The
+            covariance is the same. `ops.kronecker_qkv_attention` does this to the responses of a grid.
 
     Returns:
         The sum's distribution, structure "sum".
 
-    Reference: KAN Eq. 6, KAN Eq. 7, KAN Theorem 1.
+    Reference: KAN Eq. 6, KAN Eq. 7, KAN Eq. 13, KAN Theorem 1.
 
     Example:
         >>> x = MatrixNormal(torch.zeros(3, 3), torch.eye(3), torch.eye(3), structure="sum")
@@ -82,6 +85,8 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal) -> MatrixNo
         0.6667
     """
     mean = outer_sum(column.mean, row.mean)
+    if normalized:
+        mean = mean - mean.mean((-2, -1), keepdim=True) / 2
     return MatrixNormal(mean, column.covariance_matrix, row.covariance_matrix, structure="sum")
 
 

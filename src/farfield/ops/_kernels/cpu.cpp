@@ -304,9 +304,22 @@ Tensor cell_attention_backward(
   return found.view_as(cells);
 }
 
-// Softmax attention of the means along each axis to each other, in a grid by outer sum.
-Tensor axis_attention(const Tensor& grid, int64_t heads, double scale) {
-  return outer_sum(self_attention(axis_means(grid), heads, scale), grid.sizes().slice(2), false, false);
+// Softmax attention of the means along each axis to each other, in a grid by outer sum; `once` counts the mean of that
+// once and not as often as there are axes (KAN 13).
+Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
+  const auto sides = grid.sizes().slice(2);
+  Tensor vectors = self_attention(axis_means(grid), heads, scale);
+  if (once) {
+    const double axes = static_cast<double>(sides.size());
+    Tensor mean = at::zeros({grid.size(0), grid.size(1), 1}, grid.options());
+    int64_t first = 0;
+    for (int64_t side : sides) {
+      mean.add_(vectors.narrow(2, first, side).mean(2, true));
+      first += side;
+    }
+    vectors.sub_(mean, (axes - 1) / (axes * axes));
+  }
+  return outer_sum(vectors, sides, false, false);
 }
 
 // rows += Σ factors · cells, of `K` channels.
@@ -471,7 +484,7 @@ std::tuple<Tensor, Tensor> score_attention_backward(
 TORCH_LIBRARY(farfield, library) {
   library.def("axis_means(Tensor grid) -> Tensor");
   library.def("axis_sums(Tensor grid) -> Tensor");
-  library.def("axis_attention(Tensor grid, int heads, float scale) -> Tensor");
+  library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
   library.def("cell_attention(Tensor cells, int heads, float scale) -> (Tensor, Tensor)");
   library.def("cell_attention_backward(Tensor cells, Tensor? weights, int heads, float scale, Tensor upon) -> Tensor");
   library.def("score_attention(Tensor grid, Tensor matrix, bool both, bool training=False) -> (Tensor, Tensor, Tensor)");

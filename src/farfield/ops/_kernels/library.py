@@ -142,7 +142,7 @@ def register() -> None:
     def axis_means(grid: Tensor) -> Tensor:
         return axis_sums(grid)
 
-    def axis_attention(grid: Tensor, heads: int, scale: float) -> Tensor:
+    def axis_attention(grid: Tensor, heads: int, scale: float, once: bool = False) -> Tensor:
         return torch.empty_like(grid)
 
     def cell_attention(cells: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:

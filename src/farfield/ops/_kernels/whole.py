@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farfield.ops._kernels import library
 from farfield.ops._kernels.sums import few
-from farfield.ops.grid import ALL, AXES, add_axes
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes
 from farfield.ops.modes import keeps_all
 from farfield.ops.reading import Reading
 from farfield.ops.recompute import few as scalars
@@ -26,14 +26,16 @@ Call = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 
 def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
-    """Attend from axis means to axis means (KAN 14-18)."""
+    """Attend from axis means to axis means (KAN 13-18)."""
     if grid.dim() < 4 or matrix is not None or not library.runs(grid.detach()):
         return None
     if keeps_all(grid):
-        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale))
+        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.asks.normalize is not None))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    return add_axes(_AttendCells.apply(_AxisMeans.apply(grid), heads, scale, grid.numel() // SMALL), grid.shape[2:])
+    response = _AttendCells.apply(_AxisMeans.apply(grid), heads, scale, grid.numel() // SMALL)
+    counts = torch.cat([grid.new_full((1, 1, side), 1 / side) for side in grid.shape[2:]], -1)
+    return add_axes(row.asks.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
 
 
 class _AxisMeans(torch.autograd.Function):
@@ -117,6 +119,7 @@ def equation(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
 # What weighs cells, coefficients, what sums are divided by, who answers and who asks.
 CALLS: dict[tuple[object, ...], Call] = {
     (None, softmax_of_products, weight, AXES, AXES): of_means,
+    (None, softmax_of_products, weight, AXES, NORMALIZED_AXES): of_means,
     (one_and_key, query_and_one, cell, ALL, ALL): of_scores,
     (one, queries, cell, ALL, ALL): of_scores,
 }

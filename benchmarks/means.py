@@ -1,0 +1,220 @@
+"""What to do with the mean that an outer sum counts once an axis: KANet with each answer, on CIFAR-10.
+
+    python benchmarks/means.py --root data/cifar10 --out means.jsonl
+    python benchmarks/means.py --out means.jsonl --collect          # the table again
+
+Every network is `kanet_qkv` at width 0.5 with the strides of recipes/cifar10.yaml, but for what its attentions give.
+10,000 training images, the same for all, 3 epochs, batch 64, learning rate 0.02 by half a cosine; 5,000 held back. A
+run is a line of JSON; runs that are there are not run again. Beside the accuracy stands which share of the variance of
+each block's output lies within an image: the rest is the same at all its positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from farfield import models
+from farfield.nn import AttentionBlock, GridAttention
+
+STRIDES = [1, 1, 2, 2, 2]
+EPOCHS, BATCH, RATE, IMAGES, SEEDS = 3, 64, 0.02, 10_000, (1, 2, 3)
+# Of the pack's images, by channel.
+MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+class After(nn.Module):
+    """An attention, and what is done to its response."""
+
+    def __init__(self, attention: nn.Module, then: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.then = attention, then
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Attend, then do it."""
+        return self.then(self.attention(grid))
+
+
+class Centred(nn.Module):
+    """A grid less its means over positions."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Subtract."""
+        return grid - grid.mean((2, 3), keepdim=True)
+
+
+class Zero(nn.Module):
+    """Nothing: the block without its attention, but with the skip around it."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(grid)
+
+
+def attention(channels: int, operator: str) -> GridAttention:
+    """The attention of a block of KANet."""
+    return GridAttention(channels, operator, heads=4, project="v", bias=False, coefficient_norm=True)
+
+
+def norm(channels: int) -> nn.Module:
+    """Batch norm of a response."""
+    return nn.BatchNorm2d(channels)
+
+
+# Name -> what takes the place of an attention of so many channels; None leaves the network as it is.
+ANSWERS: dict[str, Callable[[int], nn.Module] | None] = {
+    "literal (Eq. 18)": lambda c: attention(c, "kronecker_qkv_literal"),
+    "mean removed": lambda c: After(attention(c, "kronecker_qkv_literal"), Centred()),
+    "mean once (Eq. 13)": lambda c: attention(c, "kronecker_qkv"),
+    "literal, batch-normed": lambda c: After(attention(c, "kronecker_qkv_literal"), norm(c)),
+    "mean once, batch-normed": lambda c: After(attention(c, "kronecker_qkv"), norm(c)),
+    "centred input, literal": lambda c: nn.Sequential(Centred(), attention(c, "kronecker_qkv_literal")),
+    "no response": lambda c: Zero(),
+    "`kanet_kv`": None,
+    "`mobilenet_v2`": None,
+}
+
+
+def build(name: str) -> nn.Module:
+    """The network of an answer."""
+    network = name.strip("`") if ANSWERS[name] is None else "kanet_qkv"
+    net: nn.Module = models.MODELS[network](num_classes=10, width=0.5, strides=STRIDES)
+    make = ANSWERS[name]
+    for module in net.modules():
+        if make is not None and isinstance(module, AttentionBlock):
+            module.attention = make(module.channels)
+    return net
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+def read(root: Path, part: str, count: int | None) -> tuple[Tensor, Tensor]:
+    """Images `(n, 3, 32, 32)` as bytes and their classes, the first of each class."""
+    folders = sorted(folder for folder in (root / part).iterdir() if folder.is_dir())
+    images, labels = [], []
+    for label, folder in enumerate(folders):
+        files = sorted(folder.iterdir())
+        for file in files if count is None else files[: count // len(folders)]:
+            images.append(np.asarray(Image.open(file).convert("RGB")))
+            labels.append(label)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
+
+
+def normalized(images: Tensor) -> Tensor:
+    """As the recipe normalizes."""
+    mean, spread = (torch.tensor(each).view(1, 3, 1, 1) for each in (MEAN, SPREAD))
+    return (images / 255 - mean) / spread
+
+
+def shifted(images: Tensor) -> Tensor:
+    """Mirrored, and shifted by up to 4 pixels, each its own way."""
+    padded, out = F.pad(images, (4, 4, 4, 4)), torch.empty_like(images)
+    for index, (y, x) in enumerate(torch.randint(9, (len(images), 2)).tolist()):
+        out[index] = padded[index, :, y : y + 32, x : x + 32]
+    return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, out.flip(3), out)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+def train(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Train; return the accuracy on the training images of the last epoch, as they were seen."""
+    optimizer = torch.optim.SGD(net.parameters(), RATE, momentum=0.9, weight_decay=4e-5, nesterov=True)
+    steps, step, right = EPOCHS * (len(images) // BATCH), 0, 0
+    for _ in range(EPOCHS):
+        right = 0
+        for chosen in torch.randperm(len(images)).split(BATCH)[: len(images) // BATCH]:
+            warm = min(1.0, (step + 1) / (steps / EPOCHS / 4))
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * warm * (1 + math.cos(math.pi * step / steps)) / 2
+            scores = net.train()(shifted(normalized(images[chosen])))
+            loss = F.cross_entropy(scores, labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right, step = right + int((scores.argmax(1) == labels[chosen]).sum()), step + 1
+    return right / (len(images) // BATCH * BATCH)
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The share that is read right."""
+    found = [net.eval()(normalized(part)).argmax(1) for part in images.split(250)]
+    return float((torch.cat(found) == labels).float().mean())
+
+
+@torch.no_grad()
+def within(net: nn.Module, images: Tensor) -> list[float]:
+    """Of each block with an attention: the share of its output's variance that lies within an image."""
+    shares: list[float] = []
+
+    def look(module: nn.Module, inputs: Any, grid: Tensor) -> None:
+        inside = float(grid.var((2, 3), unbiased=False).mean((0, 1)))
+        shares.append(inside / float(grid.var((0, 2, 3), unbiased=False).mean()))
+
+    hooks = [each.register_forward_hook(look) for each in net.modules() if isinstance(each, AttentionBlock)]
+    net.eval()(normalized(images))
+    for hook in hooks:
+        hook.remove()
+    return [round(share, 3) for share in shares]
+
+
+def run(name: str, seed: int, training: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Train and measure one network."""
+    torch.manual_seed(seed)
+    net, started = build(name), time.process_time()
+    seen = train(net, *training)
+    minutes = (time.process_time() - started) / 60
+    shares = within(net, held[0][:250])
+    found = {"training": seen, "held": accuracy(net, *held), "within": shares}
+    return {"answer": name, "seed": seed, **found, "minutes": round(minutes, 1)}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """All runs as Markdown."""
+    rows = ["| responses | in training, % | held back, % | mean | spread | within an image, last block | minutes |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for name in dict.fromkeys(line["answer"] for line in lines):
+        mine = [line for line in lines if line["answer"] == name]
+        held = [100 * line["held"] for line in mine]
+        each, seen = (", ".join(f"{100 * line[key]:.1f}" for line in mine) for key in ("held", "training"))
+        last = ", ".join(f"{line['within'][-1]:.0%}" for line in mine if line["within"]) or "-"
+        spread = f"{max(held) - min(held):.1f}" if len(held) > 1 else "one seed"
+        minutes = ", ".join(str(line["minutes"]) for line in mine)
+        rows.append(f"| {name} | {seen} | {each} | {statistics.mean(held):.1f} | {spread} | {last} | {minutes} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Run what is left, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, help="CIFAR-10: train/<class>/*.jpg, val/<class>/*.jpg")
+    parser.add_argument("--out", type=Path, required=True, help="lines of JSON")
+    parser.add_argument("--collect", action="store_true", help="run nothing")
+    parser.add_argument("--only", nargs="*", choices=ANSWERS, default=list(ANSWERS), help="which; all by default")
+    options = parser.parse_args()
+    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
+    done = {(line["answer"], line["seed"]) for line in lines}
+    todo = [(name, seed) for seed in SEEDS for name in options.only if (name, seed) not in done]
+    if todo and not options.collect:
+        training, held = read(options.root, "train", IMAGES), read(options.root, "val", None)
+        for name, seed in todo:
+            lines.append(run(name, seed, training, held))
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+            print(lines[-1], flush=True)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Grids of different sides in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield._checks import ShapeError, check_grid, check_same_kind, shape_error
+
+
+def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, "b *n"]]:
+    """Make one batch of grids of different sides, and the mask that says which cells are real.
+
+    Padding never matters: with the mask, every operator answers as for each grid alone.
+
+    Args:
+        grids: Grids `(c, *sides)` of one rank, channels, dtype and device.
+
+    Returns:
+        The batch `(b, c, *largest sides)`, zeros behind each grid, and the mask `(b, *largest sides)`.
+
+    Raises:
+        ShapeError: If there are no grids, or their ranks or channels differ.
+        TypeError: If their dtypes differ.
+
+    Cost:
+        One copy.
+
+    Example:
+        >>> import torch
+        >>> from farfield import pad_grids
+        >>> batch, mask = pad_grids([torch.ones(8, 3, 5), torch.ones(8, 4, 2)])
+        >>> batch.shape, mask.sum((1, 2))
+        (torch.Size([2, 8, 4, 5]), tensor([15,  8]))
+    """
+    grids = list(grids)
+    if not grids:
+        raise ShapeError("pad_grids: it needs one grid at least, got none.")
+    named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
+    for name, grid in named.items():
+        check_grid("pad_grids", name, grid[None])
+        if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
+            fix = "give all grids one rank and the same channels."
+            raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
+    check_same_kind("pad_grids", **named)
+    sides = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
+    batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *sides)
+    mask = torch.zeros(len(grids), *sides, dtype=torch.bool, device=batch.device)
+    for index, grid in enumerate(grids):
+        behind = [extent for side, whole in zip(grid.shape[1:], sides, strict=True) for extent in (whole - side, 0)]
+        batch[index] = F.pad(grid, behind[::-1])
+        mask[index] = F.pad(mask.new_ones(grid.shape[1:]), behind[::-1])
+    return batch, mask
