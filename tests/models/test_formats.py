@@ -38,6 +38,7 @@ def save_as_0_1(net: Stored, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "keys"),
     [
