@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from farfield import models
 from farfield._checks import unknown
@@ -84,7 +85,7 @@ def load(source: str, builder: str | None = None) -> Trained:
         network: nn.Module = models.from_pretrained(path if path.is_dir() else source)
     elif found:
         weights = read(found[0])["state_dict"]
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+        consume_prefix_in_state_dict_if_present(weights, PREFIX)
         network = build(described, weights) if builder is None else build_named(builder, described)
         check_same_network(network.state_dict(), weights)
         network.load_state_dict(weights)

@@ -63,8 +63,8 @@ def refuse_version_1(
     """
     if metadata.get("version") == 1 and module.operator.asks.normalize is not None:
         errors.append(
-            f"{prefix.rstrip('.')}: this state is of farfield 0.1, whose {module.operator_name} was the operator as printed; "
-            f'fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'
+            f"{prefix.rstrip('.')}: this state is of farfield 0.1, whose {module.operator_name} was the operator as "
+            f'printed; fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'
         )
 
 

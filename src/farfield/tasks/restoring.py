@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from farfield.streaming import predict_whole
 from farfield.streaming.aliasing import refuse_aliasing
