@@ -94,8 +94,8 @@ def torchvision_network(name: str, family: str) -> Network:
         few = "rpn_post_nms_top_n_test" if "rcnn" in name else "topk_candidates"
         options |= {few: 20}
     elif ".video." in family:
-        # Two of them take one size alone.
-        size = (16, 224, 224) if name.startswith(("mvit", "swin")) else (8, 64, 64)
+        # Two of them take one size alone, and one takes no small ones.
+        size = (16, 224, 224) if name.startswith(("mvit", "swin", "s3d")) else (8, 64, 64)
         example = torch.rand(1, 3, *size)
     else:
         example = torch.rand(1, 3, 299, 299) if name.startswith("inception") else torch.rand(1, 3, 224, 224)
