@@ -150,10 +150,14 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
     if "detection" in type(model).__module__:
         watched += [name for name in names if place and not f"{name}.".startswith(f"{place}.")]
     before = probe(model, example, watched).outputs
-    # Large, because networks with random weights may leave next to nothing of what is in their middle.
-    nn.init.normal_(module.output.weight, std=10)
-    after = probe(model, example, watched).outputs
-    return any(not equal(tensors(before[name]), tensors(after[name])) for name in before)
+    # Large, because networks with random weights may leave next to nothing of what is in their middle; and no numbers
+    # where they leave less than a float32 holds.
+    for number in (10, torch.nan):
+        nn.init.normal_(module.output.weight, std=1).mul_(number)
+        after = probe(model, example, watched).outputs
+        if any(not equal(tensors(before[name]), tensors(after[name])) for name in before):
+            return True
+    return False
 
 
 def describe(model: nn.Module) -> list[Any]:

@@ -343,3 +343,31 @@ def test_every_row_inserts(row: str) -> None:
     project = "qkvo" if farfield.ops.OPERATORS[row].reads_keys else "qvo"
     insert(net, "stage.*", lambda channels: GridAttention(channels, row, project=project, residual=True), example=image)
     assert torch.equal(net(image), before)
+
+
+# ---- shared layers ---------------------------------------------------------------------------------------------------
+class Shared(nn.Module):
+    """A layer by two names, called by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.conv = nn.AvgPool2d(2), nn.Conv2d(3, 4, 1)
+        self.head = nn.ModuleList([self.pool, self.conv])
+
+    def forward(self, grid: Tensor) -> Tensor:
+        for layer in self.head:
+            grid = layer(grid)
+        return grid
+
+
+@pytest.mark.parametrize("path", ["pool", "conv", "head.1"])
+def test_a_layer_with_two_names_has_one_addition(path: str) -> None:
+    model, image = Shared(), torch.randn(1, 3, 8, 8)
+    before = model(image)
+    added = insert(model, path, identity, example=image)
+    assert len(added) == 1
+    assert torch.equal(model(image), before)
+    remove(model)
+    assert not any("farfield" in name for name, _ in model.named_modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model(image), before)

@@ -73,10 +73,12 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
 def additions(model: nn.Module) -> dict[Place, nn.Module]:
     """The host of every addition in a model, in the order of the model's modules; then those that were replaced."""
     hosts = dict(model.named_modules())
+    there = set(hosts.values())
     for around, _, found in watches(model):
         for path, host in found.hosts.items():
             at = join(around, path)
-            if hosts.get(at) is None or CHILD not in hosts[at]._modules:
+            # What is not in the model any more; a shared layer is, by its first path.
+            if host not in there and (hosts.get(at) is None or CHILD not in hosts[at]._modules):
                 hosts[at] = host
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 

@@ -130,9 +130,11 @@ def tidy(model: nn.Module, removed: Iterable[str]) -> None:
     """Take away what looks for additions that were removed from some paths: watches, and hooks that were handed on."""
     gone = set(removed)
     for around, module, found in list(watches(model)):
-        for path in list(found.hosts):
+        for path, host in list(found.hosts.items()):
             now = found.find(module, path)
-            if join(around, path) in gone and (now is None or CHILD not in now._modules):
+            # A shared layer was removed by another path.
+            removed_here = join(around, path) in gone or CHILD not in host._modules
+            if removed_here and (now is None or CHILD not in now._modules):
                 del found.hosts[path]
         if not found.hosts:
             del pre_hooks(module)[CHILD]
