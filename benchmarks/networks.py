@@ -128,12 +128,20 @@ def smp_networks() -> Iterator[Network]:
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 HEADS = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "BACKBONE")
 HEADS += ("UNIVERSAL_SEGMENTATION", "VIDEO_CLASSIFICATION")
-# What makes a configuration small, where it has it.
+# Numbers that make a configuration small, where it has them, and more that its model may not be built with.
 TINY = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_labels": 3, "num_queries": 5}
+TINIER = {"hidden_size": 64, "d_model": 64, "dim": 64, "n_embd": 64, "embed_dim": 64, "intermediate_size": 96}
+TINIER |= {"num_attention_heads": 4, "n_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "num_heads": 4}
+TINIER |= {"decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "encoder_ffn_dim": 96}
+TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200, "n_layer": 2, "n_layers": 2, "num_layers": 2}
+TINIER |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "use_cache": False}
+# More weights than that are not built.
+MOST_WEIGHTS = 300_000_000
+TEXT, PIXELS = "input_ids", "pixel_values"
 
 
 def hugging_face_networks() -> Iterator[Network]:
-    """Each vision model of transformers with each of its heads, two layers deep."""
+    """Each vision model of transformers with each of its heads, small."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     kinds: dict[str, str] = {}
     for head in HEADS:
@@ -145,17 +153,41 @@ def hugging_face_networks() -> Iterator[Network]:
 
 
 def hugging_face_model(kind: str, name: str) -> nn.Module:
-    """A model of transformers from a small configuration."""
+    """A model of transformers, as small as can be built and run."""
+    transformers = importlib.import_module("transformers")
+    kind_of_model, problems = getattr(transformers, name), []
+    for numbers in (TINY | TINIER, TINY, {}):
+        config = small_config(kind, numbers)
+        if name.endswith("Backbone") and hasattr(config, "stage_names"):
+            config.out_features = config.stage_names[1:]
+        try:
+            with torch.device("meta"):
+                size = sum(weight.numel() for weight in kind_of_model(config).parameters())
+            if size < MOST_WEIGHTS:
+                model = kind_of_model(config)
+                with torch.no_grad():
+                    model.eval()(**hugging_face_words(model))
+                return model
+            problems.append(f"{size:,} weights")
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    raise ValueError(f"no configuration of it is small and runs: {'; '.join(problems)}")
+
+
+def small_config(kind: str, numbers: dict[str, int]) -> Any:
+    """The configuration of a kind of model, with these numbers in it and in its parts; as it is without any."""
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(kind)
-    for option, value in TINY.items():
-        if isinstance(getattr(config, option, None), int):
-            setattr(config, option, value)
-    if isinstance(getattr(config, "depths", None), list | tuple):
-        config.depths = [1] * len(config.depths)
-    if name.endswith("Backbone") and hasattr(config, "stage_names"):
-        config.out_features = config.stage_names[1:]
-    return getattr(transformers, name)(config)
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
+    for part in parts if numbers else []:
+        for option, value in numbers.items():
+            if isinstance(getattr(part, option, None), int):
+                setattr(part, option, value)
+        if isinstance(getattr(part, "depths", None), list | tuple):
+            part.depths = [1] * len(part.depths)
+        if isinstance(getattr(part, "image_size", None), int) and part.image_size > LARGEST:
+            part.image_size = SIDE
+    return config
 
 
 def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -170,17 +202,6 @@ def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 # ---- Hugging Face, without heads -------------------------------------------------------------------------------------
-# Numbers that make a configuration tiny, where it has them and its model can be built with them.
-TINIER = {"hidden_size": 64, "d_model": 64, "dim": 64, "n_embd": 64, "embed_dim": 64, "intermediate_size": 96}
-TINIER |= {"num_attention_heads": 4, "n_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "num_heads": 4}
-TINIER |= {"decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "encoder_ffn_dim": 96}
-TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200, "n_layer": 2, "n_layers": 2, "num_layers": 2}
-TINIER |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "use_cache": False}
-# More weights than that are not built.
-MOST_WEIGHTS = 300_000_000
-TEXT, PIXELS = "input_ids", "pixel_values"
-
-
 def hugging_face_bases() -> Iterator[Network]:
     """Each model of transformers that reads text or pixels and finds its attention by a name; to be replaced alone."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -190,32 +211,7 @@ def hugging_face_bases() -> Iterator[Network]:
         name = names if isinstance(names, str) else names[0]
         if name not in seen:
             seen.add(name)
-            yield Network(f"hf/{name}", partial(hugging_face_base, kind, name), hugging_face_words, ("replace",))
-
-
-def hugging_face_base(kind: str, name: str) -> nn.Module:
-    """A model of transformers, as small as can be built."""
-    transformers = importlib.import_module("transformers")
-    kind_of_model, problems = getattr(transformers, name), []
-    for numbers in (TINY | TINIER, TINY, {}):
-        config = transformers.AutoConfig.for_model(kind)
-        parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
-        for part in parts:
-            for option, value in numbers.items():
-                if isinstance(getattr(part, option, None), int):
-                    setattr(part, option, value)
-        try:
-            with torch.device("meta"):
-                size = sum(weight.numel() for weight in kind_of_model(config).parameters())
-            if size < MOST_WEIGHTS:
-                model = kind_of_model(config)
-                with torch.no_grad():
-                    model.eval()(**hugging_face_words(model))
-                return model
-            problems.append(f"{size:,} weights")
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    raise ValueError(f"no configuration of it is small and runs: {'; '.join(problems)}")
+            yield Network(f"hf/{name}", partial(hugging_face_model, kind, name), hugging_face_words, ("replace",))
 
 
 def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:
