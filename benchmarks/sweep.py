@@ -335,6 +335,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
+    # Small random weights make numbers that small, on which processors are slow.
+    torch.set_flush_denormal(True)
     known = list(networks())
     chosen = [network for network in known if any(fnmatch.fnmatch(network.name, form) for form in options.only)]
     names = {network.name for network in known}
