@@ -159,7 +159,7 @@ def hugging_face_model(kind: str, name: str) -> nn.Module:
     for numbers in (TINY | TINIER, TINY, {}):
         config = small_config(kind, numbers)
         if name.endswith("Backbone") and hasattr(config, "stage_names"):
-            config.out_features = config.stage_names[1:]
+            config.out_features = list(config.stage_names[1:])
         try:
             with torch.device("meta"):
                 size = sum(weight.numel() for weight in kind_of_model(config).parameters())

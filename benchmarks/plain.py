@@ -54,6 +54,7 @@ EQUATIONS: dict[str, Equation] = {
     "softmax_pooled": softmax,
     "kronecker_kv": softmax,
     "kronecker_qkv": softmax,
+    "kronecker_qkv_literal": softmax,
     "dot": dot,
     "factorized": dot,
     "averaged": averaged,
@@ -77,14 +78,17 @@ def truth(attention: GridAttention, grid: Tensor, asking: Tensor | None = None) 
     cells = grid.flatten(2).mT
     asking = torch.arange(cells.shape[1], device=grid.device) if asking is None else asking
     answers = answering_cells(name, grid)
-    means = name == "kronecker_qkv"
+    means = name.startswith("kronecker_qkv")
     q = split(attention.query, answers if means else cells[:, asking], attention.heads)
     k, v = (split(linear, answers, attention.heads) for linear in (attention.key, attention.value))
     w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
     response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
     if means:  # each cell adds up the responses of its index on each axis
         places = torch.unravel_index(asking, sides)
-        response = sum(part[:, :, at] for part, at in zip(response.split(list(sides), 2), places, strict=True))
+        parts = response.split(list(sides), 2)
+        response = sum(part[:, :, at] for part, at in zip(parts, places, strict=True))
+        if name == "kronecker_qkv":  # KAN 13: their mean, which each axis has, is counted once
+            response = response - sum(part.mean(2, keepdim=True) for part in parts) * (len(parts) - 1) / len(parts)
     response = merged(attention.output, response)
     return cells[:, asking] + response if attention.residual else response
 
