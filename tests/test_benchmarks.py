@@ -114,6 +114,7 @@ def test_a_wrong_gradient_of_a_parameter_is_found() -> None:
     assert not race.race([right], torch.randn(2, 8, 5, 7), backward=True, repeats=1)[0]["right"]
 
 
+@pytest.mark.long
 def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> None:
     """The whole program on a library in which one equation is wrong."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -138,6 +139,7 @@ def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> Non
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     arguments = [*SMALL, "--heads", "2", "--sides", "4,5", "--sides", "8,8", "--backward", "--peers"]
@@ -198,6 +200,7 @@ GridAttention.forward = lambda self, grid: (time.sleep(0.1), fast(self, grid))[1
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_against_a_revision(tmp_path: Path) -> None:
     """A checkout whose working tree waits in each forward pass is slower than its last revision."""

@@ -36,6 +36,7 @@ def peak_of(row: str, *, training: bool, **options: object) -> int:
     return held + live.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("heads", "project"), [(1, ""), (3, "v"), (1, "qkvo")])
 def test_a_plan_is_what_runs(heads: int, project: str) -> None:
     found = plans(heads=heads, project=project)
@@ -88,6 +89,7 @@ def test_reduced_grids_are_small_enough() -> None:
     assert reduced(Setting("averaged", 1 << 14, 1, "qkvo", 8, (4, 3)), is_quick).sides == (1, 1)
 
 
+@pytest.mark.long
 def test_fits_to_the_byte() -> None:
     forward, training = (replayed(Setting("siamese", 12, 1, "v", 3, SIDES), training=each) for each in (False, True))
     assert plans(memory=forward.bytes)["siamese"].fits is True
@@ -134,6 +136,7 @@ def test_known_crossovers() -> None:
     assert found["dot"].cheaper_madds is found["dot"].cheaper_bytes is None
 
 
+@pytest.mark.long
 def test_seconds_grow_as_the_work() -> None:
     small, large = (plans(sides=(side, side), batch=1, device="cpu") for side in (16, 512))
     for plan in small.values():
@@ -169,6 +172,7 @@ def test_plan_refuses(options: dict[str, object], error: type[Exception], text: 
     assert str(raised.value).startswith(text)
 
 
+@pytest.mark.long
 def test_how_long_turns_last_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 

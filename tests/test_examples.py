@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60

@@ -191,6 +191,7 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
     assert not Path("b.tif").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
     stack = write(tmp_path / "a.tif", made_pair(0, (8, 64, 64))[0])
     words = [sys.executable, "-m", "farfield.cli", "predict", f"--config={CARE3D}", f"--data.root={stack}"]

@@ -93,7 +93,7 @@ def test_a_saved_model_keeps_its_additions_in_another_process(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@quick("in a Sequential", "an entry")
+@quick("an entry")
 def test_compile(net: nn.Module) -> None:
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
     for example in (image, image[..., :8, :12]):
@@ -108,7 +108,7 @@ def test_compile_with_inductor(net: nn.Module) -> None:
 
 
 @pytest.mark.long
-@few
+@quick("in a Sequential", "tokens")
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(net: nn.Module, strict: bool) -> None:
     side = torch.export.Dim("side", min=2, max=64)

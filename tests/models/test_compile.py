@@ -18,17 +18,13 @@ from farfield.models import CLASSIFIERS
 from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.blocks import convolved
 from farfield.ops import OPERATORS
+from partly import partly
 
 # The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
 SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
 # A grid of one cell a side is another program for torch: the deepest that is pooled by 2 as well has two of these.
 POOLED_SIZES = tuple((batch, height + 64, width + 64) for batch, height, width in SIZES)
 PATHS = (*OPERATORS, "squeeze_excite")
-
-
-def fast(*paths: str) -> list[Any]:
-    """All global paths, those not named as slow tests."""
-    return [path if path in paths else pytest.param(path, marks=pytest.mark.slow) for path in PATHS]
 
 
 def settled(net: nn.Module) -> nn.Module:
@@ -81,13 +77,13 @@ def exports(net: nn.Module, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", fast("kronecker_qkv"))
+@pytest.mark.parametrize("path", partly(PATHS, ["kronecker_qkv"]))
 def test_blocks_compile_once(path: str) -> None:
     compiles_once(short(path), "aot_eager")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", fast("siamese"))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 def test_blocks_compile_once_for_training(path: str) -> None:
     net, counter = short(path).train(), CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(net, fullgraph=True, dynamic=True, backend=counter), 0

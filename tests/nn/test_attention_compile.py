@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield.nn import GridAttention
 from grids import ROWS, assert_close
+from partly import partly
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor writes C++ for the CPU, and there is no compiler here"
@@ -38,7 +39,7 @@ def _grids(*, masked: bool) -> list[tuple[Tensor, Tensor | None]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", partly(ROWS))
 def test_compiles_once_for_five_sizes(row: str) -> None:
     attention = _build(row).eval()
     counter = CompileCounterWithBackend("aot_eager")
@@ -51,11 +52,9 @@ def test_compiles_once_for_five_sizes(row: str) -> None:
     assert counter.frame_count == frames > 0
 
 
-# Backward graphs take ten seconds each: of the two kinds of norm one row in every run, the others behind the marker.
+# Backward graphs take ten seconds each.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "row", [row if row in ("averaged", "kronecker_kv") else pytest.param(row, marks=pytest.mark.slow) for row in ROWS]
-)
+@pytest.mark.parametrize("row", partly(ROWS, ["averaged"]))
 def test_compiles_once_in_training_with_masks(row: str) -> None:
     attention = _build(row)
     counter = CompileCounterWithBackend("aot_eager")
@@ -87,7 +86,7 @@ def test_compiles_with_inductor(row: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", partly(ROWS))
 def test_exports_with_dynamic_batch_and_sides(row: str) -> None:
     attention = _build(row).eval()
     auto = torch.export.Dim.DYNAMIC

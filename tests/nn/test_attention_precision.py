@@ -13,6 +13,7 @@ from farfield.nn import GridAttention
 from farfield.ops import grid as cells_of_grids
 from farfield.ops import recompute
 from grids import relative_error
+from partly import partly
 
 PRECISIONS = {
     "float32": (torch.float32, None),
@@ -43,7 +44,8 @@ def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch
     return dict(zip(("response", "grid", *names), (response.detach(), *gradients), strict=True))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.long
+@pytest.mark.parametrize("precision", partly(PRECISIONS, ["float32", "autocast bfloat16"]))
 @pytest.mark.parametrize("row", ROWS)
 def test_a_million_cells_are_at_most_twice_as_far_off_as_the_plain_body(row, precision, monkeypatch):
     dtype, autocast = PRECISIONS[precision]

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from explicit import MEAN_ROWS
 from farfield import ops
 from grids import ROWS, WEIGHT_ROWS, assert_close
+from partly import partly
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor writes C++ for the CPU, and there is no compiler here"
@@ -67,7 +68,7 @@ def _assert_compiles_once(form: Callable[..., Tensor], inputs: Iterable[tuple], 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", partly(ROWS))
 def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
     grids = [torch.randn(batch, 4, *sides) for batch, sides in SIZES[2]]
     _assert_compiles_once(Row(row), [(grid, grid) for grid in grids], "aot_eager", 1e-6)
@@ -75,9 +76,7 @@ def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
 
 # Tracing a pooled backward graph takes five times as long as any other.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.slow) if row == "softmax_pooled" else row for row in ROWS]
-)
+@pytest.mark.parametrize("row", partly(ROWS))
 def test_masked_cross_attention_compiles_once_with_its_gradients(row: str) -> None:
     module = Row(row)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -136,7 +135,7 @@ def test_inductor_sums_long_half_precision_grids(row: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", partly(ROWS))
 def test_exports_with_dynamic_batch_and_sides(row: str, masked: bool) -> None:
     module = Row(row)
     batch, auto = torch.export.Dim("batch", min=2), torch.export.Dim.DYNAMIC

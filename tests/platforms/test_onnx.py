@@ -108,7 +108,7 @@ def test_every_row_with_a_mask(tmp_path: Path, row: str) -> None:
         assert torch.equal(run(hidden, mask).movedim(1, -1)[mask], found.movedim(1, -1)[mask])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_blocks_at_any_size(tmp_path: Path, calibrate: Calibrate) -> None:
     net = nn.Sequential(
         BaseBlock(3, 16, expansion=2, stride=2),

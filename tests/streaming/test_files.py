@@ -19,6 +19,7 @@ import torch
 
 from farfield import streaming
 from farfield.streaming import predict_whole
+from partly import partly
 from streamed_nets import Hourglass, relative, settled
 
 SIDES = (12, 20, 22)
@@ -174,7 +175,7 @@ def fingerprint(path: Path) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "suffix", "kills"),
-    [("predict", ".zarr", (20, 15)), ("respond", ".npy", (3,))],
+    partly([("predict", ".zarr", (20, 15)), ("respond", ".npy", (3,))], [("respond", ".npy", (3,))]),
 )
 def test_what_was_killed_goes_on_and_ends_with_the_same_file(
     call: str, suffix: str, kills: tuple[int, ...], volume: np.ndarray, tmp_path: Path
@@ -323,7 +324,10 @@ FULL = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("suffix", "limit"), [(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)])
+@pytest.mark.parametrize(
+    ("suffix", "limit"),
+    partly([(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)], [(".zarr", 9_500)]),
+)
 def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_path: Path) -> None:
     script = textwrap.dedent(FULL).format(tests=str(Path(__file__).parents[1]))
     command = [sys.executable, "-c", script, str(tmp_path / f"out{suffix}"), str(limit)]

@@ -43,6 +43,7 @@ def linear(classes: int = 3) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, classes))
 
 
+@pytest.mark.long
 def test_a_network_of_the_papers_overfits_one_batch(tmp_path: Path) -> None:
     data = Made(torch.randn(16, 3, 32, 32), torch.arange(16) % 4, 4)
     network = models.kanet_qkv(num_classes=4, width=0.25, strides=(1, 2, 2, 2, 2), dropout=0.0)

@@ -197,6 +197,7 @@ def test_a_sample_depends_on_its_number_and_the_seed_alone() -> None:
     assert module.predict_step(torch.tensor([5, 0]), 0).places == [5, 0]
 
 
+@pytest.mark.long
 def test_what_is_exported_draws_the_samples(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 

@@ -70,6 +70,7 @@ def fitted(module: MaskedLM, data: Made, epochs: int = 2, **options: Any) -> Tra
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("operator", ["factorized_gaussian", "softmax", "factorized"])
 def test_it_overfits_one_batch(operator: str) -> None:
     batch = texts(4)

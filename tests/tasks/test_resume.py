@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 # Kills its own process, as a cluster would, before the third batch of the second epoch.
@@ -74,6 +75,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     processes = run(whole), run(killed, kill=True)

@@ -260,6 +260,7 @@ def test_the_networks_own_norms_train_again_under_another_task() -> None:
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_a_compact_deeplab_overfits_one_batch() -> None:
     network = models.deeplab_compact("mobilenet_v2", "factorized_gaussian", num_classes=3, width=0.25)
     module = Segment(network, learning_rate=0.05, head_rate=1.0, bias_rate=1.0, freeze_norms=False)

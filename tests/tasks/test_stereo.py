@@ -229,6 +229,7 @@ def test_a_batch_without_one_valid_pixel_trains_nothing() -> None:
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "operator"), [("psmnet_stacked", "factorized_gaussian"), ("psmnet_basic", None)])
 def test_it_overfits_one_batch(name: str, operator: str | None) -> None:
     net = models.MODELS[name](operator, max_disparity=16, first_channels=4, inner_channels=8)
