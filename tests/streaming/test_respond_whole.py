@@ -54,7 +54,6 @@ def test_norms_in_evaluation(row: str) -> None:
         respond_whole(layer, grid, quiet=True)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("row", ["factorized_gaussian", "kronecker_kv", "softmax"])
 def test_many_small_tiles_add_no_rounding(row: str) -> None:
     # 1,000 summaries in double precision: as close to float64 as the layer itself, but for the rounding of a product.
