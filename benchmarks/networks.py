@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,8 +42,8 @@ def smallest(names: list[str]) -> str:
     return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
 
 
-# Images of timm's networks larger than the first have the second as their side.
-LARGEST, SIDE = 256, 224
+# Images of timm's networks larger than the first have the second as their side; the third is tried first elsewhere.
+LARGEST, SIDE, LEAST = 256, 224, 128
 # Where our own networks come from, which `register_timm` makes timm's.
 CATALOG = "farfield.models.catalog"
 
@@ -130,10 +131,11 @@ HEADS = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "O
 HEADS += ("UNIVERSAL_SEGMENTATION", "VIDEO_CLASSIFICATION")
 # Numbers that make a configuration small, where it has them, and more that its model may not be built with.
 TINY = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_labels": 3, "num_queries": 5}
+TINY |= {"n_layer": 2, "n_layers": 2, "num_layers": 2}
 TINIER = {"hidden_size": 64, "d_model": 64, "dim": 64, "n_embd": 64, "embed_dim": 64, "intermediate_size": 96}
 TINIER |= {"num_attention_heads": 4, "n_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "num_heads": 4}
 TINIER |= {"decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "encoder_ffn_dim": 96}
-TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200, "n_layer": 2, "n_layers": 2, "num_layers": 2}
+TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200}
 TINIER |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "use_cache": False}
 # More weights than that are not built.
 MOST_WEIGHTS = 300_000_000
@@ -156,8 +158,9 @@ def hugging_face_model(kind: str, name: str) -> nn.Module:
     """A model of transformers, as small as can be built and run."""
     transformers = importlib.import_module("transformers")
     kind_of_model, problems = getattr(transformers, name), []
-    for numbers in (TINY | TINIER, TINY, {}):
-        config = small_config(kind, numbers)
+    # Some name layers by their places, of which they then need all.
+    for numbers, side in itertools.product((TINY | TINIER, TINY, TINIER, {}), (LEAST, SIDE)):
+        config = small_config(kind, numbers, side)
         if name.endswith("Backbone") and hasattr(config, "stage_names"):
             config.out_features = list(config.stage_names[1:])
         try:
@@ -174,19 +177,19 @@ def hugging_face_model(kind: str, name: str) -> nn.Module:
     raise ValueError(f"no configuration of it is small and runs: {'; '.join(problems)}")
 
 
-def small_config(kind: str, numbers: dict[str, int]) -> Any:
-    """The configuration of a kind of model, with these numbers in it and in its parts; as it is without any."""
+def small_config(kind: str, numbers: dict[str, int], side: int) -> Any:
+    """The configuration of a kind of model with these numbers, and of its parts, for images of no more than a side."""
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(kind)
     parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
-    for part in parts if numbers else []:
+    for part in parts:
         for option, value in numbers.items():
             if isinstance(getattr(part, option, None), int):
                 setattr(part, option, value)
-        if isinstance(getattr(part, "depths", None), list | tuple):
+        if numbers and isinstance(getattr(part, "depths", None), list | tuple):
             part.depths = [1] * len(part.depths)
-        if isinstance(getattr(part, "image_size", None), int) and part.image_size > LARGEST:
-            part.image_size = SIDE
+        if isinstance(getattr(part, "image_size", None), int) and part.image_size > side:
+            part.image_size = side
     return config
 
 
@@ -194,7 +197,7 @@ def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
     """Pixels of the size that the configuration says."""
     config = model.config
     vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 224
+    size = getattr(vision, "image_size", None) or LEAST
     height, width = size if isinstance(size, list | tuple) else (size, size)
     frames = getattr(vision, "num_frames", None)
     shape = (1, *([frames] if frames else []), getattr(vision, "num_channels", 3), height, width)

@@ -42,8 +42,9 @@ from farfield.insertion.probing import call, probe
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
-# How many of a network's parts and how many of its blocks are tried.
-PARTS, BLOCKS = 12, 3
+# How many of a network's parts and how many of its blocks are tried, and seconds after which no further is, but the
+# blocks.
+PARTS, BLOCKS, LONGEST = 12, 3, 100
 # How many fixes are followed, one after the other.
 FIXES = 4
 
@@ -82,9 +83,11 @@ def check_insert(network: Network, where: list[str]) -> Iterator[Result]:
     for weight in model.parameters():
         if not weight.any():
             nn.init.uniform_(weight, 0.5, 1)
-    example = network.example(model)
-    for place in where or propose_places(model, example):
-        yield insert_at(model, place, example)
+    example, started = network.example(model), time.monotonic()
+    places = where or propose_places(model, example)
+    for place in places:
+        if place in places[-BLOCKS:] or time.monotonic() - started < LONGEST:
+            yield insert_at(model, place, example)
 
 
 def insert_at(model: nn.Module, place: str, example: Any) -> Result:

@@ -201,7 +201,7 @@ def test_four_million_positions_in_single_precision(row: str, offset: float) -> 
     assert relative_error(found, want) <= _long_bound(case.map(torch.Tensor.detach))
     bound = _bound(row, torch.float32, grid[0, 0].numel())
     if row in explicit.MEAN_ROWS:
-        bound = 2 * torch.finfo(torch.float32).eps + _error_of_torch(wide.detach(), cotangent.double())
+        bound = 2 * torch.finfo(torch.float32).eps + _error_of_torch(row, wide.detach(), cotangent.double())
     got, exact = (torch.autograd.grad(y, x, cotangent.to(y.dtype))[0] for y, x in ((found, grid), (want, wide)))
     assert relative_error(got, exact) <= 2 * bound
 
@@ -246,10 +246,12 @@ def _of_one_sign(row: str) -> Case:
     return Case(row, torch.rand(1, 8, 3, 5, generator=generator), key, value, options)
 
 
-def _error_of_torch(grid: Tensor, cotangent: Tensor) -> float:
+def _error_of_torch(row: str, grid: Tensor, cotangent: Tensor) -> float:
     """Relative error of the gradient of a grid by torch's own kernel on its axis means, all else in float64."""
     means, found = ops.axis_means(grid), []
     upon = torch.cat([cotangent.sum(3), cotangent.sum(2)], 2).mT[None]
+    if row == "kronecker_qkv":  # half the mean of all responses is taken away, of which an axis mean makes half
+        upon = upon - upon.sum(2, keepdim=True) / 4 / grid.shape[3]
     for dtype in (torch.float32, torch.float64):
         slots = means.mT[None].to(dtype).contiguous().requires_grad_()
         response = F.scaled_dot_product_attention(slots, slots, slots, scale=1.0)
