@@ -186,6 +186,9 @@ def small_config(kind: str, numbers: dict[str, int], side: int) -> Any:
         for option, value in numbers.items():
             if isinstance(getattr(part, option, None), int):
                 setattr(part, option, value)
+        for option, value in vars(part).items():
+            if isinstance(value, tuple):  # which some models add to lists
+                setattr(part, option, list(value))
         if numbers and isinstance(getattr(part, "depths", None), list | tuple):
             part.depths = [1] * len(part.depths)
         if isinstance(getattr(part, "image_size", None), int) and part.image_size > side:

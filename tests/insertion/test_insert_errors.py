@@ -293,6 +293,18 @@ def test_a_detector_that_finds_nothing() -> None:
     refused(ValueError, "levels[0] has no effect", Detector(), "levels[0]")
 
 
+def test_a_model_that_returns_nothing_to_see_an_effect_in() -> None:
+    """Backbones of transformers return no features where their configuration names a stage that is not there."""
+
+    class Nothing(Net):
+        def forward(self, image: Tensor) -> dict[str, tuple[Tensor, ...]]:
+            super().forward(image)
+            return {"features": ()}
+
+    text = "insert: Nothing returns no tensor for this example, so that no addition can be seen to have an effect."
+    refused(ValueError, text, Nothing(), "stage")
+
+
 class PassesOn(nn.Module):
     """Returns its first grid as it is, beside what it makes of the second, as CoaT's blocks do."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
-from farfield.insertion.effects import Effects
+from farfield.insertion.effects import Effects, tensors
 from farfield.insertion.layouts import Elsewhere, batches, changes, look_elsewhere, repeated
 from farfield.insertion.places import CHILD, Place, join
 from farfield.insertion.probing import Seen, probe
@@ -67,7 +67,8 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Run the model once and watch each place, what is around it, what is in it and what is in the whole model.
 
     Raises:
-        ValueError: If the model refuses the example, or a place does not run once each time its parent runs.
+        ValueError: If the model refuses the example or returns no tensor for it, or a place does not run once each time
+            its parent runs.
     """
     watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
     watched |= set(children(model, ""))
@@ -79,6 +80,11 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
             f"insert: {type(model).__name__} refuses example {described(example)}: {type(error).__name__}: {error}\n"
             f"  its weights are {weights}."
         ) from error
+    if not tensors(seen.outputs[""]):
+        raise ValueError(
+            f"insert: {type(model).__name__} returns no tensor for this example, so that no addition can be seen to "
+            f"have an effect.\n  fix: an example, or a configuration of the model, for which it returns one."
+        )
     for path in dict.fromkeys(place.path for place in places):
         parent = caller_of(seen, path)
         around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
