@@ -27,10 +27,9 @@ demo: $(STAMP) ## train two small networks on real images, measure the operators
 
 test: lint types imports pytest docs ## format, lint, types, import ladder, tests, doctests, docs, in minutes
 
-ci: lint types imports $(STAMP) ## everything that must pass: also long tests, and a short form of test-everywhere
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+ci: test ## everything that must pass: also long tests, and a short form of test-everywhere
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "long and not slow"
 	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
-	$(MAKE) docs
 
 test-slow: $(STAMP) ## the tests that take minutes: inductor, long grids, trained accuracies
 	$(PYTHON) tests/slow.py --jobs $(JOBS)
