@@ -86,7 +86,7 @@ def check_insert(network: Network, where: list[str]) -> Iterator[Result]:
     example, started = network.example(model), time.monotonic()
     places = where or propose_places(model, example)
     for place in places:
-        if place in places[-BLOCKS:] or time.monotonic() - started < LONGEST:
+        if where or place in places[-BLOCKS:] or time.monotonic() - started < LONGEST:
             yield insert_at(model, place, example)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import distributed_additions
 from farfield import insert, remove
+from partly import partly
 from small_hosts import Net, Pyramid, Tokens, felt, image
 
 HOSTS: dict[str, tuple[Callable[[], nn.Module], str | list[str], Any]] = {
@@ -34,8 +35,7 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], str | list[str], Any]] = {
 
 def quick(*names: str) -> pytest.MarkDecorator:
     """Where a test takes seconds: these hosts in the fast tests, the others in the slow ones."""
-    hosts = [pytest.param(host, marks=[] if host in names else pytest.mark.slow) for host in HOSTS]
-    return pytest.mark.parametrize("net", hosts, indirect=True)
+    return pytest.mark.parametrize("net", partly(HOSTS, names), indirect=True)
 
 
 # One of each kind: the last child, a hook, entries, tokens.

@@ -60,7 +60,7 @@ def blocks(calibrate: Calibrate, stride: int) -> nn.Module:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", partly([1, 2, 3], [2]))
 @pytest.mark.parametrize("row", partly(OPERATORS))
 def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: int) -> None:
     module, grid = attention(row, rank)
