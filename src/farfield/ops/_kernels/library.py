@@ -60,15 +60,15 @@ def build() -> Path:
         raise RuntimeError(f"kernels: {reason}, or a folder of your own as XDG_CACHE_HOME=/path.")
     if target.is_file():
         return target
+    if shutil.which(compiler) is None:
+        fix = "apt-get install g++, or CXX=/path/to/compiler"
+        raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
     if hasattr(torch.ops.farfield, "axis_sums"):
         # Compiling loads it, and torch ends a process that registers an operation twice.
         raise RuntimeError(
             "kernels: this process runs a library from another folder, and cannot have two; "
             "fix: build it in a process of its own, farfield kernels --build."
         )
-    if shutil.which(compiler) is None:
-        fix = "apt-get install g++, or CXX=/path/to/compiler"
-        raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
     # The extra puts ninja beside Python, which need not be on the path.
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     # It says that there is no CUDA, which nobody asked for.
