@@ -236,8 +236,15 @@ def verdict(line: Line) -> str:
     return "not judged" if line.met is None else "met" if line.met else "**not met**"
 
 
+def write(file: Path | None, hardware: str, lines: list[Line]) -> None:
+    """Write the lines that there are, if asked to: what stops a later one leaves them."""
+    if file:
+        result = {"hardware": hardware, "lines": [line._asdict() for line in lines]}
+        file.write_text(json.dumps(result, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
 def main() -> None:
-    """Measure section by section; each line is printed as soon as it is known."""
+    """Measure section by section; each line is printed, and written, as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="several times; default: all")
     parser.add_argument("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
@@ -254,12 +261,10 @@ def main() -> None:
         for line in SECTIONS[name](setup):
             print(f"| {line.what} | {line.limit} | {line.measured} | {verdict(line)} |", flush=True)
             lines.append(line)
+            write(arguments.json, hardware, lines)
     judged = [line.met for line in lines if line.met is not None]
     times = "shortest turns" if arguments.fastest else "medians"
     print(f"\n{sum(judged)} of {len(judged)} lines met, {times} on {hardware}.")
-    if arguments.json:
-        result = {"hardware": hardware, "lines": [line._asdict() for line in lines]}
-        arguments.json.write_text(json.dumps(result, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -38,9 +38,12 @@ def main() -> None:
 
         against(arguments)
         return
-    rows = [row for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)] for row in on_grid(sides, arguments)]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    rows: list[Row] = []
+    for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)]:
+        rows += on_grid(sides, arguments)
+        # After each grid: what stops a later one leaves those before it.
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     if not arguments.quiet:
         from report import show
 

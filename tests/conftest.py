@@ -36,13 +36,33 @@ hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device cuda`: where tests make their tensors."""
+    parser.addoption("--device", default="cpu", help="where tests make their tensors (default: %(default)s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the device the default one, if it is another than the CPU."""
+    device = torch.device(config.getoption("device"))
+    if device.type == "cpu":
+        return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device {device}: PyTorch sees no CUDA device.")
+    torch.set_default_device(device)
+    # The bounds of the tests are those of float32, and cuDNN rounds what it convolves to TF32 unless told not to.
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave `slow` tests out unless `-m` asks for something, and skip `data` tests where the packs are absent."""
+    """Leave `slow` tests out unless `-m` asks for something; skip `data` and `cpu` tests where they cannot run."""
     without_data = pytest.mark.skip(reason=f"no data packs at {DATA.relative_to(DATA.parents[2])}")
     slow, kept = [], []
     for item in items:
         if item.get_closest_marker("data") and not DATA.is_dir():
             item.add_marker(without_data)
+        on_cpu = item.get_closest_marker("cpu")
+        if on_cpu and torch.get_default_device().type != "cpu":
+            item.add_marker(pytest.mark.skip(reason=f"on the CPU alone: {on_cpu.args[0]}"))
         # A test that is named on the command line is meant to run.
         named = any("::" in str(argument) for argument in config.args)
         leave_out = item.get_closest_marker("slow") is not None and not config.option.markexpr and not named

@@ -27,6 +27,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.table import softmax_of_products
 from grids import Case, relative_error, tiles
+from seeding import seeded_generator
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}
@@ -140,7 +141,7 @@ class Tensors:
 
     def __init__(self, drawn: Drawn) -> None:
         self.drawn, self.dtype = drawn, DTYPES[drawn.dtype]
-        self.generator = torch.Generator().manual_seed(drawn.index)
+        self.generator = seeded_generator(drawn.index)
 
     def numbers(self, *shape: int) -> Tensor:
         """Normal float64 numbers."""
@@ -341,7 +342,7 @@ class Rounding(TorchDispatchMode):
     def __init__(self, eps: float, seed: int) -> None:
         super().__init__()
         self.eps, self.largest = eps, 0.0
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = seeded_generator(seed)
 
     def rounded(self, value: Any) -> Any:
         """A float64 tensor with every number rounded."""
@@ -400,7 +401,7 @@ class Outcome(NamedTuple):
 def check(drawn: Drawn) -> Outcome:
     """Compare the library's responses and gradients with the explicit form's."""
     call = make_call(drawn)
-    cotangent = torch.randn(1, generator=torch.Generator().manual_seed(drawn.index + 1), dtype=torch.float64)
+    cotangent = torch.randn(1, generator=seeded_generator(drawn.index + 1), dtype=torch.float64)
 
     def results(run: Callable[[], Tensor], leaves: list[Tensor]) -> list[Tensor]:
         output = run()
@@ -410,7 +411,9 @@ def check(drawn: Drawn) -> Outcome:
         return [torch.where(call.valid[:, None], output, 0.0).detach(), *found, output.detach()]
 
     dtype = DTYPES[drawn.autocast or drawn.dtype]
-    autocast = torch.autocast("cpu", dtype=DTYPES[drawn.autocast or "bfloat16"], enabled=drawn.autocast is not None)
+    autocast = torch.autocast(
+        torch.get_default_device().type, dtype=DTYPES[drawn.autocast or "bfloat16"], enabled=drawn.autocast is not None
+    )
     with settings(drawn), autocast:
         *got, everywhere = results(call.run, call.leaves)
     want, eps = results(call.truth, call.exact)[:-1], torch.finfo(dtype).eps

@@ -14,6 +14,7 @@ from torch import Tensor
 import explicit
 import reference
 from farfield import ops
+from seeding import seeded_generator
 
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
@@ -77,16 +78,17 @@ class Case:
 
     def loops(self) -> Tensor:
         """The loops' answer."""
-        options = {field: _numpy(option) for field, option in self.options.items()}
+        options = {field: to_numpy(option) for field, option in self.options.items()}
         query = self.query
         if self.row not in explicit.MEAN_ROWS and "query_mask" in options:  # only means of queries need to know
-            query = query.masked_fill(~torch.from_numpy(options.pop("query_mask"))[:, None], 0.0)
-        grids = (_numpy(query), _numpy(self.key), _numpy(self.value))
-        return torch.from_numpy(np.asarray(getattr(reference, self.row)(*grids, **options)))
+            query = query.masked_fill(~torch.as_tensor(options.pop("query_mask"))[:, None], 0.0)
+        grids = (to_numpy(query), to_numpy(self.key), to_numpy(self.value))
+        return torch.as_tensor(np.asarray(getattr(reference, self.row)(*grids, **options)))
 
 
-def _numpy(value: Any) -> Any:
-    return value.detach().numpy() if isinstance(value, Tensor) else value
+def to_numpy(value: Any) -> Any:
+    """A tensor of any device as an array; anything else as it is."""
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
 
 
 def draw(
@@ -103,7 +105,7 @@ def draw(
     seed: int = 0,
 ) -> Case:
     """A random call of `row` in float64: value channels are not key channels, masks keep some cells of each sample."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded_generator(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -30,7 +30,7 @@ def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     bits = np.random.Philox(key=zlib.crc32(name.encode())).random_raw((count + 1) // 2)
     halves = np.asarray(bits, dtype="<u8").view("<u4")[:count] >> 8
-    return torch.from_numpy(halves.astype(np.float32) / np.float32(2**24)).reshape(shape)
+    return torch.as_tensor(halves.astype(np.float32) / np.float32(2**24)).reshape(shape)
 
 
 def drawn(name: str, like: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def shortened(value: Tensor) -> np.ndarray:
     """The sum, the norm, and some numbers of an output, in float64."""
     flat = value.detach().double().flatten()
     step = max(1, len(flat) // KEPT)
-    return torch.cat([torch.stack([flat.sum(), flat.norm()]), flat[step // 2 :: step][:KEPT]]).numpy()
+    return torch.cat([torch.stack([flat.sum(), flat.norm()]), flat[step // 2 :: step][:KEPT]]).cpu().numpy()
 
 
 # ---- cases of models -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
+from seeding import seeded_generator
 
 identity = partial(GridAttention, operator="factorized_gaussian", inner_channels=4, project="qkvo", residual=True)
 
@@ -102,4 +103,4 @@ class Tokens(nn.Module):
         return self.blocks(grid.flatten(1, 2) if self.flat else grid).flatten(1, -2).mean(1)
 
 
-image = torch.rand(2, 3, 12, 16, generator=torch.Generator().manual_seed(1))
+image = torch.rand(2, 3, 12, 16, generator=seeded_generator(1))

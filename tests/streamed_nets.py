@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.nn import AttentionBlock, GridAttention
+from seeding import seeded_generator
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -67,7 +68,7 @@ class Blocks(nn.Sequential):
 
 def settled(net: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights that keep numbers near one, random running statistics, eval mode."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded_generator(seed)
     for parameter in net.parameters():
         fan = parameter[0].numel() if parameter.dim() > 1 else 4
         with torch.no_grad():

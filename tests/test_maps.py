@@ -17,6 +17,7 @@ from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
 from grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
+from seeding import seeded_generator
 
 BASIS_ROWS = tuple(row for row in ROWS if OPERATORS[row].basis is not None)
 AXIS_ROWS, MEAN_ROWS = explicit.AXIS_ROWS, explicit.MEAN_ROWS
@@ -90,7 +91,7 @@ def at(found: Tensor, cell: tuple[int, ...]) -> Tensor:
 def test_row_is_that_of_the_explicit_matrix(
     row: str, asks: tuple[int, ...], answers: tuple[int, ...], masked: bool
 ) -> None:
-    attention, generator = build(row, scale=0.7 if row in SCALED_ROWS else 1.0), torch.Generator().manual_seed(1)
+    attention, generator = build(row, scale=0.7 if row in SCALED_ROWS else 1.0), seeded_generator(1)
     grid, context = torch.randn(2, 4, *asks).double(), torch.randn(2, 4, *answers).double()
     masks = {}
     if masked:
@@ -106,7 +107,7 @@ def test_row_is_that_of_the_explicit_matrix(
 def test_row_of_self_attention(row: str, heads: int, norm: bool) -> None:
     attention = build(row, heads=heads, coefficient_norm=norm)
     grid = torch.randn(2, 4, 3, 5).double()
-    mask = draw_mask(2, (3, 5), torch.Generator().manual_seed(2))
+    mask = draw_mask(2, (3, 5), seeded_generator(2))
     for options in ({}, {"mask": mask}):
         expected = matrix(attention, grid, **options)
         for cell in cells_of((3, 5)):
@@ -128,7 +129,7 @@ def test_a_row_times_the_values_is_the_response(row: str) -> None:
 @pytest.mark.parametrize("row", NORMALISED_ROWS)
 def test_rows_sum_to_one_or_the_rank(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 2, 3, 4).double()
-    mask = draw_mask(2, (2, 3, 4), torch.Generator().manual_seed(3))
+    mask = draw_mask(2, (2, 3, 4), seeded_generator(3))
     weights = maps.attention_row(attention, grid, (1, 1, 2), mask=mask)
     assert_close(weights.flatten(2).sum(2), torch.full((2, 2), 3.0 if row == "kronecker_qkv_literal" else 1.0).double())
     assert (weights.masked_select(~mask[:, None]) == 0).all()
@@ -137,7 +138,7 @@ def test_rows_sum_to_one_or_the_rank(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_what_masked_cells_hold_does_not_matter(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
-    mask = draw_mask(2, (3, 5), torch.Generator().manual_seed(4))
+    mask = draw_mask(2, (3, 5), seeded_generator(4))
     poisoned = grid.masked_fill(~mask[:, None], math.nan)
     for cell in ((0, 0), (2, 4)):  # of the last sample the first is masked itself
         expected = maps.attention_row(attention, grid, cell, mask=mask)
@@ -191,7 +192,7 @@ def test_maps_leave_the_module_as_it_was(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_maps_in_inference_mode_and_under_autocast(row: str) -> None:
     attention, grid = build(row).float(), torch.randn(2, 4, 3, 5)
-    mask = draw_mask(2, (3, 5), torch.Generator().manual_seed(5))
+    mask = draw_mask(2, (3, 5), seeded_generator(5))
     expected = maps.attention_row(attention, grid, (1, 2), mask=mask)
     with torch.inference_mode():
         assert torch.equal(maps.attention_row(attention, grid * 1, (1, 2), mask=mask & True), expected)
@@ -199,7 +200,7 @@ def test_maps_in_inference_mode_and_under_autocast(row: str) -> None:
             maps.basis_masks(attention, grid * 1, mask=mask & True)
         if row in AXIS_ROWS:
             maps.axis_maps(attention, grid * 1, (1, 2), mask=mask & True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert torch.equal(maps.attention_row(attention, grid, (1, 2), mask=mask), expected)
 
 
@@ -234,7 +235,7 @@ def test_memory_grows_with_the_grid_alone(row: str) -> None:
 @pytest.mark.parametrize("row", BASIS_ROWS)
 def test_basis_masks_by_their_definition(row: str, sides: tuple[int, ...], masked: bool) -> None:
     attention, grid = build(row), torch.randn(2, 4, *sides).double()
-    mask = draw_mask(2, sides, torch.Generator().manual_seed(6)) if masked else None
+    mask = draw_mask(2, sides, seeded_generator(6)) if masked else None
     found = maps.basis_masks(attention, grid, mask=mask)
     real = explicit.real_cells(grid, mask).flatten(1)[:, None, None]  # (b, 1, 1, n)
     key = explicit.split(convolved(attention.key, real_or_zero(grid, mask)), 2) if attention.key else None
@@ -278,7 +279,7 @@ def own_query(query: Tensor, summary: Any) -> Tensor:
 def test_an_operator_of_ones_own(answers: Any, like: str) -> None:
     own = Operator(coefficients=own_query, basis=elu_plus_one, per=OPERATORS[like].per, answers=answers)
     attention, grid = build(own), torch.randn(2, 4, 3, 5).double()
-    mask = draw_mask(2, (3, 5), torch.Generator().manual_seed(7))
+    mask = draw_mask(2, (3, 5), seeded_generator(7))
     query = explicit.split(convolved(attention.query, real_or_zero(grid, mask)), 2)[..., 7]
     masks = maps.basis_masks(attention, grid, mask=mask)
     assert masks.shape == (2, 2, 2, 3, 5)
@@ -293,7 +294,7 @@ def test_an_operator_of_ones_own(answers: Any, like: str) -> None:
 def test_axis_maps_are_the_explicit_softmax(
     row: str, asks: tuple[int, ...], answers: tuple[int, ...], masked: bool
 ) -> None:
-    attention, generator = build(row, scale=1.3), torch.Generator().manual_seed(8)
+    attention, generator = build(row, scale=1.3), seeded_generator(8)
     grid, context = torch.randn(2, 4, *asks).double(), torch.randn(2, 4, *answers).double()
     mask = draw_mask(2, asks, generator) if masked else None
     context_mask = draw_mask(2, answers, generator) if masked else None

@@ -330,7 +330,7 @@ def test_a_network_that_learned_with_additions_comes_back() -> None:
 
 def test_autocast_around_it_does_not_lower_the_precision() -> None:
     net = Net()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         added = insert(net, "stage", felt, example=image)["stage"]
         assert added.query.weight.dtype == torch.float32
         assert net(image).dtype == torch.bfloat16

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import distributed_additions
 from farfield import insert, remove
+from farfield.insertion.effects import noisy
 from partly import partly
 from small_hosts import Net, Pyramid, Tokens, felt, image
 
@@ -144,6 +145,7 @@ def test_fx_refuses_a_host_that_it_cannot_look_into() -> None:
     assert torch.equal(torch.fx.symbolic_trace(net)(image), net(image))
 
 
+@pytest.mark.cpu("the engines for quantized tensors are CPUs'")
 @few
 def test_quantization_keeps_additions(net: nn.Module) -> None:
     from torch.ao.quantization import get_default_qconfig_mapping
@@ -216,9 +218,15 @@ def test_lora_finds_the_maps_of_an_addition() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(net: nn.Module, dtype: torch.dtype) -> None:
     wanted = net(image)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(torch.get_default_device().type, dtype=dtype):
         answer: Tensor = net(image)
     assert (answer - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
+
+
+def test_the_default_device_may_be_another_than_that_of_the_model() -> None:
+    grid = torch.ones(1, 2, 3, 4)
+    with torch.device("meta"):
+        assert not torch.equal(noisy(grid), grid)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -29,9 +29,10 @@ from transformers import (
 )
 
 from farfield import insert, remove
+from seeding import seeded_generator
 from small_hosts import Net, felt, identity, image
 
-square = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+square = torch.rand(1, 3, 32, 32, generator=seeded_generator(2))
 
 
 # ---- hooks from before -----------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def hosting() -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
     return net.stage, insert(net, "stage", felt, example=image)["stage"]
 
 
-grid = torch.rand(2, 8, 12, 16, generator=torch.Generator().manual_seed(3))
+grid = torch.rand(2, 8, 12, 16, generator=seeded_generator(3))
 
 
 def test_parts_of_a_sequence() -> None:

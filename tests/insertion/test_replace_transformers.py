@@ -21,6 +21,7 @@ from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import keys, queries
+from seeding import seeded_generator
 from token_products import EPS, ROWS, product, relative
 
 # Another function, by a billion times the rounding.
@@ -306,8 +307,8 @@ def test_what_keeps_or_has_no_rotations_is_not_warned_of(kind: str, row: str, re
 
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_that_weigh_by_products_keep_a_rotation_of_queries_and_keys(row: str) -> None:
-    query, key, value = torch.randn(3, 1, 2, 9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rotation, _ = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    query, key, value = torch.randn(3, 1, 2, 9, 4, generator=seeded_generator(1), dtype=torch.float64)
+    rotation, _ = torch.linalg.qr(torch.randn(4, 4, generator=seeded_generator(2), dtype=torch.float64))
     operator = ops.OPERATORS[row]
     plain, _ = attend_tokens(operator, query, key, value, None, scale=0.5)
     rotated, _ = attend_tokens(operator, query @ rotation, key @ rotation, value, None, scale=0.5)

@@ -311,7 +311,7 @@ def test_other_precisions(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet", "attnnet_averaged"])
 def test_autocast(name: str) -> None:
     net = CLASSIFIERS[name](width=0.25, num_classes=3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         logits = net(torch.randn(4, 3, 64, 64))
     assert logits.dtype == torch.bfloat16
     logits.float().square().sum().backward()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from farfield import models
 from farfield.models import CompactNet
 from farfield.nn import AttentionBlock, BaseBlock
+from seeding import seeded_generator
 
 NAMES = ("mobilenet_v2", "kanet_qkv", "sanet", "senet")
 
@@ -38,7 +39,7 @@ def create(name: str, **options: Any) -> CompactNet:
 
 
 def images(batch: int = 2) -> Tensor:
-    return torch.randn(batch, 3, 64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(batch, 3, 64, 96, dtype=torch.float64, generator=seeded_generator(1))
 
 
 # ---- output_stride ---------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None
         torch.testing.assert_close(fused(given).double(), expected, rtol=1e-4, atol=1e-4)
         grids = fused.pyramid(given)
         assert all(grid.is_contiguous(memory_format=memory_format) for grid in grids)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             rounded = fused(given)
         assert (rounded - expected).norm() <= 0.2 * expected.norm()  # 52 convolutions in bfloat16, whose eps is 0.008
     given.requires_grad_()

@@ -16,6 +16,7 @@ from farfield.models import PSMNet
 from farfield.models.psmnet import cost_volume, regress
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from grids import to_numpy
 
 
 def size(module: nn.Module) -> int:
@@ -80,14 +81,14 @@ def volume_by_loops(left: np.ndarray, right: np.ndarray, disparities: int) -> np
 @pytest.mark.parametrize(("width", "disparities"), [(9, 4), (5, 5), (3, 7), (1, 2)])
 def test_the_cost_volume_is_that_of_loops(width: int, disparities: int) -> None:
     left, right = torch.randn(2, 3, 4, width), torch.randn(2, 3, 4, width)
-    expected = volume_by_loops(left.numpy(), right.numpy(), disparities)
-    np.testing.assert_array_equal(cost_volume(left, right, disparities).numpy(), expected.astype(np.float32))
+    expected = volume_by_loops(to_numpy(left), to_numpy(right), disparities)
+    np.testing.assert_array_equal(to_numpy(cost_volume(left, right, disparities)), expected.astype(np.float32))
 
 
 def test_the_disparity_is_the_mean_under_the_softmax() -> None:
     scores = torch.randn(2, 1, 4, 3, 5, dtype=torch.float64)
     found = regress(scores, 16, (12, 20))
-    enlarged = nn.functional.interpolate(scores, (16, 12, 20), mode="trilinear", align_corners=False).numpy()[:, 0]
+    enlarged = to_numpy(nn.functional.interpolate(scores, (16, 12, 20), mode="trilinear", align_corners=False))[:, 0]
     for sample, y, x in ((0, 0, 0), (1, 11, 19), (0, 5, 7)):
         weights = [math.exp(score) for score in enlarged[sample, :, y, x]]
         expected = sum(place * weight for place, weight in enumerate(weights)) / sum(weights)
@@ -99,7 +100,7 @@ def test_a_sharp_score_gives_its_disparity_even_in_half_precision() -> None:
     scores[:, :, 40] = 100
     # The centre of cell 40 of four disparities each lies between 161 and 162: bfloat16 has steps of 1 there.
     assert regress(scores, 192, (8, 8)).flatten().tolist() == pytest.approx([161.5] * 64, abs=1e-3)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert float(regress(scores, 192, (8, 8)).mean()) == pytest.approx(161.5, abs=1e-3)
 
 

@@ -14,6 +14,7 @@ import attending
 from attending import convolved, written_out
 from farfield.nn import GridAttention
 from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
+from seeding import seeded_generator
 
 LETTERS = ["".join(letters) for count in range(5) for letters in itertools.combinations("qkvo", count)]
 SIDES = [(7,), (3, 4), (2, 3, 2)]
@@ -47,7 +48,7 @@ def grid_of(sides: tuple[int, ...], batch: int = 2) -> Tensor:
 
 
 def mask_of(sides: tuple[int, ...], batch: int = 2) -> Tensor:
-    return draw_mask(batch, sides, torch.Generator().manual_seed(7))
+    return draw_mask(batch, sides, seeded_generator(7))
 
 
 def assert_close_where_real(got: Tensor, want: Tensor, mask: Tensor | None) -> None:
@@ -278,7 +279,7 @@ def test_every_floating_point_dtype(row: str, dtype: torch.dtype) -> None:
 def test_autocast_takes_single_precision(row: str) -> None:
     attention = build(row, "vo").float()
     grid = grid_of((9, 7)).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         got = attention(grid)
         assert attention(grid.bfloat16()).isfinite().all()
     assert_close(

@@ -88,6 +88,7 @@ def test_a_weight_in_eight_bits(row: str) -> None:
     assert_close(attention(grid), written_out(attention, grid))
 
 
+@pytest.mark.cpu("torch quantizes dynamically on CPUs")
 @pytest.mark.parametrize("row", ROWS)
 def test_torch_dynamic_quantization(row: str) -> None:
     """With activations in 8 bits too a map is affine only up to their rounding, and no more is promised."""

@@ -38,7 +38,7 @@ def _maps(row: str) -> str:
 def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch.dtype | None) -> dict[str, Tensor]:
     """The response, and the gradients of the grid and of every parameter."""
     grid = grid.detach().requires_grad_()
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+    with torch.autocast(torch.get_default_device().type, dtype=autocast, enabled=autocast is not None):
         response = attention(grid)
     names, parameters = zip(*attention.named_parameters(), strict=True)
     gradients = torch.autograd.grad(response, [grid, *parameters], upon.to(response.dtype))

@@ -14,6 +14,7 @@ from explicit import MEAN_ROWS
 from farfield import ShapeError
 from farfield.nn import GridAttention
 from grids import ROWS, assert_close, draw_mask, tiles
+from seeding import seeded_generator
 
 WHOLES = {
     "1": ((13,), ((2, 8),)),
@@ -65,7 +66,7 @@ def test_tiles_are_the_whole(row: str, project: str, rank: str, masked: bool) ->
     sides, cuts = WHOLES[rank]
     attention = _build(row, "qvo" if row == "siamese_local" and project == "qkvo" else project, residual=rank == "2")
     grid = torch.randn(2, 4, *sides, dtype=torch.float64)
-    mask = draw_mask(2, sides, torch.Generator().manual_seed(7)) if masked else None
+    mask = draw_mask(2, sides, seeded_generator(7)) if masked else None
     got, want = _in_tiles(attention, grid, mask, cuts), written_out(attention, grid, mask=mask)
     keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
     assert_close(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep])

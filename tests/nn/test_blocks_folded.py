@@ -262,7 +262,7 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
 def test_autocast() -> None:
     block = AttentionBlock(16, 24, "siamese", expansion=3).eval()
     grid = torch.randn(2, 16, 14, 14)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         found = block(grid)
     torch.testing.assert_close(found.float(), block.plain(grid), rtol=0.05, atol=0.05)
 

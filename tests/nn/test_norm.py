@@ -16,6 +16,7 @@ from explicit import MEAN_ROWS, SOFTMAX_ROWS
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
 from grids import ROWS, assert_close, draw_mask, name
+from seeding import seeded_generator
 
 FORMS = {
     "bare": {"project": ""},
@@ -61,7 +62,7 @@ def assert_same_statistics(got: CoefficientNorm, want: CoefficientNorm) -> None:
 def test_training_is_batch_norm_of_the_explicit_form(row: str, sides: tuple, form: str, masked: bool) -> None:
     attention, twin = pair(row, form)
     grid = torch.randn(3, 4, *sides, dtype=torch.float64)
-    mask = draw_mask(3, sides, torch.Generator().manual_seed(5)) if masked else None
+    mask = draw_mask(3, sides, seeded_generator(5)) if masked else None
     got, want = attention(grid, mask=mask), written_out(twin, grid, mask=mask)
     keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
     assert_close(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep])
@@ -75,7 +76,7 @@ def test_every_gradient_of_training(row: str, masked: bool) -> None:
     attention, twin = pair(row, "all")
     # The shift of the products cancels in the softmax, and so does their mean in every gradient.
     grid = torch.randn(3, 4, 3, 4, dtype=torch.float64, requires_grad=True)
-    mask = draw_mask(3, (3, 4), torch.Generator().manual_seed(5)) if masked else None
+    mask = draw_mask(3, (3, 4), seeded_generator(5)) if masked else None
     cotangent = torch.randn(3, 4, 3, 4, dtype=torch.float64) * (1 if mask is None else mask[:, None])
     found, expected = (
         torch.autograd.grad(form, [grid, *module.parameters()], cotangent, allow_unused=True)
@@ -94,7 +95,7 @@ def test_cross_attention(row: str, masked: bool) -> None:
     grid, context = torch.randn(3, 4, 4, 3, dtype=torch.float64), torch.randn(3, 4, 2, 3, 2, dtype=torch.float64)
     masks = {}
     if masked:
-        generator = torch.Generator().manual_seed(5)
+        generator = seeded_generator(5)
         masks = {"mask": draw_mask(3, (4, 3), generator), "context_mask": draw_mask(3, (2, 3, 2), generator)}
     got, want = attention(grid, context, **masks), written_out(twin, grid, context, **masks)
     keep = masks.get("mask", torch.ones_like(got[:, 0], dtype=torch.bool))
@@ -110,7 +111,7 @@ def test_evaluation_uses_the_running_statistics_at_any_size(row: str, masked: bo
         attention.train()(torch.randn(3, 4, 4, 5, dtype=torch.float64))
         twin.load_state_dict(attention.state_dict())
         grid = torch.randn(2, 4, *sides, dtype=torch.float64)
-        mask = draw_mask(2, sides, torch.Generator().manual_seed(5)) if masked else None
+        mask = draw_mask(2, sides, seeded_generator(5)) if masked else None
         before = copy.deepcopy(attention.coefficient_norm.state_dict())
         got, want = attention.eval()(grid, mask=mask), written_out(twin.eval(), grid, mask=mask)
         keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
@@ -237,7 +238,7 @@ def test_autocast_keeps_the_statistics(row: str) -> None:
     attention = build(row).float()
     exact = copy.deepcopy(attention).double()
     grid = torch.randn(2, 4, 9, 11) + 0.5
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         got = attention(grid)
     assert_close(got, written_out(exact, grid.double()), 16 * torch.finfo(torch.bfloat16).eps)
     norms = attention.coefficient_norm, exact.coefficient_norm

@@ -18,6 +18,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.fused import fused_attention
 from grids import relative_error
+from seeding import seeded_generator
 
 ROWS = explicit.SOFTMAX_ROWS
 # More positions than a matrix of coefficients that is small has: 8 times the channels of a head.
@@ -62,7 +63,7 @@ def forward(run: Function, grid: Tensor, along: Tensor) -> Tensor:
 
 def drawn(masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """A grid, a direction, and a mask whose last sample has no valid position."""
-    random = torch.Generator().manual_seed(7)
+    random = seeded_generator(7)
     grid, along = (torch.randn(3, CHANNELS, *SIZE, dtype=torch.float64, generator=random) for _ in range(2))
     mask = torch.rand(3, *SIZE, generator=random) > 0.3
     mask[2] = False
@@ -99,7 +100,7 @@ def test_the_module_is_differentiable_twice(row: str, masked: bool) -> None:
 
 def qkv(dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values of 40 positions."""
-    random = torch.Generator().manual_seed(3)
+    random = seeded_generator(3)
     return [torch.randn(2, 2, 40, 8, generator=random).to(dtype).requires_grad_() for _ in range(3)]
 
 
@@ -116,11 +117,11 @@ def test_second_derivatives_in_lower_precision_are_at_most_twice_as_far_off_as_t
     dtype: torch.dtype, autocast: bool
 ) -> None:
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        with torch.autocast(torch.get_default_device().type, dtype, enabled=autocast and dtype != torch.float32):
             return F.scaled_dot_product_attention(query, key, value, scale=0.5)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        with torch.autocast(torch.get_default_device().type, dtype, enabled=autocast and dtype != torch.float32):
             return fused_attention(query, key, value, None, 0.5)
 
     of = torch.float32 if autocast else dtype
@@ -159,9 +160,9 @@ def test_the_ordinary_way_is_the_kernel_and_keeps_what_it_keeps() -> None:
 
 
 def test_under_autocast_no_float32_copy_is_kept() -> None:
-    random = torch.Generator().manual_seed(3)
+    random = seeded_generator(3)
     grid = torch.randn(1, 8, 40, generator=random).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         response, size = kept(lambda: ops.softmax_attention(grid, grid, grid))
     # In 2 bytes queries, keys that are values too, and the response; in 4 a sum for each query, a weight for each key.
     assert size <= 2 * 3 * grid.numel() + 4 * (40 + 40)

@@ -7,7 +7,8 @@ import torch
 
 import reference
 from farfield import ShapeError, ops, pad_grids
-from grids import assert_close, draw, draw_mask, name
+from grids import assert_close, draw, draw_mask, name, to_numpy
+from seeding import seeded_generator
 
 SHAPES = [(7,), (3, 5), (1, 4), (2, 3, 5), (2, 1, 3, 2)]
 
@@ -16,11 +17,11 @@ SHAPES = [(7,), (3, 5), (1, 4), (2, 3, 5), (2, 1, 3, 2)]
 @pytest.mark.parametrize("sides", SHAPES, ids=name)
 def test_axis_means_are_equations_14_and_15(sides: tuple, masked: bool) -> None:
     grid = torch.randn(2, 3, *sides, dtype=torch.float64)
-    mask = draw_mask(2, sides, torch.Generator().manual_seed(0)) if masked else None
+    mask = draw_mask(2, sides, seeded_generator(0)) if masked else None
     got = ops.axis_means(grid, mask=mask)
-    want = reference.axis_means(grid.numpy(), None if mask is None else mask.numpy())
+    want = reference.axis_means(to_numpy(grid), to_numpy(mask))
     assert got.shape == (2, 3, sum(sides))
-    assert_close(got, torch.from_numpy(want), 1e-14)
+    assert_close(got, torch.as_tensor(want), 1e-14)
 
 
 def test_axis_means_hide_what_a_mask_hides() -> None:
@@ -47,7 +48,7 @@ def test_axis_means_of_rank_one_are_the_grid() -> None:
 @pytest.mark.parametrize("sides", SHAPES, ids=name)
 def test_outer_sum_is_equation_18(sides: tuple) -> None:
     vectors = torch.randn(2, 3, sum(sides), dtype=torch.float64)
-    assert_close(ops.outer_sum(vectors, sides), torch.from_numpy(reference.outer_sum(vectors.numpy(), sides)), 1e-14)
+    assert_close(ops.outer_sum(vectors, sides), torch.as_tensor(reference.outer_sum(to_numpy(vectors), sides)), 1e-14)
 
 
 def test_outer_sum_refuses_vectors_of_another_length() -> None:
@@ -65,7 +66,7 @@ def test_axis_means_and_outer_sum_keep_a_grid_that_is_one() -> None:
 def test_siamese_similarity_is_equation_4() -> None:
     a, b = (torch.randn(3, 5, dtype=torch.float64) for _ in range(2))
     weight = torch.randn(5, dtype=torch.float64)
-    want = [reference.siamese_similarity(*(x.numpy() for x in (*pair, weight))) for pair in zip(a, b, strict=True)]
+    want = [reference.siamese_similarity(*(to_numpy(x) for x in (*pair, weight))) for pair in zip(a, b, strict=True)]
     assert_close(ops.siamese_similarity(a, b, weight), torch.tensor(want, dtype=torch.float64), 1e-14)
     assert torch.equal(ops.siamese_similarity(a, b, weight), ops.siamese_similarity(b, a, weight))
 
@@ -73,7 +74,7 @@ def test_siamese_similarity_is_equation_4() -> None:
 def test_siamese_similarity_of_two_vectors_is_equation_3() -> None:
     a, b = (torch.randn(5, dtype=torch.float64) for _ in range(2))
     first, second = (torch.randn(5, dtype=torch.float64) for _ in range(2))
-    want = reference.similarity(a.numpy(), b.numpy(), torch.cat([first, second]).numpy())
+    want = reference.similarity(*(to_numpy(x) for x in (a, b, torch.cat([first, second]))))
     assert ops.siamese_similarity(a, b, first, second).item() == pytest.approx(want, rel=1e-14)
     assert ops.siamese_similarity(b, a, first, second).item() != pytest.approx(want)
 

@@ -23,6 +23,9 @@ from farfield.ops import _kernels
 from farfield.ops._kernels import library, sums, whole
 from farfield.ops.grid import add_axes, along_axes
 from farfield.ops.table import OPERATORS
+from seeding import seeded_generator
+
+pytestmark = pytest.mark.cpu("the kernels are for the CPU")
 
 EPS = torch.finfo(torch.float32).eps
 GRIDS = [
@@ -216,7 +219,7 @@ def answers(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: 
     """The response, and the gradients of the grid and of all parameters."""
     attention, leaf = attention.to(dtype), grid.to(dtype).requires_grad_()
     response = attention(leaf, mask=mask)
-    upon = torch.randn(response.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    upon = torch.randn(response.shape, generator=seeded_generator(1)).to(dtype)
     found = torch.autograd.grad(response, [leaf, *attention.parameters()], upon, allow_unused=True)
     # Together: a bias' gradient alone is a few sums of numbers that cancel.
     learned = [part.flatten() for part in found[1:] if part is not None]
@@ -268,7 +271,7 @@ def test_larger_ones_without_gradients_too(on: None, row: str) -> None:
 @pytest.mark.parametrize("row", ["siamese", "siamese_local", "siamese_ones", *MEAN_ROWS])
 def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> None:
     def second(dtype: torch.dtype) -> list[Tensor]:
-        random = torch.Generator().manual_seed(4)
+        random = seeded_generator(4)
         leaf = torch.randn(2, 128, 5, 7, generator=random).to(dtype).requires_grad_()
         torch.manual_seed(5)
         attention = GridAttention(128, row, heads=heads, project="").to(dtype)
@@ -304,7 +307,7 @@ def test_gradients_have_gradients(on: None) -> None:
     for row, name in product(("siamese", *MEAN_ROWS), ("1", "0")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(library.SWITCH, name)
-            grid = torch.randn(2, 32, 4, 5, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            grid = torch.randn(2, 32, 4, 5, generator=seeded_generator(2)).requires_grad_()
             torch.manual_seed(3)
             attention = GridAttention(32, row)
             response = attention(grid)

@@ -11,6 +11,7 @@ import torch
 from farfield import ops, pad_grids
 from farfield.nn import GridAttention
 from grids import ROWS, Case, assert_close, draw, gradients, leaves, relative_error
+from seeding import seeded_generator
 
 POISONS = [math.nan, math.inf, -math.inf, 1e300]
 
@@ -93,7 +94,7 @@ def test_no_real_asking_cell_still_gets_a_finite_response(row: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_padding_a_ragged_batch_answers_as_each_grid_alone(row: str) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded_generator(3)
     grids = [
         torch.randn(4, *sides, generator=generator, dtype=torch.float64) for sides in ((3, 5), (4, 2), (1, 1), (5, 4))
     ]
@@ -196,7 +197,7 @@ def test_a_masked_slot_is_finite_under_autocast(row: str, dtype: torch.dtype) ->
     mask = torch.rand(3, 5, 3) > 0.4
     mask[2] = False
     grid = torch.randn(3, 4, 5, 3, requires_grad=True)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(torch.get_default_device().type, dtype=dtype):
         output = attention(grid, mask=mask)
     assert output.isfinite().all()
     for gradient in torch.autograd.grad(output.float().square().sum(), [grid, *attention.parameters()]):

@@ -14,6 +14,7 @@ from explicit import MEAN_ROWS, real_cells
 from farfield import ops
 from farfield.nn import GridAttention
 from grids import PAIRS, Case, assert_close, draw, draw_mask, name
+from seeding import seeded_generator
 
 # Queries of 1 to 4 spatial dims, and keys of the same or of others.
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -87,7 +88,7 @@ def test_biases_are_added_once(size: tuple, heads: int, value_bias: bool, masked
         attention.value.bias.normal_() if value_bias else attention.value.bias.zero_()
         attention.output.bias.normal_()
     grid = torch.randn(2, 4, *size, dtype=torch.float64)
-    mask = draw_mask(2, size, torch.Generator().manual_seed(1)) if masked else None
+    mask = draw_mask(2, size, seeded_generator(1)) if masked else None
     expected = attention.output(attention.value.bias)
     context = torch.randn(2, 4, 3, 2, dtype=torch.float64)
     for got in (attention(grid, mask=mask), attention(grid, context, mask=mask)):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import reference
 from farfield.nn import GridAttention
 from farfield.ops import Operator, Summary, respond, summarize
-from grids import assert_close, draw, tiles
+from grids import assert_close, draw, tiles, to_numpy
 
 
 def feature(cells: Tensor) -> Tensor:
@@ -36,8 +37,8 @@ ELU_LINEAR = Operator(coefficients=coefficients, basis=basis)
 
 
 def _loops(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None) -> Tensor:
-    grids = (grid.detach().numpy() for grid in (query, key, value))
-    return torch.from_numpy(reference.elu_linear(*grids, heads=heads, mask=None if mask is None else mask.numpy()))
+    grids = (to_numpy(grid) for grid in (query, key, value))
+    return torch.as_tensor(reference.elu_linear(*grids, heads=heads, mask=to_numpy(mask)))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
@@ -119,7 +120,7 @@ def test_it_is_normed() -> None:
 
 def test_it_compiles_once() -> None:
     attention = GridAttention(4, ELU_LINEAR, heads=2, project="qkvo")
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
     for sides in ((5, 6), (9, 4), (12, 7)):
         grid = torch.randn(2, 4, *sides)

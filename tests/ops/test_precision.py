@@ -20,6 +20,7 @@ import explicit
 from farfield import ops
 from farfield.ops.summary import PRODUCT
 from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves, relative_error
+from seeding import seeded_generator
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # SPEC: factorized and dot divide by channels and not by cells, so they may leave float16's range on long grids.
@@ -145,7 +146,7 @@ def _means(grid: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", LONG_ROWS)
 def test_a_million_cells_in_half_precision(row: str, dtype: torch.dtype, offset: float) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded_generator(1)
     key = torch.randn(1, 8, 1024, 1024, generator=generator).add_(offset).to(dtype)
     query = torch.randn(1, 8, 5, 7, generator=generator).to(dtype)
     options = {"weight": torch.randn(8, generator=generator).to(dtype)} if row in WEIGHT_ROWS else {}
@@ -166,7 +167,7 @@ def test_the_long_form_is_the_explicit_matrix(row: str) -> None:
 @pytest.mark.parametrize("sides", [(256, 257), (1024, 1024)], ids=["65792 cells", "2^20 cells"])
 @pytest.mark.parametrize("row", LONG_ROWS)
 def test_long_single_precision_grids_keep_their_bound(row: str, sides: tuple) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded_generator(1)
     key = torch.randn(1, 8, *sides, generator=generator)
     query = torch.randn(1, 8, 5, 7, generator=generator)
     options = {"weight": torch.randn(8, generator=generator)} if row in WEIGHT_ROWS else {}
@@ -189,7 +190,7 @@ def _long_bound(case: Case) -> float:
 @pytest.mark.parametrize("row", [row for row in LONG_ROWS if row != "kronecker_kv"])
 def test_four_million_positions_in_single_precision(row: str, offset: float) -> None:
     """Self-attention of 2^22 positions, forward and backward: 4,096 slots for the Kronecker operators."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded_generator(1)
     grid = torch.randn(1, 4, 2048, 2048, generator=generator).add_(offset).requires_grad_()
     options = {"weight": torch.randn(4, generator=generator)} if row in WEIGHT_ROWS else {}
     case = Case(row, grid, grid, grid, options)
@@ -211,7 +212,7 @@ def test_four_million_positions_in_single_precision(row: str, offset: float) -> 
 def test_responses_under_autocast_are_within_four_eps_of_its_dtype(row: str, dtype: torch.dtype) -> None:
     """Values near 1 summed in half precision would stop growing at 2,048 (float16) or 256 (bfloat16)."""
     case = _of_one_sign(row)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(torch.get_default_device().type, dtype=dtype):
         got = case.library()
     assert relative_error(got, case.map(torch.Tensor.double).explicit()) <= 4 * torch.finfo(dtype).eps
 
@@ -222,7 +223,7 @@ def test_sums_over_cells_are_the_same_under_autocast(row: str) -> None:
     split = (1, 1, 1, 1640) if ops.OPERATORS[row].score else (1, 1, 8, 1640)
     key, value = case.key.flatten()[: split[2] * 1640].view(split), case.value.view(1, 1, 8, 1640)
     plain = ops.summarize(ops.OPERATORS[row], key, value, torch.ones(1, 1, 1, 1640))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         cast = ops.summarize(ops.OPERATORS[row], key, value, torch.ones(1, 1, 1, 1640))
         mapped = cast.map_values(torch.eye(8)[None] * 3, torch.zeros(1, 8))
     assert cast.values.dtype == torch.float32
@@ -240,7 +241,7 @@ def test_summaries_of_half_precision_are_float32(row: str, dtype: torch.dtype) -
 
 
 def _of_one_sign(row: str) -> Case:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded_generator(1)
     options = {"weight": torch.rand(8, generator=generator)} if row in WEIGHT_ROWS else {}
     key, value = (torch.rand(1, 8, 40, 41, generator=generator) + 0.5 for _ in range(2))
     return Case(row, torch.rand(1, 8, 3, 5, generator=generator), key, value, options)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farfield import ShapeError, ops
-from grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles
+from grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
 
 # sides, inner cuts of each axis: uneven, at even indices so that pooled rows may be cut there too.
 WHOLES = {
@@ -156,9 +156,9 @@ def test_pooling_of_ones_own_size(kind: str) -> None:
     values, _ = row.answers.gather(case.value, case.options["mask"])
     summary = ops.summarize(row, keys[:, None], values[:, None], real[:, None])
     got = ops.respond(row, case.query.flatten(2)[:, None], summary)
-    grids = (grid.numpy() for grid in (case.query, case.key, case.value))
-    want = reference.softmax_pooled(*grids, mask=case.options["mask"].numpy(), size=(1, 2, 2), kind=kind)
-    assert_close(got.flatten(1, 2).unflatten(2, (2, 3, 2)), torch.from_numpy(want), 1e-13)
+    grids = (to_numpy(grid) for grid in (case.query, case.key, case.value))
+    want = reference.softmax_pooled(*grids, mask=to_numpy(case.options["mask"]), size=(1, 2, 2), kind=kind)
+    assert_close(got.flatten(1, 2).unflatten(2, (2, 3, 2)), torch.as_tensor(want), 1e-13)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])

@@ -10,6 +10,7 @@ from farfield import ShapeError, ops
 from farfield.nn import GridAttention
 from farfield.streaming import respond_whole
 from grids import draw_mask
+from seeding import seeded_generator
 from streamed_nets import attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
@@ -25,7 +26,7 @@ def whole(layer: GridAttention, *inputs: torch.Tensor, **options: torch.Tensor) 
 @pytest.mark.parametrize("row", ROWS)
 def test_tiles_give_what_the_whole_gives(row: str, masked: bool) -> None:
     layer, grid = settled(attention(row)), torch.randn(2, 6, 7, 9, 11)
-    mask = draw_mask(2, (7, 9, 11), torch.Generator().manual_seed(3)) if masked else None
+    mask = draw_mask(2, (7, 9, 11), seeded_generator(3)) if masked else None
     if masked:
         grid = grid.masked_fill(~mask[:, None], torch.nan)
     got = respond_whole(layer, grid, mask=mask, tile=(3, None, 4), quiet=True)

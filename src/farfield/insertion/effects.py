@@ -90,7 +90,8 @@ def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
 
 def noisy(grid: Tensor) -> Tensor:
     """A grid with noise of its own size; the model's random numbers are left alone."""
-    noise = torch.randn(grid.shape, generator=torch.Generator().manual_seed(0)).to(grid)
+    # The generator is the CPU's, and the default device may be another.
+    noise = torch.randn(grid.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(grid)
     return grid + noise * (grid.abs().mean() + 1)
 
 

@@ -149,7 +149,8 @@ class Probe:
 
     def draw(self, sides: Sequence[int], samples: int = 1) -> Tensor:
         """Random grids."""
-        grid = torch.randn(samples, self.channels, *sides, generator=self.generator)
+        # The generator is the CPU's, and the default device may be another.
+        grid = torch.randn(samples, self.channels, *sides, generator=self.generator, device="cpu")
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
