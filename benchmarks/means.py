@@ -18,13 +18,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from zeroed import Zero
 
 from farfield import models
 from farfield.nn import AttentionBlock, GridAttention
@@ -56,17 +57,9 @@ class Centred(nn.Module):
         return grid - grid.mean((2, 3), keepdim=True)
 
 
-class Zero(nn.Module):
-    """Nothing: the block without its attention, but with the skip around it."""
-
-    def forward(self, grid: Tensor) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(grid)
-
-
-def attention(channels: int, operator: str) -> GridAttention:
+def attention(channels: int, operator: str, norm: bool | Literal["columns"] = True) -> GridAttention:
     """The attention of a block of KANet."""
-    return GridAttention(channels, operator, heads=4, project="v", bias=False, coefficient_norm=True)
+    return GridAttention(channels, operator, heads=4, project="v", bias=False, scale=1.0, coefficient_norm=norm)
 
 
 def norm(channels: int) -> nn.Module:
@@ -79,6 +72,7 @@ ANSWERS: dict[str, Callable[[int], nn.Module] | None] = {
     "literal (Eq. 18)": lambda c: attention(c, "kronecker_qkv_literal"),
     "mean removed": lambda c: After(attention(c, "kronecker_qkv_literal"), Centred()),
     "mean once (Eq. 13)": lambda c: attention(c, "kronecker_qkv"),
+    "mean once, columns normed": lambda c: attention(c, "kronecker_qkv", "columns"),
     "literal, batch-normed": lambda c: After(attention(c, "kronecker_qkv_literal"), norm(c)),
     "mean once, batch-normed": lambda c: After(attention(c, "kronecker_qkv"), norm(c)),
     "centred input, literal": lambda c: nn.Sequential(Centred(), attention(c, "kronecker_qkv_literal")),

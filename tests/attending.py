@@ -72,6 +72,9 @@ def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dic
 def products_normed(norm: nn.Module, scores: Tensor, pairs: Tensor) -> Tensor:
     """`F.batch_norm` over the heads of E `(b, h, m, n)`, of the pairs of real cells only."""
     chosen = pairs.expand(scores.shape[0], 1, *scores.shape[2:])[:, 0]
+    if norm.columns:
+        real = chosen[:, None].to(scores.dtype)
+        scores = scores - (scores * real).sum(3, keepdim=True) / real.sum(3, keepdim=True).clamp_min(1)
     flat = scores.movedim(1, -1)[chosen].T[None]  # (1, h, pairs)
     normed = torch.zeros_like(scores.movedim(1, -1))
     normed[chosen] = _batch_norm(norm, flat)[0].T

@@ -160,6 +160,19 @@ def test_training_images_vary(name: Augmentation) -> None:
     assert len({training(name, 32)(image).numpy().tobytes() for _ in range(8)}) > 3
 
 
+@pytest.mark.parametrize("side", [32, 96])
+def test_cutout_paints_a_square_of_half_the_side_in_the_mean_colour(side: int) -> None:
+    white = torch.full((3, side, side), 255, dtype=torch.uint8)
+    seen = set()
+    for _ in range(8):
+        result = training("cutout", side)(white)
+        hole = (result == torch.tensor([124, 116, 104])[:, None, None]).all(0)
+        rows, columns = hole.any(1), hole.any(0)
+        assert (int(rows.sum()), int(columns.sum()), int(hole.sum())) == (side // 2, side // 2, (side // 2) ** 2)
+        seen.add((int(rows.int().argmax()), int(columns.int().argmax())))
+    assert len(seen) > 3
+
+
 def test_the_papers_crop_is_224_of_256() -> None:
     steps = {type(step).__name__: step for step in training("paper", 224).transforms}
     assert (steps["Resize"].size, steps["RandomCrop"].size) == ([256, 256], (224, 224))

@@ -15,6 +15,7 @@ from distributed_norm import run
 from explicit import MEAN_ROWS, SOFTMAX_ROWS
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
+from farfield.ops.moments import product_moments
 from grids import ROWS, assert_close, draw_mask, name
 from seeding import seeded_generator
 
@@ -28,10 +29,10 @@ SHAPES = [(7,), (4, 5), (3, 2, 3)]
 
 def build(row: str, form: str = "value", **options: object) -> GridAttention:
     """A float64 module in training, nothing at the values it starts with."""
-    arguments = {**FORMS[form], **options}
+    arguments = {"coefficient_norm": True, **FORMS[form], **options}
     if row == "siamese_local":
         arguments["project"] = arguments["project"].replace("k", "")
-    attention = GridAttention(4, row, heads=2, coefficient_norm=True, **arguments).double()
+    attention = GridAttention(4, row, heads=2, **arguments).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(0.2, 0.7)
@@ -71,9 +72,43 @@ def test_training_is_batch_norm_of_the_explicit_form(row: str, sides: tuple, for
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
-def test_every_gradient_of_training(row: str, masked: bool) -> None:
-    attention, twin = pair(row, "all")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sides", SHAPES, ids=name)
+@pytest.mark.parametrize("row", SOFTMAX_ROWS)
+def test_columns_are_normed_less_their_means(row: str, sides: tuple, form: str, masked: bool) -> None:
+    attention, twin = pair(row, form, coefficient_norm="columns")
+    grid = torch.randn(3, 4, *sides, dtype=torch.float64)
+    mask = draw_mask(3, sides, torch.Generator().manual_seed(5)) if masked else None
+    for _ in range(2):  # in training, and by the running statistics
+        got, want = attention(grid, mask=mask), written_out(twin, grid, mask=mask)
+        keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
+        assert_close(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep])
+        assert_same_statistics(attention.coefficient_norm, twin.coefficient_norm)
+        attention.eval(), twin.eval()
+
+
+def test_what_is_the_same_in_a_column_does_not_matter_to_columns() -> None:
+    """A constant added to all keys moves the products of a query by the same number."""
+    attention = build("kronecker_qkv", "bare", coefficient_norm="columns")
+    query, key = (torch.randn(3, 2, 2, 6, dtype=torch.float64) for _ in range(2))
+    real = torch.ones(3, 1, 1, 6, dtype=torch.float64)
+    plain, moved = (product_moments(query, real, each, real, columns=True).variance for each in (key, key + 7))
+    assert_close(moved, plain, 1e-12)
+    assert float(product_moments(query, real, key + 7, real).variance.min()) > 4 * float(plain.max())
+    assert attention.coefficient_norm.extra_repr().startswith("2, of columns")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in SOFTMAX_ROWS])
+def test_columns_are_refused_without_a_softmax(row: str) -> None:
+    with pytest.raises(ValueError, match=r"columns are of a softmax of products[\s\S]*coefficient_norm=True"):
+        build(row, coefficient_norm="columns")
+    build(row, coefficient_norm=True)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize(("row", "of"), [*((row, True) for row in ROWS), *((row, "columns") for row in SOFTMAX_ROWS)])
+def test_every_gradient_of_training(row: str, of: bool | str, masked: bool) -> None:
+    attention, twin = pair(row, "all", coefficient_norm=of)
     # The shift of the products cancels in the softmax, and so does their mean in every gradient.
     grid = torch.randn(3, 4, 3, 4, dtype=torch.float64, requires_grad=True)
     mask = draw_mask(3, (3, 4), seeded_generator(5)) if masked else None

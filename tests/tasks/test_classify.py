@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,12 +129,70 @@ class Rates(Classify):
         ({"schedule": [3], "warmup_epochs": 2}, [0.1, 0.55, 1, 0.1, 0.1, 0.1]),
         ({"schedule": "cosine"}, [1, 0.9330, 0.75, 0.5, 0.25, 0.0670]),
         ({"schedule": "cosine", "warmup_epochs": 2}, [0.1, 0.55, 1, 0.8536, 0.5, 0.1464]),
+        # These data have one step an epoch. Without a warm-up it takes half a step to rise.
+        ({"schedule": "one-cycle"}, [0.04, 0.9698, 0.75, 0.4132, 0.1170, 0]),
+        ({"schedule": "one-cycle", "warmup_epochs": 2}, [0.04, 1, 0.8536, 0.5, 0.1464, 0]),
     ],
 )
 def test_the_learning_rate_of_each_epoch(tmp_path: Path, options: dict[str, Any], rates: list[float]) -> None:
     module = Rates(linear(), learning_rate=1.0, **options)
     trainer(tmp_path, 6, limit_val_batches=0).fit(module, Made(torch.zeros(16, 3, 4, 4), torch.zeros(16).long(), 3))
     assert module.rates == pytest.approx(rates, abs=1e-4)
+
+
+def test_the_momentum_of_one_cycle_is_least_where_its_rate_is_largest(tmp_path: Path) -> None:
+    class Moments(Callback):
+        seen: list[float] = []  # noqa: RUF012
+
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            self.seen.append(trainer.optimizers[0].param_groups[0]["momentum"])
+
+    data = Made(torch.zeros(32, 3, 4, 4), torch.zeros(32).long(), 3)
+    module = Classify(linear(), schedule="one-cycle", warmup_epochs=1)
+    trainer(tmp_path, 3, limit_val_batches=0, callbacks=[Moments()]).fit(module, data)
+    # Two steps an epoch: the first epoch's second is the top, the last step the end.
+    assert Moments.seen == pytest.approx([0.9, 0.85, 0.85732, 0.875, 0.89268, 0.9], abs=1e-5)
+
+
+@pytest.mark.parametrize(("images", "epochs", "warmup"), [(16, 1, 0), (16, 1, 1), (16, 2, 2), (48, 1, 1)])
+def test_a_cycle_of_any_length_ends(tmp_path: Path, images: int, epochs: int, warmup: int) -> None:
+    data = Made(torch.zeros(images, 3, 4, 4), torch.zeros(images).long(), 3)
+    fit = trainer(tmp_path, epochs, limit_val_batches=0)
+    fit.fit(Classify(linear(), schedule="one-cycle", warmup_epochs=warmup), data)
+    assert fit.global_step == epochs * images // 16
+
+
+def test_mirrored_scores_are_the_mean_of_an_image_and_its_mirror_image(tmp_path: Path) -> None:
+    images, labels = torch.randn(37, 3, 4, 4), torch.randint(0, 3, (37,))
+    module = Classify(linear(), mirror=True)
+    scores = (module.network(images) + module.network(images.flip(3))).detach() / 2
+    for measured in (trainer(tmp_path, 1).validate, trainer(tmp_path, 1).test):
+        (found,) = measured(module, Made(images, labels, 3), verbose=False)
+        assert next(iter(found.values())) == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-5)
+    predicted = module.eval().predict_step((images, []), 0)
+    torch.testing.assert_close(predicted.probabilities, scores.softmax(1).amax(1))
+
+
+def test_averaged_weights_are_validated_saved_and_gone_on_with(tmp_path: Path) -> None:
+    """Lightning's moving average of the weights, as the recipes use it."""
+    data = Made(torch.randn(32, 3, 4, 4), torch.arange(32) % 3, 3)
+    whole, cut, rest = (Classify(linear(), learning_rate=0.5, schedule="one-cycle", warmup_epochs=1) for _ in range(3))
+    start = {name: value.clone() for name, value in whole.state_dict().items()}
+    cut.load_state_dict(start)
+    trainer(tmp_path, 4, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(whole, data)
+
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "cut.ckpt")
+                trainer.should_stop = True
+
+    trainer(tmp_path, 4, callbacks=[EMAWeightAveraging(decay=0.5), Stop()]).fit(cut, data)
+    again = trainer(tmp_path, 4, callbacks=[EMAWeightAveraging(decay=0.5)])
+    again.fit(rest, data, ckpt_path=tmp_path / "cut.ckpt", weights_only=True)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(rest.state_dict()[name], value)
+        assert not torch.equal(value, start[name])
 
 
 def test_the_papers_milestones_are_the_default() -> None:

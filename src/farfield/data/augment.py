@@ -13,11 +13,13 @@ from torchvision.transforms import v2
 
 from farfield._checks import unknown
 
-Augmentation = Literal["none", "paper", "author", "crop", "shift"]
+Augmentation = Literal["none", "paper", "author", "crop", "shift", "cutout"]
 
 # Eigenvectors and eigenvalues of ImageNet's colours (Krizhevsky et al. 2012), for pixels in 0..1.
 COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
 COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
+# ImageNet's mean colour, for pixels in 0..255.
+GREY = (124, 116, 104)
 
 
 class Lighting(torch.nn.Module):
@@ -47,7 +49,8 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
     `"paper"`: resize to side * 256/224 squared, random crop, flip (KAN 4.1 and SAN 4.1; the flip is from He et al.).
     `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
     PCA lighting 0.1 (the authors' earlier code). `"crop"`: crop of 35-100 % of the area and flip, for a few thousand
-    images. `"shift"`: pad by an eighth of the side, crop, flip, for small images. `"none"`: as in evaluation.
+    images. `"shift"`: pad by an eighth of the side, crop, flip, for small images. `"cutout"`: the same, and a square of
+    half the side is painted over with ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
 
     Args:
         augmentation: One of the names above.
@@ -66,9 +69,10 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
             return evaluation(augmentation, side)
         case "paper":
             return _steps(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
-        case "shift":
+        case "shift" | "cutout":
             whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
-            return _steps(*whole, v2.RandomCrop(side, padding=side // 8), flip)
+            hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(GREY))] if augmentation == "cutout" else []
+            return _steps(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
         case "crop":
             return _steps(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
         case "author":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -40,7 +41,8 @@ class GridAttention(nn.Module):
         value_channels: Of projected values; the grid's by default.
         bias: Whether the maps have one.
         scale: What products are multiplied by, for softmax and Kronecker rows.
-        coefficient_norm: Whether coefficients (or responses) are batch-normed, see `CoefficientNorm`.
+        coefficient_norm: Whether coefficients (or responses) are batch-normed, see `CoefficientNorm`; `"columns"`: a
+            softmax's products by their deviation within columns.
         residual: Whether the grid is added. With an output map, that map starts at zero: the module is the identity
             at first (to undo: `attention.output.reset_parameters()`).
 
@@ -73,7 +75,7 @@ class GridAttention(nn.Module):
         value_channels: int | None = None,
         bias: bool = True,
         scale: float = 1.0,
-        coefficient_norm: bool = False,
+        coefficient_norm: bool | Literal["columns"] = False,
         residual: bool = False,
     ) -> None:
         super().__init__()
@@ -93,7 +95,9 @@ class GridAttention(nn.Module):
         self.value = nn.Linear(channels, width, bias) if "v" in project else None
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
-        self.coefficient_norm = CoefficientNorm(operator, heads, width) if coefficient_norm else None
+        self.coefficient_norm = None
+        if coefficient_norm:
+            self.coefficient_norm = CoefficientNorm(operator, heads, width, columns=coefficient_norm == "columns")
         self.register_load_state_dict_pre_hook(refuse_version_1)
         self.reset_parameters()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from farfield.ops.grid import accumulation
@@ -43,17 +44,19 @@ def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
     return Moments(whole, (share * (variance + (mean - whole) ** 2)).sum(0), total)
 
 
-def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor) -> Moments:
+def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor, *, columns: bool = False) -> Moments:
     """Moments, one a head, of all products kᵀq of real cells of a batch, none of which is formed.
 
     mean = q̄ᵀk̄ and variance = q̄ᵀ C_k q̄ + k̄ᵀ C_q k̄ + tr(C_q C_k) within a sample, plus the variance of the means between
-    samples; pairs weigh alike, so a sample's share is n_q·n_k.
+    samples; pairs weigh alike, so a sample's share is n_q·n_k. Within columns, those of one asking cell, each less its
+    mean, which the softmax does not see: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
 
     Args:
         query: `(b, h, d, m)`.
         asked: `(b, 1, 1, m)`, 1 where an asking cell is real.
         key: `(b, h, d, r)`.
         answered: `(b, 1, 1, r)`, 1 where a slot has a real cell.
+        columns: Whether each column is less its mean.
 
     Returns:
         Moments of `h` features.
@@ -68,9 +71,11 @@ def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor)
         cell_moments(key, answered),
     )
     mean = (mean_q * mean_k).sum((2, 3))  # (b, h)
-    variance = (mean_q.mT @ covariance_k @ mean_q + mean_k.mT @ covariance_q @ mean_k).sum((2, 3))
-    variance = variance + (covariance_q * covariance_k).sum((2, 3))
-    return pooled_moments(mean, variance, (count_q * count_k).flatten())
+    within = (mean_q.mT @ covariance_k @ mean_q).sum((2, 3)) + (covariance_q * covariance_k).sum((2, 3))
+    count = (count_q * count_k).flatten()
+    if columns:
+        return pooled_moments(torch.zeros_like(mean), within, count)
+    return pooled_moments(mean, within + (mean_k.mT @ covariance_q @ mean_k).sum((2, 3)), count)
 
 
 def response_moments(slots: Tensor, coefficients: Tensor, asked: Tensor) -> Moments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from farfield._checks import shape_error
@@ -19,6 +27,10 @@ from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.replay import Replay
 
 Decay = Literal["weights", "weights and depthwise", "all"]
+Schedule = Literal["cosine", "one-cycle"]
+
+# What momentum falls to while the learning rate of one cycle is largest.
+LEAST_MOMENTUM = 0.85
 
 
 class Predicted(NamedTuple):
@@ -47,9 +59,12 @@ class Classify(LightningModule):
         weight_decay: L2 penalty of the weights that decay.
         decay: Which do: `"weights"` of convolutions and linear layers, those `"weights and depthwise"` kernels, or
             `"all"` parameters.
-        schedule: Epochs after which the learning rate falls to a tenth, or `"cosine"` for half a cosine in all.
+        schedule: Epochs after which the learning rate falls to a tenth, or `"cosine"` for half a cosine in all, or
+            `"one-cycle"` (Smith and Topin 2018): every step it changes, rising from a 25th over `warmup_epochs`, then
+            falling to nothing by half a cosine, while the momentum falls to 0.85 and comes back.
         warmup_epochs: Epochs over which the learning rate first rises, from a tenth.
         label_smoothing: Share of the target that is spread over all classes.
+        mirror: Whether scores in evaluation and prediction are the mean of those of an image and of its mirror image.
         channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
             processors.
 
@@ -74,9 +89,10 @@ class Classify(LightningModule):
         nesterov: bool = False,
         weight_decay: float = 4e-5,
         decay: Decay = "weights",
-        schedule: list[int] | Literal["cosine"] = [80, 105, 120],  # noqa: B006  A tuple would be no YAML list.
+        schedule: list[int] | Schedule = [80, 105, 120],  # noqa: B006  A tuple would be no YAML list.
         warmup_epochs: int = 0,
         label_smoothing: float = 0.0,
+        mirror: bool = False,
         channels_last: bool = True,
     ) -> None:
         super().__init__()
@@ -100,7 +116,7 @@ class Classify(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        scores, labels = self._scores(batch)
+        scores, labels = self._scores(batch, self)
         loss = functional.cross_entropy(scores, labels, label_smoothing=self.hparams["label_smoothing"])
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(labels))
         return loss
@@ -116,10 +132,10 @@ class Classify(LightningModule):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> Predicted:
         """Return the likeliest class of each image of a batch."""
         images, names = batch
-        probabilities, classes = self(images).float().softmax(1).max(1)
+        probabilities, classes = self._judged(images).float().softmax(1).max(1)
         return Predicted(list(names), classes.cpu(), probabilities.cpu())
 
-    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler | dict[str, Any]]]:
         """Return SGD on two groups of parameters, of which one decays, and its schedule."""
         settings = self.hparams
         decayed = set(decayed_parameters(self.network, settings["decay"]))
@@ -145,9 +161,14 @@ class Classify(LightningModule):
         """Refuse the checkpoint of another network, naming what differs."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
-    def _scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _judged(self, images: Tensor) -> Tensor:
+        """Return the scores of evaluation and prediction."""
+        scores: Tensor = self(images)
+        return (scores + self(images.flip(-1))) / 2 if self.hparams["mirror"] else scores
+
+    def _scores(self, batch: tuple[Tensor, Tensor], judge: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        scores = self(images)
+        scores = judge(images)
         classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
         if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
             expected = f"the data's {len(classes)} classes" if classes else "each class"
@@ -157,7 +178,7 @@ class Classify(LightningModule):
         return scores, labels
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        scores, labels = self._scores(batch)
+        scores, labels = self._scores(batch, self._judged)
         scores = scores.float()
         values = {"loss": functional.cross_entropy(scores, labels)}
         for name, number in (("accuracy", 1), ("top5", 5)):
@@ -166,12 +187,20 @@ class Classify(LightningModule):
         logged = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
-    def _scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """Return the schedule, a step an epoch, with the warm-up in front."""
-        schedule, warmup = self.hparams["schedule"], self.hparams["warmup_epochs"]
+    def _scheduler(self, optimizer: Optimizer) -> LRScheduler | dict[str, Any]:
+        """Return the schedule with its warm-up: one cycle a step, others an epoch."""
+        schedule, warmup, rate = (self.hparams[name] for name in ("schedule", "warmup_epochs", "learning_rate"))
+        epochs = self.trainer.max_epochs or 1
         main: LRScheduler
+        if schedule == "one-cycle":
+            momentum = self.hparams["momentum"]
+            bounds = {"base_momentum": min(LEAST_MOMENTUM, momentum), "max_momentum": momentum}
+            steps = max(2, int(self.trainer.estimated_stepping_batches))
+            # torch divides by the steps of the rise less one, and by those of the fall.
+            share = min(1 - 0.5 / steps, max(warmup / epochs, 1.5 / steps))
+            cycle = OneCycleLR(optimizer, rate, steps, pct_start=share, **bounds)
+            return {"scheduler": cycle, "interval": "step"}
         if schedule == "cosine":
-            epochs = self.trainer.max_epochs or 1
             main = CosineAnnealingLR(optimizer, max(1, epochs - warmup))
         else:
             main = MultiStepLR(optimizer, [epoch - warmup for epoch in schedule], gamma=0.1)
