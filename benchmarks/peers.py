@@ -110,7 +110,7 @@ def attention_2d(channels: int, heads: int) -> Peer:
     from timm.layers.attention2d import Attention2d
 
     module = Attention2d(channels, num_heads=heads)
-    twin = GridAttention(channels, "softmax", heads=heads, project="qkvo", scale=(channels // heads) ** -0.5)
+    twin = GridAttention(channels, "softmax", heads=heads, project="qkvo")
     weights, biases = (each.detach().chunk(3) for each in (module.qkv.weight, module.qkv.bias))
     for linear, weight, bias in zip((twin.query, twin.key, twin.value), weights, biases, strict=True):
         load(linear, weight, bias)

@@ -141,6 +141,39 @@ def test_basis_masks_of_several_photographs(runs: Path, photograph: Path) -> Non
     assert "tall.jpg" in screen
 
 
+def test_health_of_a_trained_network(runs: Path, photograph: Path) -> None:
+    options = ("--model", runs, "--image", photograph, "--health")
+    told = json.loads(run(*options, "--json"))
+    trained = load(str(runs))
+    image = trained.prepare(torch.from_numpy(np.array(Image.open(photograph))).permute(2, 0, 1), 64)
+    found = maps.health(trained.network, torch.cat([part for half in image.chunk(2, 2) for part in half.chunk(2, 3)]))
+    assert [one["layer"] for one in told] == [one.layer for one in found]
+    for one, expected in zip(told, found, strict=True):
+        assert one["response"] == pytest.approx(expected.response, rel=1e-6)
+        assert (one["value"], one["query"]) == (1.0, None)
+        assert (one["identity"], one["cut"]) == (False, False)
+    screen = run(*options)
+    assert "In eval mode on the quarters of photo.png, their shorter side resized to 32 pixels." in screen
+    assert screen.count("factorized_gaussian") == 10
+    assert not list(Path().iterdir())
+
+
+def test_health_of_an_untrained_network(photograph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_networks", sys.modules[__name__])
+    options = ("--network", "my_networks.build_tiny", "--image", photograph, "--size", 40)
+    screen = run(*options, "--health")
+    assert "In training mode on the quarters of photo.png, their shorter side resized to 40 pixels." in screen
+    [told] = json.loads(run(*options, "--health", "--json"))
+    assert (told["layer"], told["operator"], told["identity"]) == ("1", "siamese", False)
+    assert set(told) == {
+        *("layer", "operator", "identity", "cut", "response", "constant", "host"),
+        *("query", "key", "value", "output", "weight"),
+    }
+    assert "give a network, --model; for --health also one that is not trained, --network" in refused(*options)
+    text = refused("--network", "mobilenet_v2", "--image", photograph, "--size", 32, "--health")
+    assert "mobilenet_v2 has no GridAttention that runs" in text
+
+
 def test_scales_of_the_norms_over_the_epochs(runs: Path) -> None:
     told = json.loads(run("--model", runs, "--norms", "--output", "norms.pdf", "--json"))
     assert Path("norms.pdf").read_bytes().startswith(b"%PDF")
@@ -327,7 +360,8 @@ def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> N
         ),
         (("--cell", "1,1", "--head", "4"), f"--head 4: {LAYER} has 4; fix: --head 0 to 3, or leave it out."),
         (("--basis", "--slot", "2"), "--slot 2: a head has 2 slots; fix: --slot 0 to 1, or leave it out."),
-        (("--basis", "--cell", "1,1"), "--cell, --basis and --norms make one figure each; give one of them"),
+        (("--basis", "--cell", "1,1"), "--cell, --basis, --norms and --health show one thing each; give one of them"),
+        (("--norms", "--health"), "--cell, --basis, --norms and --health show one thing each; give one of them"),
         (
             ("--cell", "1,1", "--output", "maps.doc"),
             "--output maps.doc: a figure cannot be .doc; it can be .png, .pdf, .svg.",

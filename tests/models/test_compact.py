@@ -379,3 +379,19 @@ IMAGE = "kanet_qkv: the image must be (batch, 3, height, width).\n  image  "
 def test_errors(wrong: Callable[[], object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         wrong()
+
+
+@pytest.mark.parametrize("build", [models.sanet, models.attnnet_averaged, models.mobilenet_v2_siamese])
+def test_scores_of_images_far_from_the_running_statistics_are_finite(build: Any) -> None:
+    torch.manual_seed(0)
+    net = build(num_classes=10, width=0.25, strides=SMALL)
+    optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
+    for _ in range(10):
+        loss = net(torch.randn(8, 3, 32, 32)).logsumexp(1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    images = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        for times in (1, 2, 10, 1000):
+            assert net.eval()(times * images).isfinite().all(), times

@@ -154,14 +154,17 @@ def test_aspp_is_the_sum_of_four_dilated_convolutions() -> None:
 
 
 @pytest.mark.parametrize("output", ["aspp", "plain", "softmax"])
-def test_heads_start_from_a_narrow_normal(output: str) -> None:
+def test_what_classifies_starts_from_a_narrow_normal_and_what_comes_before_it_from_glorots_law(output: str) -> None:
     head = models.deeplab_v2("resnet50", output).head
-    linear = [part for part in head.modules() if isinstance(part, nn.Conv2d | nn.Linear)]
-    weights = torch.cat([part.weight.detach().flatten() for part in linear])
-    # Standard deviation and mean of n draws: 0.01 (1 +- 5/sqrt(2n)) and 0 +- 5 * 0.01/sqrt(n).
-    assert float(weights.std()) == pytest.approx(0.01, rel=5 / (2 * len(weights)) ** 0.5)
-    assert abs(float(weights.mean())) < 0.05 / len(weights) ** 0.5
-    assert all(not name.endswith("bias") or not part.any() for name, part in head.named_parameters())
+    for name, layer in head.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            classifies = output != "softmax" or name == "classify"
+            wanted = 0.01 if classifies else (2 / sum(layer.weight.shape[:2])) ** 0.5
+            # Standard deviation and mean of n draws: wanted (1 +- 5/sqrt(2n)) and 0 +- 5 wanted/sqrt(n).
+            count = layer.weight.numel()
+            assert float(layer.weight.detach().std()) == pytest.approx(wanted, rel=5 / (2 * count) ** 0.5), name
+            assert abs(float(layer.weight.detach().mean())) < 5 * wanted / count**0.5, name
+            assert not layer.bias.any()
 
 
 def test_without_a_residual_siamese_responses_differ_by_one_factor() -> None:

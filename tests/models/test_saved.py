@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import saved
 from farfield import models
+from farfield.models.description import translate_format_1
 
 FILES = sorted(saved.MODELS.glob("*.json"))
 # More weights than a fast test draws.
@@ -36,7 +37,7 @@ def test_a_model_of_0_1(file: Path, tmp_path: Path) -> None:
     config = case["config"]
     (tmp_path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with torch.device("meta"):
-        skeleton = models.catalog.rebuild(config)
+        skeleton = models.catalog.rebuild(translate_format_1(config))
     identity = {key: config[key] for key in ("model", "operator", "output") if key in config}
     save_file(saved.draw_state(skeleton), tmp_path / "model.safetensors", metadata={"format": "pt", **identity})
     given = saved.run_model(models.from_pretrained(tmp_path))

@@ -244,7 +244,7 @@ def test_statistics_of_low_precision_are_float32_at_least(row: str, dtype: torch
     assert_close(got, want, 16 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("size", [4.4, 11], ids=["in range", "beyond it"])
+@pytest.mark.parametrize("size", [3.7, 11], ids=["in range", "beyond it"])
 @pytest.mark.parametrize("row", ["factorized", "dot", "averaged"])
 def test_running_variances_of_half_precision_stay_finite(row: str, size: float) -> None:
     """A batch's variance may leave float16's range where a tenth of it, which the running one takes, does not."""

@@ -102,7 +102,7 @@ def test_weight_decay_shrinks_the_decayed_weights_and_no_others(tmp_path: Path) 
     before = {name: value.clone() for name, value in network.named_parameters()}
     module = Classify(network, learning_rate=0.1, weight_decay=0.5, momentum=0.0)
     module._trainer = trainer(tmp_path, 1)
-    (optimizer,), _ = module.configure_optimizers()
+    optimizer = module.configure_optimizers()["optimizer"]
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

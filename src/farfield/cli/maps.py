@@ -4,9 +4,10 @@
     farfield maps --model runs/imagenette --image photo.jpg --cell 120,80 --cell 40,200
     farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
     farfield maps --model runs/imagenette --norms
+    farfield maps --network kanet_qkv --image photo.jpg --health
 
-The first lists the layers, the others draw a figure. Pixels are named as cells are everywhere in farfield, by one index
-an axis: row,column from 0,0 at the top left.
+The first lists the layers, the last says how loud each of them is and what it learns from, the others draw a figure.
+Pixels are named as cells are everywhere in farfield, by one index an axis: row,column from 0,0 at the top left.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 from farfield._outputs import check_not_input
 from farfield.cli.maps_figures import PANELS, write
-from farfield.cli.maps_network import load
-from farfield.cli.maps_views import View, attention, chosen, listing, masks, read_photograph, rows, scales
+from farfield.cli.maps_network import build_untrained, load
+from farfield.cli.maps_views import View, attention, chosen, listing, masks, measured, read_photograph, rows, scales
 from farfield.cli.output import Column, Table, joined, write_table
+from farfield.maps.health import PARTS
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,10 +40,12 @@ def main(argv: Sequence[str]) -> None:
     """
     options = parser()
     arguments = options.parse_args(argv)
+    if not (arguments.model or (arguments.health and arguments.network)):
+        options.error("give a network, --model; for --health also one that is not trained, --network")
     if not (arguments.norms or arguments.image):
         options.error("give a photograph, --image photo.jpg, or --norms for the norms' scales over training")
-    if arguments.norms + bool(arguments.cell) + arguments.basis > 1:
-        options.error("--cell, --basis and --norms make one figure each; give one of them")
+    if arguments.norms + bool(arguments.cell) + arguments.basis + arguments.health > 1:
+        options.error("--cell, --basis, --norms and --health show one thing each; give one of them")
     if len(arguments.image) > 1 and not arguments.basis:
         options.error("several photographs are for --basis; give one --image")
     check_not_input("farfield maps", arguments.output, map(Path, arguments.image))
@@ -51,7 +55,9 @@ def main(argv: Sequence[str]) -> None:
 def look(arguments: argparse.Namespace) -> View:
     """Run the network on the photographs and look into one of its layers."""
     photographs = [read_photograph(Path(path)) for path in arguments.image]
-    trained = load(arguments.model, arguments.network)
+    trained = load(arguments.model, arguments.network) if arguments.model else build_untrained(arguments.network)
+    if arguments.health:
+        return measured(trained, photographs[0], arguments.size)
     found = [attention(trained, photograph, arguments.size) for photograph in photographs]
     if not (arguments.cell or arguments.basis):
         return listing(found[0], photographs[0], arguments.size or trained.side, trained.source)
@@ -67,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--model",
-        required=True,
         metavar="PATH",
         help="a saved network, a run of farfield fit, a folder of runs, a checkpoint, or a repository of the Hub",
     )
@@ -79,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--basis", action="store_true", help="what the slots are made of, in place of rows")
     parser.add_argument("--norms", action="store_true", help="the norms' learned scales in each checkpoint of a run")
+    parser.add_argument("--health", action="store_true", help="how loud each layer is, and what it learns from")
     parser.add_argument("--layer", metavar="PATH", help="default: the first with the finest grid")
     parser.add_argument("--head", type=count, help="one head, from 0 (default: their average; with --basis all)")
     parser.add_argument(
@@ -88,7 +94,9 @@ def parser() -> argparse.ArgumentParser:
         "--size", type=positive, help="shorter side for the network, in pixels (default: its training's)"
     )
     parser.add_argument(
-        "--network", metavar="MODULE.FUNCTION", help="what builds the network of a checkpoint that is not farfield's"
+        "--network",
+        metavar="MODULE.FUNCTION",
+        help="what builds the network of a checkpoint that is not farfield's, or without --model an untrained one",
     )
     parser.add_argument("--output", type=Path, default=Path("maps.png"), metavar="FILE", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print all numbers, for scripts")
@@ -124,6 +132,8 @@ def pair(place: Sequence[int]) -> str:
 
 TEXTS: dict[str, Callable[[Any], str]] = {"sides": joined, "pixel": pair, "cell": pair}
 TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
+TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
+TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")
 # What a table leaves to --json.
 LONG = ("row", "mask", "scales")
 
@@ -137,6 +147,6 @@ def tell(view: View, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(view.rows, indent=2, ensure_ascii=False))
         return
-    shown = [key for key, value in view.rows[0].items() if key not in LONG and value is not None]
+    shown = [key for key in view.rows[0] if key not in LONG and any(row[key] is not None for row in view.rows)]
     columns = [Column(key, key, TEXTS.get(key, str), left=key in ("layer", "operator", "image")) for key in shown]
     write_table(Table(view.title, columns, view.rows, notes))

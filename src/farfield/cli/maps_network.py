@@ -41,7 +41,7 @@ class Trained(NamedTuple):
     """A network and how the images were prepared that it was trained on.
 
     Attributes:
-        network: In eval mode.
+        network: In eval mode; an untrained one in training mode.
         normalize: From pixels in 0..1 to what the network gets.
         side: The shorter side of an image in pixels.
         source: Where these two come from, for people.
@@ -92,6 +92,12 @@ def load(source: str, builder: str | None = None) -> Trained:
     else:
         raise CheckpointError(f"{source} has no checkpoint (*.ckpt) for the weights of {builder}.")
     return Trained(network.eval(), *preparation(data))
+
+
+def build_untrained(builder: str) -> Trained:
+    """Build a network as it is before training, in the mode of training."""
+    nothing = Described(Path(), None, {})
+    return Trained(build_named(builder, nothing).train(), *preparation(nothing))
 
 
 def newest(path: Path) -> Path:

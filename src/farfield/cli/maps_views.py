@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield import maps
 from farfield._checks import unknown
@@ -18,6 +18,7 @@ from farfield.cli.maps_figures import COLOURS, PANELS, Heat, Photograph, draw_ma
 from farfield.cli.maps_network import PREFIX, Trained, checkpoints, newest
 from farfield.cli.output import Row, joined
 from farfield.maps import Layer
+from farfield.maps.health import PARTS
 from farfield.tasks.checkpoints import read
 
 # What a photograph is shown at, at most, in pixels.
@@ -54,11 +55,16 @@ def read_photograph(path: Path) -> Photograph:
 def attention(trained: Trained, photograph: Photograph, side: int | None) -> dict[str, Layer]:
     """Every attention of a network, with the grid that it sees of a photograph."""
     found = maps.layers(trained.network, trained.prepare(photograph.pixels, side))
-    if not found:
-        kind = getattr(trained.network, "name", type(trained.network).__name__)
+    check_found(trained.network, found)
+    return found
+
+
+def check_found(network: nn.Module, found: Sized) -> None:
+    """Refuse a network without attention."""
+    if not len(found):
+        kind = getattr(network, "name", type(network).__name__)
         fix = "a network with attention (farfield models), or farfield.insert to put some into this one."
         raise ValueError(f"{kind} has no GridAttention that runs; fix: {fix}")
-    return found
 
 
 def is_image(layer: Layer) -> bool:
@@ -99,6 +105,38 @@ def listing(found: dict[str, Layer], photograph: Photograph, side: int, source: 
     notes = [f"Grids of {photograph.path.name}, its shorter side resized to {side} pixels, normalised {source}."]
     notes.append(f"--cell ROW,COLUMN and --basis look into {finest(found)}, or the --layer that you name.")
     return View("Attention layers", rows, notes)
+
+
+# ---- health ----------------------------------------------------------------------------------------------------------
+def measured(trained: Trained, photograph: Photograph, side: int | None) -> View:
+    """How loud the attention of a network is on a photograph, and what it learns from."""
+    side = side or trained.side
+    found = maps.health(trained.network, quarters(trained.prepare(photograph.pixels, 2 * side)))
+    check_found(trained.network, found)
+    rows: list[Row] = [
+        {
+            **{name: value for name, value in one._asdict().items() if name != "gradients"},
+            **{part: one.gradients.get(part) for part in PARTS},
+        }
+        for one in found
+    ]
+    mode = "training" if trained.network.training else "eval"
+    notes = [f"In {mode} mode on the quarters of {photograph.path.name}, their shorter side resized to {side} pixels."]
+    notes.append(
+        "response: its deviation over positions, as a share of the grid's; constant: what all positions share."
+    )
+    notes.append(
+        f"{', '.join(PARTS)}: gradient by weight, as a share of the layer's largest; host: what is handed back."
+    )
+    notes.append("identity: measured behind output.reset_parameters(); cut: no gradient comes from what follows.")
+    return View("Health of the attention", rows, notes)
+
+
+def quarters(image: Tensor) -> Tensor:
+    """Four images of one: batch norm in training makes the means of a single one 0."""
+    height, width = (length // 2 for length in image.shape[2:])
+    parts = image[..., : 2 * height, : 2 * width].unflatten(3, (2, width)).unflatten(2, (2, height))
+    return parts.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from farfield.insertion.additions import key_of, with_entry
 from farfield.insertion.places import Place
 from farfield.insertion.probing import probe
+from farfield.nn.tracing import tensors
 
 
 class Effects:
@@ -98,17 +99,6 @@ def noisy(grid: Tensor) -> Tensor:
 def undefined(grid: Tensor) -> Tensor:
     """A grid without one number that is defined."""
     return torch.full_like(grid, torch.nan)
-
-
-def tensors(outputs: Any) -> list[Tensor]:
-    """The tensors of an output, in whatever it puts them."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, Mapping):
-        return [tensor for value in outputs.values() for tensor in tensors(value)]
-    if isinstance(outputs, tuple | list):
-        return [tensor for value in outputs for tensor in tensors(value)]
-    return tensors(vars(outputs)) if hasattr(type(outputs), "__dataclass_fields__") else []
 
 
 def same(one: Any, other: Any) -> bool:

@@ -6,8 +6,6 @@ and attributes that a model makes when it first runs, as those of transformers d
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from farfield.nn.tracing import call, keep_random_numbers
 
 
 class Seen(NamedTuple):
@@ -85,13 +85,6 @@ def replace_output(function: Callable[[Any], Any], module: nn.Module, inputs: An
     return function(outputs)
 
 
-def call(model: nn.Module, example: Any) -> Any:
-    """Call a model with a dict of named arguments, a tuple of arguments, or the one argument."""
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)
-
-
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run in eval, without gradients or autocast; then put all back, flags, buffers, hooks and random numbers."""
@@ -99,14 +92,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     names = [(module, set(vars(module)), hook_keys(module)) for module in modules]
     training = [module.training for module in modules]
     buffers = [(module, name, buffer, buffer.clone()) for module in modules for name, buffer in named_buffers(module)]
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
         # Inference mode would make tensors that a host keeps for later unusable in training.
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng([device.index for device in devices if device.type == "cuda"]))
-        for kind in {"cpu", *(device.type for device in devices)} - {"meta"}:
+        stack.enter_context(keep_random_numbers(model))
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         try:
             # Flags are set one by one: a host's own `eval()` may do more, merge weights for example.
@@ -114,9 +105,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = False
             yield
         finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
             for module, flag in zip(modules, training, strict=True):
                 module.training = flag
             for module, name, buffer, value in buffers:

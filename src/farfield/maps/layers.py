@@ -55,6 +55,14 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         >>> layer.attention.operator_name, layer.grid.shape
         ('kronecker_qkv', torch.Size([1, 8, 8, 12]))
     """
+    with torch.no_grad(), evaluating(network), catching(network) as found:
+        network(*inputs)
+    return found
+
+
+@contextmanager
+def catching(network: nn.Module) -> Iterator[dict[str, Layer]]:
+    """Catch every attention that runs in a network; those there are fill the dictionary in the order they run."""
     found: dict[str, Layer] = {}
     names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
 
@@ -68,12 +76,10 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
 
     handles = [module.register_forward_pre_hook(catch, with_kwargs=True) for module in names]
     try:
-        with torch.no_grad(), evaluating(network):
-            network(*inputs)
+        yield found
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 @contextmanager

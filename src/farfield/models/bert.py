@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,12 +97,18 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as BERT does, from a normal distribution cut at two deviations; siamese vectors keep theirs."""
+        """Draw weights as BERT does, from a normal distribution cut at two deviations, and attention as it does itself.
+
+        At 768 channels a deviation of 0.02 leaves half of what a projection reads, at 128 a fifth, and of attention,
+        which is up to cubic in its projections, nearly nothing.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.trunc_normal_(module.weight, std=DEVIATION, a=-2 * DEVIATION, b=2 * DEVIATION)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        for layer in self.layers:
+            cast(TransformerLayer, layer).attention.reset_parameters()
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """The text whose multiply-adds a model card counts, in tokens."""

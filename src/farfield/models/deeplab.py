@@ -18,6 +18,7 @@ from farfield.insertion.places import CHILD
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
+from farfield.nn.projections import draw
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet101", "resnet50")
@@ -232,7 +233,7 @@ def dilate(stage: nn.Module, dilation: int) -> None:
 def build_head(
     features: int, output: str | Operator, num_classes: int, channels: int, heads: int, residual: bool
 ) -> nn.Module:
-    """Build the output layer, its weights from N(0, 0.01) and its biases 0; w of siamese rows keeps its own law."""
+    """Build the output layer: weights of what classifies from N(0, 0.01), of what comes before it Glorot, biases 0."""
     head: nn.Module
     if output == "aspp":
         head = ASPP(features, num_classes)
@@ -241,15 +242,22 @@ def build_head(
     else:
         row = OPERATORS[output] if isinstance(output, str) else output
         project = "qkv" if row.reads_keys else "qv"
-        attention = GridAttention(channels, output, heads=heads, project=project, residual=residual)
+        attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
         reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
-        head = nn.Sequential(OrderedDict(reduce=reduce, attention=attention, classify=classify))
-    for module in head.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.normal_(module.weight, std=0.01)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        draw(reduce)
+        draw_classifier(classify)
+        return nn.Sequential(OrderedDict(reduce=reduce, attention=attention, classify=classify))
+    for convolution in head.modules():
+        if isinstance(convolution, nn.Conv2d):
+            draw_classifier(convolution)
     return head
+
+
+def draw_classifier(convolution: nn.Conv2d) -> None:
+    """Draw a convolution that gives logits: its weights from N(0, 0.01), its bias 0."""
+    nn.init.normal_(convolution.weight, std=0.01)
+    if convolution.bias is not None:
+        nn.init.zeros_(convolution.bias)
 
 
 def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:

@@ -24,18 +24,26 @@ MEANT_IN_1 = {
     "output": {"kronecker_qkv": "kronecker_qkv_literal"},
     "backbone": {"kanet": "kanet_qkv_literal", "kanet_qkv": "kanet_qkv_literal"},
 }
-# Model -> its operator in format 1 where none is named.
-OPERATOR_IN_1 = {"kanet": "kronecker_qkv_literal", "kanet_qkv": "kronecker_qkv_literal"}
+# Argument -> what it was in format 1 where it is left out, by the model.
+DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
+    "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
+    "scale": dict.fromkeys(("psmnet_stacked", "psmnet_basic", "video_resnet", "mask_rcnn", "faster_rcnn"), 1.0),
+    "normalized": dict.fromkeys(("unet_care", "unet_residual", "unet_projection", "sagan"), False),
+}
 
 
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Say what a configuration of version 0.1 says in today's names: kronecker_qkv was the operator as printed."""
+    """Say what a configuration of version 0.1 says in today's names and defaults.
+
+    kronecker_qkv was the operator as printed, and the default scale of products 1.0.
+    """
     found = {
         name: MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
         for name, value in config.items()
     }
-    if config.get("model") in OPERATOR_IN_1:
-        found.setdefault("operator", OPERATOR_IN_1[config["model"]])
+    for name, defaults in DEFAULTS_IN_1.items():
+        if config.get("model") in defaults:
+            found.setdefault(name, defaults[config["model"]])
     return found
 
 

@@ -80,6 +80,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         weights: A file to start from: a state dict of torchvision's ResNet, which fills the backbone, or of its Mask
             or Faster R-CNN, which fills all but attention, and the predictors if its classes are others. None draws
             them at random.
+        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown backbone, place or operator.
@@ -113,6 +114,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         num_classes: int = 80,
         setup: Setup | Mapping[str, Any] = PAPER,
         weights: str | Path | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
@@ -123,7 +125,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         self.name, self.num_classes, self.setup = model, num_classes, setup
         self.config: dict[str, Any] = {"model": model, "backbone": backbone, "attention": list(attention)}
         self.config |= {"operator": name_of(operator), "basis": basis, "heads": heads}
-        self.config |= {"num_classes": num_classes, "setup": asdict(setup)}
+        self.config |= {"num_classes": num_classes, "setup": asdict(setup), "scale": scale}
         pyramid = build_pyramid(model, backbone, setup)
         self.rcnn = build_rcnn(model, pyramid, num_classes, setup)
         # Inserted last: what is drawn at random for the rest does not depend on where attention is.
@@ -131,7 +133,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         if places:
             row = OPERATORS[operator] if isinstance(operator, str) else operator
             maps = "qkvo" if row.reads_keys else "qvo"
-            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": maps}
+            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": maps, "scale": scale}
             make = partial(GridAttention, operator=operator, residual=True, **options)
             insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
         if weights is not None:

@@ -15,6 +15,7 @@ from farfield._checks import shape_error, unknown
 from farfield.models.compact import check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.norm import norm_of
 from farfield.ops.table import OPERATORS, Operator
 
 # The side of the first grid and of the last: the generator doubles it until it is the image's.
@@ -25,11 +26,14 @@ class GatedAttention(nn.Module):
     """Attention behind a gate that is learned and closed at first: `grid + gate · attention(grid)`.
 
     Queries and keys have an eighth of the channels, values half; all maps are under spectral norm and without biases.
-    `softmax_pooled` pools cells and then maps them, where the published network maps first.
+    `softmax_pooled` pools cells and then maps them, where the published network maps first. The bound of spectral norm
+    keeps small what other operators make of products of such maps: without a norm of their coefficients some begin at
+    less than a hundredth of the grid.
 
     Args:
         channels: Of the grid.
         operator: A name of `ops.OPERATORS` or an `Operator`.
+        normalized: Whether the Kronecker operators and `factorized_gaussian` have a norm of their coefficients.
 
     Reference: Zhang et al. 2019.
 
@@ -39,14 +43,16 @@ class GatedAttention(nn.Module):
         True
     """
 
-    def __init__(self, channels: int, operator: str | Operator) -> None:
+    def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
         row = OPERATORS[operator] if isinstance(operator, str) else operator
-        sizes: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
-        project = "qkvo" if row.reads_keys else "qvo"
-        self.attention = GridAttention(channels, operator, project=project, bias=False, **sizes)
+        options: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
+        options |= {"project": "qkvo" if row.reads_keys else "qvo", "bias": False, "scale": 1.0}
+        options |= {"coefficient_norm": norm_of(row) if normalized else False}
+        self.attention = GridAttention(channels, operator, **options)
         for linear in list(self.attention.children()):
-            spectral_norm(linear)
+            if isinstance(linear, nn.Linear):
+                spectral_norm(linear)
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -130,6 +136,7 @@ class Generator(nn.Module):
 
     Args:
         operator: Of the attention; None leaves it out.
+        normalized: See `GatedAttention`.
         side: Of the images.
         attention_at: Side of the grid that attends.
         num_classes: Classes; 0 for none.
@@ -140,6 +147,7 @@ class Generator(nn.Module):
     def __init__(
         self,
         operator: str | Operator | None,
+        normalized: bool,
         side: int,
         attention_at: int,
         num_classes: int,
@@ -153,7 +161,7 @@ class Generator(nn.Module):
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
         self.attending = halvings(attention_at) - 1
-        self.attention = attend(widths[self.attending], operator)
+        self.attention = attend(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
         self.last = bounded(nn.Conv2d(channels, 3, 3, padding=1))
 
@@ -181,6 +189,7 @@ class Discriminator(nn.Module):
 
     Args:
         operator: Of the attention; None leaves it out.
+        normalized: See `GatedAttention`.
         side: Of the images.
         attention_at: Side of the grid that attends.
         num_classes: Classes; 0 for none.
@@ -188,7 +197,13 @@ class Discriminator(nn.Module):
     """
 
     def __init__(
-        self, operator: str | Operator | None, side: int, attention_at: int, num_classes: int, channels: int
+        self,
+        operator: str | Operator | None,
+        normalized: bool,
+        side: int,
+        attention_at: int,
+        num_classes: int,
+        channels: int,
     ) -> None:
         super().__init__()
         self.side = side
@@ -197,7 +212,7 @@ class Discriminator(nn.Module):
         self.blocks.extend(DiscriminatorBlock(before, after) for before, after in itertools.pairwise(widths))
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
         self.attending = halvings(side) - halvings(attention_at) - 1
-        self.attention = attend(widths[self.attending], operator)
+        self.attention = attend(widths[self.attending], operator, normalized)
         self.score = bounded(nn.Linear(widths[-1], 1))
         self.classes = spectral_norm(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
@@ -236,6 +251,8 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         noise_channels: Numbers of noise an image.
         generator_channels: Of the generator's last block.
         discriminator_channels: Of the discriminator's first block.
+        normalized: Whether attention by the Kronecker operators and `factorized_gaussian` has a norm of its
+            coefficients. In version 0.1 it had none, and began too small to be noticed.
 
     Raises:
         LookupError: For an unknown operator.
@@ -262,6 +279,7 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         noise_channels: int = 128,
         generator_channels: int = 64,
         discriminator_channels: int = 64,
+        normalized: bool = True,
     ) -> None:
         super().__init__()
         check_arguments(model, operator, side, attention_at)
@@ -275,7 +293,8 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         self.config: dict[str, Any] = {"model": model}
         self.config |= {} if operator is None else {"operator": name_of(operator)}
         self.config |= {"side": side, "attention_at": attention_at, "num_classes": num_classes, **sizes}
-        common = (operator, side, attention_at, num_classes)
+        self.config["normalized"] = normalized
+        common = (operator, normalized, side, attention_at, num_classes)
         self.generator = Generator(*common, noise_channels, generator_channels)
         self.discriminator = Discriminator(*common, discriminator_channels)
 
@@ -299,6 +318,7 @@ def sagan(
     noise_channels: int = 128,
     generator_channels: int = 64,
     discriminator_channels: int = 64,
+    normalized: bool = True,
 ) -> SAGAN:
     """Build SAGAN's two networks, their attention with any operator, or without. The arguments are `SAGAN`'s.
 
@@ -318,6 +338,7 @@ def sagan(
         noise_channels=noise_channels,
         generator_channels=generator_channels,
         discriminator_channels=discriminator_channels,
+        normalized=normalized,
     )
 
 
@@ -338,9 +359,9 @@ def check_arguments(model: str, operator: str | Operator | None, side: int, atte
         )
 
 
-def attend(channels: int, operator: str | Operator | None) -> nn.Module:
+def attend(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
     """Attention behind its gate, or nothing."""
-    return nn.Identity() if operator is None else GatedAttention(channels, operator)
+    return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 
 def bounded(layer: nn.Conv2d | nn.Linear) -> nn.Module:

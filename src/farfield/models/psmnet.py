@@ -51,6 +51,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         value_channels: Of its values; those of `layer4` by default.
         heads: Of the attention.
         first_channels: Of the first stage; all others are multiples of it.
+        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown model or operator.
@@ -81,6 +82,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         value_channels: int | None = None,
         heads: int = 1,
         first_channels: int = 32,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         if model not in VARIANTS:
@@ -91,7 +93,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         self.name, self.max_disparity = model, max_disparity
         self.config: dict[str, Any] = {"model": model, "max_disparity": max_disparity}
         self.config |= {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-        self.config |= {"first_channels": first_channels}
+        self.config |= {"first_channels": first_channels, "scale": scale}
         # `None` in a saved configuration means an operator without a name.
         if operator is not None:
             self.config["operator"] = name_of(operator)
@@ -100,6 +102,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         initialize(self)
         if operator is not None:
             options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
+            options |= {"scale": scale}
             self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
 
     def card_shape(self, side: int) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         in_channels: Channels of the grid and of what is restored.
         probabilistic: Whether a scale is predicted beside each value; the output then has twice the channels, means
             and after them scales.
+        normalized: Whether attention reads features that are normalized over each position's channels. In version 0.1
+            it read them as they are, which begin so small that it did next to nothing.
 
     Raises:
         LookupError: For an unknown model or operator.
@@ -78,13 +80,14 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         heads: int = 1,
         in_channels: int = 1,
         probabilistic: bool = False,
+        normalized: bool = True,
     ) -> None:
         super().__init__()
         check_arguments(model, operator, depth, first_channels, kernel, in_channels)
         self.name, self.rank, self.depth, self.in_channels, self.kernel = model, rank, depth, in_channels, kernel
         self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "rank": rank, "depth": depth}
         self.config |= {"first_channels": first_channels, "kernel": kernel, "heads": heads}
-        self.config |= {"in_channels": in_channels, "probabilistic": probabilistic}
+        self.config |= {"in_channels": in_channels, "probabilistic": probabilistic, "normalized": normalized}
         # `None` in a saved configuration means an operator without a name.
         if operator is None:
             del self.config["operator"]
@@ -93,7 +96,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         activated = model == "unet_care"
         self.stem, self.activation = parts.stem, parts.activation
         self.encoder, self.down, self.up = map(nn.ModuleList, (parts.encoder, parts.down, parts.up))
-        attending = (attended(block, channels, operator, heads, activated) for block, channels in parts.attending)
+        options = (operator, heads, activated, normalized)
+        attending = (attended(block, channels, *options) for block, channels in parts.attending)
         self.bottom = next(attending)
         self.decoder = nn.ModuleList(attending)
         point = layers(model, rank).convolution
@@ -160,6 +164,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         kernel: Side of its kernels.
         heads: Of the attention.
         probabilistic: See `UNet`.
+        normalized: See `UNet`.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -183,6 +188,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         kernel: int = 5,
         heads: int = 1,
         probabilistic: bool = False,
+        normalized: bool = True,
     ) -> None:
         super().__init__()
         if model != "unet_projection":
@@ -195,6 +201,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
             kernel=kernel,
             heads=heads,
             probabilistic=probabilistic,
+            normalized=normalized,
         )
         self.config: dict[str, Any] = {**self.unet.config, "model": model}
         del self.config["rank"], self.config["in_channels"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error, unknown
 from farfield.nn.attention import GridAttention
+from farfield.nn.norm import norm_of
 from farfield.nn.ranks import layers
+from farfield.ops.grid import accumulation
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("unet_care", "unet_residual")
+# Added to the variance of a position's features, so that those which are all 0 stay 0.
+SMALLEST = 1e-6
 
 
 class PreActivated(nn.Module):
-    """Attention where features are not activated: `grid + attention(relu(grid))`, at first the identity."""
+    """Attention of features as version 0.1 read them: `grid + attention(relu(grid))`, at first the identity."""
 
     def __init__(self, attention: GridAttention) -> None:
         super().__init__()
@@ -32,6 +37,44 @@ class PreActivated(nn.Module):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid with what its cells have gathered from all others."""
         return grid + self.attention(torch.relu(grid))
+
+
+class PreNormalized(PreActivated):
+    """Attention where nothing keeps the size of features: `grid + attention(normalize(relu(grid)))`.
+
+    Each position's channels get mean 0 and variance 1, and the attention has a norm of its coefficients where it needs
+    one. Behind convolutions without norms features begin at about 0.03, and what attention makes of them, up to their
+    cube, would be too small to be noticed beside them.
+    """
+
+    _version = 2  # of its state; in 1 there was no norm
+
+    def __init__(self, attention: GridAttention) -> None:
+        super().__init__(attention)
+        self.register_load_state_dict_pre_hook(refuse_version_1)
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+        """Return the grid with what its cells have gathered from all others."""
+        features = torch.relu(grid).to(accumulation(grid.dtype))
+        centred = features - features.mean(1, keepdim=True)
+        variance = centred.square().mean(1, keepdim=True)
+        return grid + self.attention((centred * (variance + SMALLEST).rsqrt()).to(grid.dtype))
+
+
+def refuse_version_1(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Refuse a state that `torch.save` wrote with version 0.1: there features were read as they are."""
+    if metadata.get("version") == 1:
+        fix = "UNet(…, normalized=False) gives the same numbers."
+        errors.append(f"{prefix}: this state is of farfield 0.1, whose attention had no norm before it; fix: {fix}")
 
 
 class ResidualBlock(nn.Module):
@@ -128,16 +171,19 @@ def build_selection(levels: int, channels: int) -> nn.Sequential:
 
 
 def attended(
-    block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool
+    block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool, normalized: bool
 ) -> nn.Module:
     """Put attention with maps of queries, keys, values and outputs at the end of a block; identity at first."""
     if operator is None:
         return nn.Sequential(OrderedDict(block=block))
     row = OPERATORS[operator] if isinstance(operator, str) else operator
     project = "qkvo" if row.reads_keys else "qvo"
-    # What is activated already is its own ReLU.
-    attention = GridAttention(channels, operator, heads=heads, project=project, residual=activated)
-    return nn.Sequential(OrderedDict(block=block, attention=attention if activated else PreActivated(attention)))
+    # As in version 0.1; what is activated already is its own ReLU.
+    alone = activated and not normalized
+    options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(row) if normalized else False}
+    attention = GridAttention(channels, operator, heads=heads, project=project, residual=alone, **options)
+    before = PreNormalized if normalized else PreActivated
+    return nn.Sequential(OrderedDict(block=block, attention=attention if alone else before(attention)))
 
 
 def initialize(net: nn.Module) -> nn.Module:

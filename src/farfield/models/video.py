@@ -77,10 +77,6 @@ class NonLocalBlock(nn.Module):
         if row.coefficients is softmax_of_products:
             sizes["scale"] = inner**-0.5
         self.attention = GridAttention(channels, row, project="qkvo" if row.reads_keys else "qvo", **sizes)
-        for linear in self.attention.children():
-            if isinstance(linear, nn.Linear):
-                nn.init.normal_(linear.weight, std=0.01)
-                nn.init.zeros_(linear.bias)
         self.norm = nn.BatchNorm3d(channels)
         nn.init.zeros_(self.norm.weight)
 
@@ -195,6 +191,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         where: Paths of the layers, as `insert` reads them.
         channels: Of queries and keys.
         num_classes: Classes.
+        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown backbone, operator or layer.
@@ -216,6 +213,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         where: Sequence[str] = ("layer3",),
         channels: int = 64,
         num_classes: int = 400,
+        scale: float | None = None,
     ) -> None:
         from torchvision.models import video
 
@@ -225,12 +223,12 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         if backbone not in BACKBONES:
             raise unknown(model, "backbone", backbone, BACKBONES)
         self.config = configuration(model, operator) | {"backbone": backbone, "where": list(where)}
-        self.config |= {"channels": channels, "num_classes": num_classes}
+        self.config |= {"channels": channels, "num_classes": num_classes, "scale": scale}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
             row = OPERATORS[operator] if isinstance(operator, str) else operator
-            options: dict[str, Any] = {"operator": operator, "inner_channels": channels, "residual": True}
-            make = partial(GridAttention, project="qkvo" if row.reads_keys else "qvo", **options)
+            options: dict[str, Any] = {"operator": operator, "inner_channels": channels, "scale": scale}
+            make = partial(GridAttention, project="qkvo" if row.reads_keys else "qvo", residual=True, **options)
             insert(self.network, list(where), make, example=torch.zeros(1, 3, 4, 32, 32))
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:

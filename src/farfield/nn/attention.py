@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
-from farfield.nn.projections import affine, is_biased, reading
-from farfield.nn.refusals import check_input, check_options, refuse_version_1
+from farfield.nn.projections import affine, draw, is_biased, reading
+from farfield.nn.refusals import check_input, check_options, check_version
 from farfield.ops._kernels import whole as kernels
 from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
 from farfield.ops.order import Work, cheaper_order
 from farfield.ops.reading import Reading, read, rows_of
 from farfield.ops.recompute import read_and_summarize, respond_from
 from farfield.ops.summary import Summary, autocasts, respond, split_heads, summarize
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 
 class GridAttention(nn.Module):
@@ -40,11 +40,11 @@ class GridAttention(nn.Module):
         inner_channels: Of projected queries and keys; the grid's by default.
         value_channels: Of projected values; the grid's by default.
         bias: Whether the maps have one.
-        scale: What products are multiplied by, for softmax and Kronecker rows.
-        coefficient_norm: Whether coefficients (or responses) are batch-normed, see `CoefficientNorm`; `"columns"`: a
-            softmax's products by their deviation within columns.
+        scale: What products are multiplied by, for softmax and Kronecker rows; by default 1/√d, d channels of queries
+            and keys a head, as torch's `scaled_dot_product_attention` does. The papers have 1.0.
+        coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"` within: see `CoefficientNorm`.
         residual: Whether the grid is added. With an output map, that map starts at zero: the module is the identity
-            at first (to undo: `attention.output.reset_parameters()`).
+            at first (to undo: `attention.output.reset_parameters()`). Other maps start as Glorot uniform, biases at 0.
 
     Raises:
         LookupError: If there is no such operator.
@@ -62,7 +62,7 @@ class GridAttention(nn.Module):
         (True, torch.Size([2, 64, 14, 14]))
     """
 
-    _version = 2  # of its state; in 1 kronecker_qkv was the operator as printed
+    _version = 2  # of its state; in 1 kronecker_qkv was the operator as printed, and the default scale 1.0
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GridAttention(nn.Module):
         inner_channels: int | None = None,
         value_channels: int | None = None,
         bias: bool = True,
-        scale: float = 1.0,
+        scale: float | None = None,
         coefficient_norm: bool | Literal["columns"] = False,
         residual: bool = False,
     ) -> None:
@@ -85,31 +85,31 @@ class GridAttention(nn.Module):
             self.operator_name, operator = operator, OPERATORS[operator]
         else:
             self.operator_name = next((name for name, row in OPERATORS.items() if row == operator), "custom")
-        self.channels, self.operator, self.heads, self.scale, self.residual = channels, operator, heads, scale, residual
+        self.channels, self.operator, self.heads, self.residual = channels, operator, heads, residual
         self.inner_channels = channels if inner_channels is None else inner_channels
         self.value_channels = channels if value_channels is None else value_channels
+        self.has_default_scale, self.scale = scale is None, 1.0 if scale is None else scale
         check_options(self, project)
+        if scale is None and operator.coefficients is softmax_of_products:
+            self.scale = (self.inner_channels // heads) ** -0.5
         inner, width = self.inner_channels, self.value_channels
         self.query = nn.Linear(channels, inner, bias) if "q" in project else None
         self.key = nn.Linear(channels, inner, bias) if "k" in project else None
         self.value = nn.Linear(channels, width, bias) if "v" in project else None
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
-        self.coefficient_norm = None
-        if coefficient_norm:
-            self.coefficient_norm = CoefficientNorm(operator, heads, width, columns=coefficient_norm == "columns")
-        self.register_load_state_dict_pre_hook(refuse_version_1)
+        within = coefficient_norm == "columns"
+        self.coefficient_norm = CoefficientNorm(operator, heads, width, columns=within) if coefficient_norm else None
+        self.register_load_state_dict_pre_hook(check_version)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as torch's linear maps, w as Glorot uniform, and a residual's output map at zero."""
+        """Draw projections and w as Glorot uniform, biases at 0, and a residual's output projection at zero."""
         for linear in (self.query, self.key, self.value, self.output):
             if linear is not None:
-                linear.reset_parameters()
+                draw(linear)
         if self.output is not None and self.residual:
             nn.init.zeros_(self.output.weight)
-            if self.output.bias is not None:
-                nn.init.zeros_(self.output.bias)
         if self.weight is not None:  # Glorot uniform: one map from c/heads to 1 a head
             bound = math.sqrt(6 / (1 + self.inner_channels // self.heads))
             nn.init.uniform_(self.weight, -bound, bound)

@@ -6,6 +6,8 @@ batch norm and ReLU6, the last 1x1 by batch norm alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import layers
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
+
+# Of what a block gives, for float16, whose largest number has a fourth root of 16.
+LEAST_BOUND = 1000.0
 
 
 class BaseBlock(Fusable):
@@ -146,7 +151,8 @@ class AttentionBlock(Fusable):
             self.expanded, self.expanded, kernel=3, stride=stride, groups=self.expanded, rank=rank
         )
         if not isinstance(operator, nn.Module):
-            operator = GridAttention(channels, operator, heads=heads, project="v", bias=False, coefficient_norm=True)
+            options: dict[str, Any] = {"bias": False, "scale": 1.0, "coefficient_norm": True}
+            operator = GridAttention(channels, operator, heads=heads, project="v", **options)
         self.attention = operator
         self.project = convolved(self.expanded + channels, out_channels, activate=False, rank=rank)
 
@@ -154,11 +160,11 @@ class AttentionBlock(Fusable):
         """Return the block's grid, its sides divided by the stride and rounded up."""
         check_channels("AttentionBlock", grid, self.channels, self.rank)
         if folded.are_bare(self.expand, self.depthwise, self.project):
-            return folded.attention_block(self, grid)
-        return self.plain(grid)
+            return self.bounded(folded.attention_block(self, grid))
+        return self.bounded(self.plain(grid))
 
     def plain(self, grid: Tensor) -> Tensor:
-        """The figure, layer by layer: what `forward` computes, and how where a layer is wrapped or listened to."""
+        """The figure, layer by layer: what `forward` bounds, and how it computes where a layer is wrapped or heard."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
         return grid + folded.drop_samples(self, out) if self.residual else out
@@ -169,6 +175,21 @@ class AttentionBlock(Fusable):
         if self.skip:
             far = grid + far
         return self.average(far) if self.stride > 1 else far
+
+    def bounded(self, out: Tensor) -> Tensor:
+        """In eval mode, bound what the next block's attention reads, where the response is no average.
+
+        The response is then a product of two or three things that it reads. Batch norm bounds it in training, but not
+        by running statistics, where an image is far from them: a few blocks further it would be infinite. The bound is
+        the fourth root of the dtype's largest number, 4·10⁹ in float32, so that no image near them is changed.
+        """
+        attention = self.attention
+        if self.training or type(attention) is not GridAttention or attention.operator.averages:
+            return out
+        largest = max(torch.finfo(out.dtype).max ** 0.25, LEAST_BOUND)
+        if out.requires_grad or torch.jit.is_tracing():  # a trace is the same with gradients and without
+            return out.clamp(-largest, largest)
+        return out.clamp_(-largest, largest)
 
     def fold(self) -> None:
         """Fold a norm of the attention's responses: a scale into the value map, a shift into the last bias."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as distributed
@@ -129,6 +129,18 @@ class CoefficientNorm(nn.Module):
         if row.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
             return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, asked)
         return response_moments(slots, row.coefficients(query, summary), asked)
+
+
+def norm_of(row: Operator) -> bool | Literal["columns"]:
+    """The `coefficient_norm` of an operator whose responses would be too small beside what they are added to.
+
+    Those are averages over averages. Means over axes differ little from each other: with a norm within columns the
+    products of their softmax have a deviation of 1. The basis of `factorized_gaussian` weighs positions nearly equally
+    at first, so its responses are normed. A softmax over the positions themselves needs none, nor do sums.
+    """
+    if row.coefficients is not softmax_of_products:
+        return row.averages
+    return False if row.answers.side_by_side else "columns"
 
 
 def of_all_processes(moments: Moments) -> Moments:

@@ -33,6 +33,13 @@ def is_biased(module: nn.Module | None) -> bool:
     return module is not None and not (is_plain(module) and module.bias is None)
 
 
+def draw(layer: nn.Linear | nn.Conv2d) -> None:
+    """Draw a projection: Glorot uniform, so that it keeps the size of what it reads, and a bias of 0."""
+    nn.init.xavier_uniform_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def affine(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     """Matrix `(out, in)` and bias `(out,)` of any affine module, in the dtype of `like`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def check_options(module: GridAttention, project: str) -> None:
     check_heads("GridAttention", module.heads, module.value_channels, "value")
 
 
-def refuse_version_1(
+def check_version(
     module: GridAttention,
     state: Mapping[str, Tensor],
     prefix: str,
@@ -57,11 +58,19 @@ def refuse_version_1(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Refuse a state of version 0.1 for an operator that has another meaning since.
+    """Refuse a state of version 0.1 for an operator that has another meaning since; warn of another default scale.
 
     Only what `torch.save` wrote knows its version; a saved model has a format in its config.json.
     """
-    if metadata.get("version") == 1 and module.operator.asks.normalize is not None:
+    if metadata.get("version") != 1:
+        return
+    if module.has_default_scale and module.scale != 1.0:
+        warnings.warn(
+            f"GridAttention: {prefix}: this state is of farfield 0.1, where the default scale was 1.0, and here it is "
+            f"{module.scale:.4g}; fix: scale=1.0 gives the same numbers, if it was left out there too.",
+            stacklevel=2,
+        )
+    if module.operator.asks.normalize is not None:
         errors.append(
             f"{prefix.rstrip('.')}: this state is of farfield 0.1, whose {module.operator_name} was the operator as "
             f'printed; fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from farfield._checks import shape_error
 from farfield.nn.attention import GridAttention
+from farfield.nn.convolved import hooked
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.table import OPERATORS, Operator, softmax_of_products
@@ -136,7 +137,8 @@ class TransformerLayer(nn.Module):
         row = self.attention.operator
         # A compiled graph is of one order; choosing would compile it anew for other lengths.
         few = tokens < self.attention.channels and not torch.compiler.is_compiling()
-        return few and row.basis is not None and row.score is None
+        # The attention itself is not called then, which who listens to it has to hear.
+        return few and row.basis is not None and row.score is None and not hooked(self.attention)
 
 
 def drops(row: Operator) -> bool:

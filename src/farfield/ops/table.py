@@ -117,6 +117,11 @@ class Operator:
         return self.basis is not one
 
     @property
+    def averages(self) -> bool:
+        """Whether coefficients are a softmax, so that a response is no larger than the values, times what norms do."""
+        return self.coefficients in (softmax_of_products, softmax_over_channels)
+
+    @property
     def weighs_by_products(self) -> bool:
         """Whether values weigh by products of keys and queries: positions rotated into both count as distances."""
         products_of_slots = self.basis is keys and self.coefficients is queries

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Float
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
@@ -135,7 +136,7 @@ class Classify(LightningModule):
         probabilities, classes = self._judged(images).float().softmax(1).max(1)
         return Predicted(list(names), classes.cpu(), probabilities.cpu())
 
-    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler | dict[str, Any]]]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return SGD on two groups of parameters, of which one decays, and its schedule."""
         settings = self.hparams
         decayed = set(decayed_parameters(self.network, settings["decay"]))
@@ -151,7 +152,7 @@ class Classify(LightningModule):
             nesterov=settings["nesterov"],
             weight_decay=settings["weight_decay"],
         )
-        return [optimizer], [self._scheduler(optimizer)]
+        return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def configure_callbacks(self) -> list[Callback]:
         """Return what makes an epoch depend on the seed and its number alone."""
@@ -187,7 +188,7 @@ class Classify(LightningModule):
         logged = {f"{stage}/{name}": value for name, value in values.items()}
         self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
-    def _scheduler(self, optimizer: Optimizer) -> LRScheduler | dict[str, Any]:
+    def _scheduler(self, optimizer: Optimizer) -> LRScheduler | LRSchedulerConfigType:
         """Return the schedule with its warm-up: one cycle a step, others an epoch."""
         schedule, warmup, rate = (self.hparams[name] for name in ("schedule", "warmup_epochs", "learning_rate"))
         epochs = self.trainer.max_epochs or 1
