@@ -10,12 +10,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farfield import ShapeError, models
 from farfield.tasks.checkpoints import AtomicCheckpoints
-from farfield.tasks.classify import Classify, Predicted, decayed_parameters
+from farfield.tasks.classify import Classify, MirroredScores, Predicted, decayed_parameters
 
 warnings.filterwarnings("ignore", module="lightning")
 
@@ -164,13 +165,21 @@ def test_a_cycle_of_any_length_ends(tmp_path: Path, images: int, epochs: int, wa
 
 def test_mirrored_scores_are_the_mean_of_an_image_and_its_mirror_image(tmp_path: Path) -> None:
     images, labels = torch.randn(37, 3, 4, 4), torch.randint(0, 3, (37,))
-    module = Classify(linear(), mirror=True)
+    module = Classify(linear())
     scores = (module.network(images) + module.network(images.flip(3))).detach() / 2
-    for measured in (trainer(tmp_path, 1).validate, trainer(tmp_path, 1).test):
+    for stage in ("validate", "test"):
+        measured = getattr(trainer(tmp_path, 1, callbacks=[MirroredScores()]), stage)
         (found,) = measured(module, Made(images, labels, 3), verbose=False)
         assert next(iter(found.values())) == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-5)
     predicted = module.eval().predict_step((images, []), 0)
     torch.testing.assert_close(predicted.probabilities, scores.softmax(1).amax(1))
+    plain = Classify(module.network).predict_step((images, []), 0).probabilities
+    torch.testing.assert_close(plain, module.network(images).softmax(1).amax(1))
+
+
+def test_mirrored_scores_are_of_classification(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="MirroredScores: BoringModel has no scores of images; fix: leave"):
+        trainer(tmp_path, 1, callbacks=[MirroredScores()]).validate(BoringModel())
 
 
 def test_averaged_weights_are_validated_saved_and_gone_on_with(tmp_path: Path) -> None:

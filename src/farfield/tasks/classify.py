@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,9 +65,12 @@ class Classify(LightningModule):
             falling to nothing by half a cosine, while the momentum falls to 0.85 and comes back.
         warmup_epochs: Epochs over which the learning rate first rises, from a tenth.
         label_smoothing: Share of the target that is spread over all classes.
-        mirror: Whether scores in evaluation and prediction are the mean of those of an image and of its mirror image.
         channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
             processors.
+
+    Attributes:
+        mirrors: Whether scores in evaluation and prediction are means over an image and its mirror image; False, and
+            True under `MirroredScores`.
 
     Raises:
         ShapeError: In the first batch, if the network's scores are not one for each class of the data.
@@ -93,13 +96,12 @@ class Classify(LightningModule):
         schedule: list[int] | Schedule = [80, 105, 120],  # noqa: B006  A tuple would be no YAML list.
         warmup_epochs: int = 0,
         label_smoothing: float = 0.0,
-        mirror: bool = False,
         channels_last: bool = True,
     ) -> None:
         super().__init__()
         # The network itself would be pickled into every checkpoint, and run on loading.
         self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        self.network, self.mirrors = network, False
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
 
@@ -165,7 +167,7 @@ class Classify(LightningModule):
     def _judged(self, images: Tensor) -> Tensor:
         """Return the scores of evaluation and prediction."""
         scores: Tensor = self(images)
-        return (scores + self(images.flip(-1))) / 2 if self.hparams["mirror"] else scores
+        return (scores + self(images.flip(-1))) / 2 if self.mirrors else scores
 
     def _scores(self, batch: tuple[Tensor, Tensor], judge: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
@@ -209,6 +211,28 @@ class Classify(LightningModule):
             return main
         rising = LinearLR(optimizer, start_factor=0.1, total_iters=warmup)
         return SequentialLR(optimizer, [rising, main], milestones=[warmup])
+
+
+class MirroredScores(Callback):
+    """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
+
+    A callback of the trainer, since it is no setting of training: `--trainer.callbacks+
+    farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
+
+    Raises:
+        TypeError: At the start, if the task is another one.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(logger=False, accelerator="cpu", callbacks=[MirroredScores()])
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Tell the task."""
+        if not isinstance(pl_module, Classify):
+            name = type(pl_module).__name__
+            raise TypeError(f"MirroredScores: {name} has no scores of images; fix: leave this callback out.")
+        pl_module.mirrors = True
 
 
 def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
