@@ -25,7 +25,9 @@ install: $(STAMP) ## make .venv and install farfield with all extras into it
 demo: $(STAMP) ## train two small networks on real images, measure the operators, draw what they attend to
 	$(VENV)/bin/farfield demo
 
-test: lint types imports pytest docs ## format, lint, types, import ladder, tests, doctests, docs, in minutes
+test: $(STAMP) ## format, lint, types, import ladder, tests, doctests, docs, in minutes
+	$(MAKE) -j $(JOBS) lint types imports docs
+	$(MAKE) pytest
 
 ci: test ## everything that must pass: also long tests, and a short form of test-everywhere
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "long and not slow"

@@ -18,7 +18,6 @@ from farfield.models import CLASSIFIERS
 from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.blocks import convolved
 from farfield.ops import OPERATORS
-from partly import partly
 
 # The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
 SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
@@ -76,8 +75,8 @@ def exports(net: nn.Module, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
             torch.testing.assert_close(program(image), net(image))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", partly(PATHS, ["kronecker_qkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 def test_blocks_compile_once(path: str) -> None:
     compiles_once(short(path), "aot_eager")
 

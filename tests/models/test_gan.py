@@ -62,12 +62,15 @@ def discriminator(widths: list[int], classes: int, at: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "up", "down", "at"),
-    [
-        ({}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (256, 128)),
-        ({"attention_at": 64}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (128, 64)),
-        ({"side": 32, "attention_at": 16}, [256, 128, 64], [64, 128, 256], (128, 64)),
-        ({"side": 64, "attention_at": 8, "num_classes": 10}, [512, 256, 128, 64], [64, 128, 256, 512], (512, 256)),
-    ],
+    partly(
+        [
+            ({}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (256, 128)),
+            ({"attention_at": 64}, [1024, 512, 256, 128, 64], [64, 128, 256, 512, 1024], (128, 64)),
+            ({"side": 32, "attention_at": 16}, [256, 128, 64], [64, 128, 256], (128, 64)),
+            ({"side": 64, "attention_at": 8, "num_classes": 10}, [512, 256, 128, 64], [64, 128, 256, 512], (512, 256)),
+        ],
+        [({"side": 32, "attention_at": 16}, [256, 128, 64], [64, 128, 256], (128, 64))],
+    ),
     ids=str,
 )
 def test_parameters(options: dict[str, int], up: list[int], down: list[int], at: tuple[int, int]) -> None:

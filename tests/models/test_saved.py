@@ -15,6 +15,8 @@ from farfield import models
 from farfield.models.description import translate_format_1
 
 FILES = sorted(saved.MODELS.glob("*.json"))
+# Some seconds each.
+SECONDS = ("unet_", "psmnet_", "sagan", "deeplab_compact")
 # More weights than a fast test draws.
 LARGE = ("deeplab_v2", "bert_base", "bert_large", "mask_rcnn", "faster_rcnn", "i3d_resnet50", "video_resnet")
 # Float64 on float32 weights: what is left are sums in another order, through some hundred layers.
@@ -25,13 +27,13 @@ def test_every_model_has_a_file() -> None:
     assert {path.stem.rpartition("-")[0] for path in FILES} == set(models.MODELS)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem.startswith(LARGE) else [])
-        for path in FILES
-    ],
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    if name.startswith(LARGE):
+        return [pytest.mark.slow]
+    return [pytest.mark.long] if name.startswith(SECONDS) else []
+
+
+@pytest.mark.parametrize("file", [pytest.param(path, id=path.stem, marks=marks(path.stem)) for path in FILES])
 def test_a_model_of_0_1(file: Path, tmp_path: Path) -> None:
     case = json.loads(file.read_text())
     config = case["config"]
