@@ -110,7 +110,7 @@ def test_compile_with_inductor(net: nn.Module) -> None:
 
 @pytest.mark.long
 @quick("in a Sequential", "tokens")
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", partly([False, True], [False]))
 def test_export(net: nn.Module, strict: bool) -> None:
     side = torch.export.Dim("side", min=2, max=64)
     program = torch.export.export(net, (image,), dynamic_shapes=({3: 4 * side},), strict=strict)
