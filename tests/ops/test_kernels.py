@@ -378,6 +378,16 @@ def test_nothing_is_built_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert library.path().is_relative_to(tmp_path)
 
 
+def test_a_second_library_is_refused(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the refusal torch ends the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(
+        RuntimeError, match=r"cannot have two; fix: build it in a process of its own, farfield kernels --build"
+    ):
+        library.build()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
