@@ -15,6 +15,11 @@ os.environ["FARFIELD_KERNELS"] = os.environ.get("FARFIELD_TEST_KERNELS", "0")
 # The loops of reference.py and its neighbours are imported by name from any folder of tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
+if os.environ.get("FARFIELD_TEST_SHAPES") == "1":  # before anything imports the library
+    import shapes
+
+    shapes.install()
+
 import hypothesis
 import numpy as np
 import pytest

@@ -33,7 +33,7 @@ def sharded_attention(
     layer: GridAttention,
     grid: Float[Tensor, "b c *m"],
     *,
-    mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *m"] | None = None,
     dim: int = 0,
     origin: Sequence[int] | None = None,
     sides: Sequence[int] | None = None,

@@ -20,8 +20,8 @@ def attention_row(
     cell: Sequence[int],
     *,
     context: Float[Tensor, "b c *n"] | None = None,
-    mask: Bool[Tensor, "b *m"] | None = None,
-    context_mask: Bool[Tensor, "b *n"] | None = None,
+    mask: Bool[Tensor, " b *m"] | None = None,
+    context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h *n"]:
     """Tell how much one asking cell takes from each answering cell.
 

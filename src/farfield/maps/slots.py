@@ -16,7 +16,7 @@ from farfield.ops.summary import Summary, full_precision, summarize
 
 @torch.inference_mode(mode=False)
 def basis_masks(
-    attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, "b *n"] | None = None
+    attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None
 ) -> Float[Tensor, "b h r *n"]:
     """Tell how much each answering cell weighs in each slot.
 
@@ -81,8 +81,8 @@ def axis_maps(
     cell: Sequence[int] | None = None,
     *,
     context: Float[Tensor, "b c *n"] | None = None,
-    mask: Bool[Tensor, "b *m"] | None = None,
-    context_mask: Bool[Tensor, "b *n"] | None = None,
+    mask: Bool[Tensor, " b *m"] | None = None,
+    context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h a s"]:
     """Tell how much is taken from the mean of each index of each axis, by operators that answer with axis means.
 

@@ -77,7 +77,7 @@ class ConditionalNorm(nn.Module):
             nn.init.ones_(self.scale.weight)
             nn.init.zeros_(self.shift.weight)
 
-    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"] | None) -> Float[Tensor, "b c h w"]:
+    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b c h w"]:
         """Return the normed grid, each sample scaled and shifted as its class says."""
         grid = self.norm(grid)
         if self.scale is None or self.shift is None:
@@ -96,7 +96,7 @@ class GeneratorBlock(nn.Module):
         self.second = bounded(nn.Conv2d(out_channels, out_channels, 3, padding=1))
         self.shortcut = bounded(nn.Conv2d(channels, out_channels, 1))
 
-    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"] | None) -> Float[Tensor, "b d y x"]:
+    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
         """Return the block's grid, of twice the sides."""
         out = self.first(doubled(F.relu(self.first_norm(grid, labels))))
         out = self.second(F.relu(self.second_norm(out, labels)))
@@ -166,7 +166,7 @@ class Generator(nn.Module):
         self.last = bounded(nn.Conv2d(channels, 3, 3, padding=1))
 
     def forward(
-        self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None
+        self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
         """Return images with pixels between -1 and 1; without labels, of classes drawn at random."""
         if noise.dim() != 2 or noise.shape[1] != self.noise_channels:
@@ -217,8 +217,8 @@ class Discriminator(nn.Module):
         self.classes = spectral_norm(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def forward(
-        self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, "b"] | None = None
-    ) -> Float[Tensor, "b"]:
+        self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, " b"] | None = None
+    ) -> Float[Tensor, " b"]:
         """Return one score an image, as one of its class where there are classes."""
         if images.dim() != 4 or images.shape[1:] != (3, self.side, self.side):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
@@ -299,7 +299,7 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         self.discriminator = Discriminator(*common, discriminator_channels)
 
     def forward(
-        self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None
+        self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
         """Return the generator's images, pixels between -1 and 1; without labels, of classes drawn at random."""
         return self.generator(noise, labels)

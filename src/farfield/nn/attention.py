@@ -125,8 +125,8 @@ class GridAttention(nn.Module):
         grid: Float[Tensor, "b c *m"],
         context: Float[Tensor, "b c *n"] | None = None,
         *,
-        mask: Bool[Tensor, "b *m"] | None = None,
-        context_mask: Bool[Tensor, "b *n"] | None = None,
+        mask: Bool[Tensor, " b *m"] | None = None,
+        context_mask: Bool[Tensor, " b *n"] | None = None,
     ) -> Float[Tensor, "b p *m"]:
         """Attend from every cell of the grid to the grid itself, or to a context.
 
@@ -162,7 +162,7 @@ class GridAttention(nn.Module):
         self,
         grid: Float[Tensor, "b c *n"],
         *,
-        mask: Bool[Tensor, "b *n"] | None = None,
+        mask: Bool[Tensor, " b *n"] | None = None,
         origin: Sequence[int] | None = None,
         sides: Sequence[int] | None = None,
     ) -> Summary:
@@ -186,7 +186,7 @@ class GridAttention(nn.Module):
         self,
         grid: Float[Tensor, "b c *m"],
         *,
-        mask: Bool[Tensor, "b *m"] | None = None,
+        mask: Bool[Tensor, " b *m"] | None = None,
         origin: Sequence[int] | None = None,
         sides: Sequence[int] | None = None,
     ) -> Gathered:
@@ -209,7 +209,7 @@ class GridAttention(nn.Module):
         grid: Float[Tensor, "b c *m"],
         summary: Summary,
         *,
-        mask: Bool[Tensor, "b *m"] | None = None,
+        mask: Bool[Tensor, " b *m"] | None = None,
         origin: Sequence[int] | None = None,
         sides: Sequence[int] | None = None,
         asked: Gathered | tuple[Tensor, Tensor] | None = None,

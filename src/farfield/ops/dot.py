@@ -15,8 +15,8 @@ def dot_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by its product with the query, over the channels.
 

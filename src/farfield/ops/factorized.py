@@ -15,8 +15,8 @@ def averaged_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by its product with the query, over the number of cells.
 
@@ -62,8 +62,8 @@ def factorized_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by the query as coefficients, the values gathered by the key as a basis.
 
@@ -117,8 +117,8 @@ def factorized_gaussian_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by a softmax over channels, the means gathered by a softmax over cells.
 

@@ -283,7 +283,7 @@ POOLED = pooled()
 
 
 # ---- functions on grids ----------------------------------------------------------------------------------------------
-def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, "b *n"] | None = None) -> Float[Tensor, "b c s"]:
+def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
     `axis_means(X)[:, :, i] = mean of X over all cells with index i on their axis`; the axes stand side by side.

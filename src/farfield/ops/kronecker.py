@@ -15,8 +15,8 @@ def kronecker_kv_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from every cell to the averages along each axis.
@@ -73,8 +73,8 @@ def kronecker_qkv_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from the averages along each axis to the averages along each axis, and add the responses to a grid.
@@ -134,8 +134,8 @@ def kronecker_qkv_literal_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from the averages along each axis to the averages along each axis, and add the responses as printed.

@@ -12,7 +12,7 @@ from torch import Tensor
 from farfield._checks import ShapeError, check_grid, check_same_kind, shape_error
 
 
-def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, "b *n"]]:
+def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
     """Make one batch of grids of different sides, and the mask that says which cells are real.
 
     Padding never matters: with the mask, every operator answers as for each grid alone.

@@ -15,10 +15,10 @@ def siamese_attention(
     key: Float[Tensor, "b c *n"],
     value: Float[Tensor, "b p *n"],
     *,
-    weight: Float[Tensor, "c"],
+    weight: Float[Tensor, " c"],
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity: a local term from the query and a global one from the keys.
 
@@ -74,10 +74,10 @@ def siamese_local_attention(
     key: Float[Tensor, "b c *n"],
     value: Float[Tensor, "b p *n"],
     *,
-    weight: Float[Tensor, "c"],
+    weight: Float[Tensor, " c"],
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the local term of siamese attention alone.
 
@@ -134,8 +134,8 @@ def siamese_ones_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by siamese similarity with a vector of ones, which is not learned.
 
@@ -185,9 +185,9 @@ def siamese_ones_attention(
 def siamese_similarity(
     a: Float[Tensor, "... c"],
     b: Float[Tensor, "... c"],
-    weight: Float[Tensor, "c"],
-    other_weight: Float[Tensor, "c"] | None = None,
-) -> Float[Tensor, "..."]:
+    weight: Float[Tensor, " c"],
+    other_weight: Float[Tensor, " c"] | None = None,
+) -> Float[Tensor, " ..."]:
     """Compare two vectors by the weighed sum of their features.
 
     `s(a, b) = (a + b)ᵀ w`; with a second vector `aᵀ w + bᵀ w'`, which is not symmetric.

@@ -15,8 +15,8 @@ def softmax_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every cell by the softmax of its product with the query.
@@ -72,8 +72,8 @@ def softmax_pooled_attention(
     value: Float[Tensor, "b p *n"],
     *,
     heads: int = 1,
-    mask: Bool[Tensor, "b *n"] | None = None,
-    query_mask: Bool[Tensor, "b *m"] | None = None,
+    mask: Bool[Tensor, " b *n"] | None = None,
+    query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to the largest of every two cells a side.

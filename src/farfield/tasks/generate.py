@@ -99,7 +99,7 @@ class Generate(LightningModule):
             average = get_ema_multi_avg_fn(averaging)
             self.averaged = AveragedModel(self.network.generator, multi_avg_fn=average).requires_grad_(False)
 
-    def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, "b"] | None = None) -> Float[Tensor, "b 3 h w"]:
+    def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None) -> Float[Tensor, "b 3 h w"]:
         """Return images of the generator that samples come from, pixels between -1 and 1."""
         generator = self.network.generator if self.averaged is None else self.averaged
         return generator(noise, labels)
@@ -150,7 +150,7 @@ class Generate(LightningModule):
         """Log the discriminator's loss on test images."""
         self._log("test/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
-    def predict_step(self, batch: Int[Tensor, "b"], batch_idx: int) -> Drawn:
+    def predict_step(self, batch: Int[Tensor, " b"], batch_idx: int) -> Drawn:
         """Return the samples of some numbers; a number's sample depends on `sample_seed` alone."""
         places = batch.tolist()
         return Drawn(places, self.samples(places).cpu())

@@ -113,14 +113,14 @@ class MatrixNormal(Distribution):
         """Draw matrices that are differentiable in all parameters, of shape `sample_shape` + batch + (h, w)."""
         return self.loc + self._covariance.draw(self._extended_shape(torch.Size(sample_shape)))
 
-    def log_prob(self, value: Float[Tensor, "*#sample h w"]) -> Float[Tensor, "*sample"]:
+    def log_prob(self, value: Float[Tensor, "*#sample h w"]) -> Float[Tensor, " *sample"]:
         """Return the log density of `value`: −½ (squared Mahalanobis distance + log determinant + hw·log 2π)."""
         _check_value(value, self)
         cells = self.event_shape.numel()
         distance = self._covariance.squared_distance(value - self.loc)
         return -0.5 * (distance + self._covariance.log_determinant() + cells * math.log(2 * math.pi))
 
-    def entropy(self) -> Float[Tensor, "*batch"]:
+    def entropy(self) -> Float[Tensor, " *batch"]:
         """Return the differential entropy in nats: ½ (hw·(1 + log 2π) + log determinant)."""
         constant = self.event_shape.numel() * (1 + math.log(2 * math.pi))
         return 0.5 * (constant + self._covariance.log_determinant()).expand(self.batch_shape)
