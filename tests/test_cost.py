@@ -15,6 +15,7 @@ from farfield import ShapeError, cost
 from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops import OPERATORS, Operator, pooled
+from farfield.ops.engine import project_queries
 from farfield.ops.table import cell, keys, queries
 from partly import partly
 
@@ -177,8 +178,8 @@ def test_coefficients_are_those_of_the_row(row: str) -> None:
     module = GridAttention(8, row, heads=2, project="v").eval()
     grid = torch.randn(3, 8, 4, 6)
     summary = module.summarize(grid)
-    cells, real = module.operator.asks.gather(grid)
-    found = module.operator.coefficients(module.read_asking(cells, real), summary)
+    queries = project_queries(module.call_for(grid), module.operator.asks.gather(grid))
+    found = module.operator.coefficients(queries, summary)
     assert found.numel() == cost.predict(module, sides=(4, 6), batch=3).coefficients
 
 

@@ -128,7 +128,7 @@ def test_attention_in_one_call(on: None, shape: tuple[int, ...], heads: int, row
     grid = 3 * torch.randn(shape)
     attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
     with torch.no_grad():
-        matrix = attention.readings(grid)[0].matrix
+        matrix = attention.call_for(grid).query.matrix
         found = whole.attention(OPERATORS[row], grid, matrix, heads, scale)
         if row not in MEAN_ROWS and 8 * heads > shape[1]:  # too few channels beside their scores
             assert found is None
@@ -174,9 +174,9 @@ def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
         assert (whole.attention(OPERATORS["siamese"], grid, matrix, 1, 1.0) is not None) == few
         # A grid that wants no gradient is given none, which would be one more grid written.
         assert whole.attention(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
-    for options in ({"project": "q"}, {"project": "v"}, {"project": "o"}, {"residual": True, "project": ""}):
-        assert not GridAttention(32, "kronecker_qkv", **options).is_bare()
-    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).is_bare()
+    for project in "qvo":
+        assert not GridAttention(32, "kronecker_qkv", project=project).call_for(grid).is_bare
+    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).call_for(grid).is_bare
 
 
 @pytest.mark.parametrize(("channels", "side", "numbers"), [(64, 64, 64 * 128 + 128**2), (16, 16, 16 * 32)])

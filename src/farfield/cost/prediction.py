@@ -23,6 +23,7 @@ from farfield.cost.formulas import (
     once,
 )
 from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn.projections import is_biased
 from farfield.ops.table import OPERATORS, Operator
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)
@@ -177,7 +178,8 @@ def sizes_of(attention: GridAttention, sides: tuple[int, ...]) -> Sizes:
     maps = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.output}
     project = "".join(letter for letter, linear in maps.items() if linear is not None)
     inner, width = attention.inner_channels, attention.value_channels
-    biased = attention.work(1, 1).biased
+    norm = attention.coefficient_norm
+    biased = is_biased(attention.output) or (norm is not None and norm.bias is not None)
     return Sizes(sides, attention.channels, inner, width, attention.heads, project, biased)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, shape_error
 from farfield.nn.attention import GridAttention
 from farfield.nn.refusals import check_input
-from farfield.ops.grid import accumulation
+from farfield.ops.engine import Call, project_queries
+from farfield.ops.grid import Gathered, accumulation
+from farfield.ops.projection import Projection
 from farfield.ops.summary import Summary
 
 
@@ -70,15 +73,33 @@ def read_cell(caller: str, cell: Sequence[int], grid: Tensor) -> tuple[int, ...]
     return cell
 
 
-def read_query(attention: GridAttention, cells: Tensor, real: Tensor, summary: Summary) -> tuple[Tensor, Summary]:
-    """Queries of gathered asking cells with the scale of products, and their norm as it stands after training."""
-    query = attention.read_asking(cells, real) * attention.scale
-    norm = attention.coefficient_norm
-    if norm is None or not norm.of_products:
+def read_call(attention: GridAttention, grid: Tensor) -> Call:
+    """The operator with the projections of queries and keys as constants, and no norm but that of products."""
+    call, norm = attention.call_for(grid), attention.coefficient_norm
+    query, key = (Projection(*(None if part is None else part.detach() for part in each)) for each in call[3:5])
+    of_products = norm if norm is not None and norm.of_products else None
+    key = query if call.key is call.query else key
+    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)
+
+
+def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor, Summary]:
+    """Queries of gathered positions with the scale of products, and their norm."""
+    query = project_queries(call, gathered) * call.scale
+    if call.norm is None:
         return query, summary
-    training = norm.training
-    try:
-        query, summary, _ = norm.eval()(query, real, summary)
-    finally:
-        norm.train(training)
+    query, summary, _ = call.norm(query, gathered.real, summary, call.operator)
     return query, summary
+
+
+@contextmanager
+def with_running_statistics(attention: GridAttention) -> Iterator[None]:
+    """Read a norm of products as it stands after training."""
+    norm = attention.coefficient_norm
+    training = norm is not None and norm.training
+    try:
+        if norm is not None:
+            norm.eval()
+        yield
+    finally:
+        if norm is not None:
+            norm.train(training)

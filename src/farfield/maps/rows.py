@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.maps.reading import Grids, read_cell, read_grids, read_query
+from farfield.maps.reading import read_call, read_cell, read_grids, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.summary import Summary, full_precision, respond, summarize
+from farfield.ops.engine import attend
+from farfield.ops.summary import full_precision
 
 
 @torch.inference_mode(mode=False)
@@ -62,35 +63,20 @@ def attention_row(
         torch.Size([1, 2, 5, 7])
     """
     grids = read_grids("attention_row", attention, grid, context, mask, context_mask)
-    cell = read_cell("attention_row", cell, grid)
-    row, answering = attention.operator, grids.answering
+    index, asking, asked = read_cell("attention_row", cell, grid), grids.asking, grids.asking_mask
+    if attention.operator.asks.side_by_side:  # no other position has to ask
+        for axis, place in enumerate(index):
+            asking = asking.narrow(axis + 2, place, 1)
+            asked = asked if asked is None else asked.narrow(axis + 1, place, 1)
+        index = (0,) * len(index)
+    answering, masks = grids.answering, {"mask": grids.answering_mask, "query_mask": asked}
     # What is left of the graph is the way of the values: queries and keys are constants.
-    with torch.no_grad(), full_precision(answering):
-        cells, real = row.answers.gather(answering, grids.answering_mask)
-        key = attention.read_answering(cells, real)
-        value = answering.new_ones(len(answering), attention.heads, *answering.shape[2:])
+    with with_running_statistics(attention), full_precision(answering), torch.no_grad():
+        value = answering.new_ones(len(answering), attention.heads, *answering.shape[2:]).requires_grad_()
+        call = read_call(attention, answering)
         with torch.enable_grad():
-            value.requires_grad_()
-            values = row.answers.gather(value, grids.answering_mask).cells[:, :, None]
-            summary = summarize(row, key, values, real[:, None], grids.answering_mask is None)
-            response = respond_at(attention, grids, summary, cell)
+            response = attend(call, asking, answering, value, **masks)
+            for place in index:
+                response = response.select(2, place)
             (weights,) = torch.autograd.grad(response.sum(), value)
     return weights
-
-
-def respond_at(attention: GridAttention, grids: Grids, summary: Summary, cell: tuple[int, ...]) -> Tensor:
-    """The response `(b, h)` of one cell to a summary of one value channel a head."""
-    row, grid, mask = attention.operator, grids.asking, grids.asking_mask
-    if row.asks.side_by_side:  # no other cell has to ask
-        for axis, index in enumerate(cell):
-            grid = grid.narrow(axis + 2, index, 1)
-            mask = mask if mask is None else mask.narrow(axis + 1, index, 1)
-        cell = (0,) * len(cell)
-    asking, asked = row.asks.gather(grid, mask)
-    query, summary = read_query(attention, asking, asked, summary)
-    response = respond(row, query, summary)[:, :, 0]  # (b, h, m)
-    response = row.asks.normalized(response, asked, grid.dim() - 2)
-    answers = row.asks.scatter(response, grid.shape[2:], None)
-    for index in cell:
-        answers = answers.select(2, index)
-    return answers

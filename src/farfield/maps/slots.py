@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.maps.reading import Grids, read_cell, read_grids, read_query
+from farfield.maps.reading import Grids, read_call, read_cell, read_grids, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
+from farfield.ops.engine import project_keys
+from farfield.ops.grid import Gathered
 from farfield.ops.summary import Summary, full_precision, summarize
 
 
@@ -61,8 +63,8 @@ def basis_masks(
             f"basis_masks: {attention.operator_name} has no basis, each {slots} is a slot of its own; fix: {fix}"
         )
     with torch.no_grad(), full_precision(grids.answering):
-        cells, real = row.answers.gather(grids.answering, grids.answering_mask)
-        key = attention.read_answering(cells, real)
+        gathered = row.answers.gather(grids.answering, grids.answering_mask)
+        key, real = project_keys(read_call(attention, grids.answering), gathered), gathered.real
         basis, peak = row.basis(key, real[:, None])  # (b, h, r, n)
         weights = (basis * real[:, None]).sum(-1, keepdim=True)
         summary = Summary(weights, weights, real[:, None].sum(-1, keepdim=True), None, peak)
@@ -70,8 +72,8 @@ def basis_masks(
         # Of a pooled cell the weight goes to its window, of a sum to its terms, of a masked cell nowhere.
         value = masks.new_ones(()).expand(len(grid), masks.shape[1] * masks.shape[2], *grid.shape[2:])
         with torch.enable_grad():
-            gathered = row.answers.gather(value.requires_grad_(), grids.answering_mask).cells
-        (masks,) = torch.autograd.grad(gathered, value, masks.flatten(1, 2))
+            cells = row.answers.gather(value.requires_grad_(), grids.answering_mask).cells
+        (masks,) = torch.autograd.grad(cells, value, masks.flatten(1, 2))
     return masks.unflatten(1, basis.shape[1:3])
 
 
@@ -146,8 +148,8 @@ def axis_maps(
 def axis_weights(attention: GridAttention, grids: Grids, cell: tuple[int, ...] | None) -> Tensor:
     """See `axis_maps`."""
     row, sides = attention.operator, grids.asking.shape[2:]
-    sums, counts = row.answers.gather(grids.answering, grids.answering_mask)
-    key, ones = attention.read_answering(sums, counts), counts[:, None]
+    call, sums = read_call(attention, grids.answering), row.answers.gather(grids.answering, grids.answering_mask)
+    key, ones = project_keys(call, sums), sums.real[:, None]
     asking, asked = row.asks.gather(grids.asking, grids.asking_mask)
     if cell is not None:
         # An index on each axis, where the axes stand side by side; or one of all cells, in their order.
@@ -156,6 +158,7 @@ def axis_weights(attention: GridAttention, grids: Grids, cell: tuple[int, ...] |
             places = [sum(index * math.prod(sides[axis + 1 :]) for axis, index in enumerate(cell))]
         asking, asked = asking[..., places], asked[..., places]
     summary = summarize(row, key, ones, ones, grids.answering_mask is None)
-    query, summary = read_query(attention, asking, asked, summary)
+    with with_running_statistics(attention):
+        query, summary = read_query(call, Gathered(asking, asked), summary)
     shares = row.coefficients(query, summary) * summary.weights / row.per(query, summary)  # (b, h, Σ n, a)
     return shares.mT

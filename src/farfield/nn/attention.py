@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
-from farfield.nn.projections import affine, draw, is_biased, reading
+from farfield.nn.projections import draw, projection
 from farfield.nn.refusals import check_input, check_options, check_version
-from farfield.ops._kernels import whole as kernels
-from farfield.ops.grid import Gathered, Place, hide, in_layout_of, laid_out_for
-from farfield.ops.order import Work, cheaper_order
-from farfield.ops.reading import Reading, read, rows_of
-from farfield.ops.recompute import read_and_summarize, respond_from
-from farfield.ops.summary import Summary, autocasts, respond, split_heads, summarize
+from farfield.ops.engine import Call, attend, respond_grid, summarize_grid
+from farfield.ops.grid import Gathered, hide
+from farfield.ops.summary import Summary, autocasts
 from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 
@@ -146,9 +143,10 @@ class GridAttention(nn.Module):
         """
         if context is None and context_mask is not None:
             raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
-        if context is None:
-            return self.attend_to_itself(grid, mask)
         check_input(self, grid, mask)
+        if context is None:
+            response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
+            return hide(grid, mask) + response if self.residual else response
         check_input(self, context, context_mask, name="context", mask_name="context_mask")
         if not autocasts(grid):
             check_same_kind("GridAttention", grid=grid, context=context)
@@ -178,9 +176,7 @@ class GridAttention(nn.Module):
             A summary; those of tiles merge, in any order, to that of the whole.
         """
         place = check_input(self, grid, mask, origin, sides)
-        answering = self.operator.answers.gather(grid, mask, place)
-        _, key = self.readings(grid)
-        return self.hear(self.operator, answering, key, None, mask is None and place is None)[1]
+        return summarize_grid(self.call_for(grid), grid, mask=mask, place=place)
 
     def gather_asked(
         self,
@@ -243,158 +239,16 @@ class GridAttention(nn.Module):
             )
         if tiled and self.training and self.coefficient_norm is not None:
             raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")
-        grid = hide(grid, mask)
-        asking = Gathered(*(self.operator.asks.gather(grid, mask) if asked is None else asked))
-        reading, _ = self.readings(grid)
-        query = self.read_queries(asking, reading)
-        return self.answer(self.operator, grid, asking, reading, query, summary, place)
+        sums = None if asked is None else Gathered(*asked)
+        response = respond_grid(self.call_for(grid), grid, summary, mask=mask, place=place, query_sums=sums)
+        return hide(grid, mask) + response if self.residual else response
 
-    def attend_to_itself(self, grid: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend within a grid, which is gathered once and read once for keys, queries and values."""
-        check_input(self, grid, mask)
-        if mask is None and self.is_bare():
-            whole = kernels.attention(self.operator, grid, self.readings(grid)[0].matrix, self.heads, self.scale)
-            if whole is not None:
-                return whole
-        cells = math.prod(grid.shape[2:])
-        row = cheaper_order(self.operator, self.work(cells, cells))
-        answering = row.answers.gather(grid, mask)
-        asking = answering if row.asks.gather == row.answers.gather else row.asks.gather(hide(grid, mask), mask)
-        reading, key = self.readings(grid)
-        also = asking is answering and (key.matrix is None) == (reading.matrix is None)
-        query, summary = self.hear(row, answering, key, reading if also else None, mask is None)
-        if query is None:
-            query = self.read_queries(asking, reading)
-        # What was hidden is 0 in the gathered cells already; a residual adds the grid, hidden too.
-        grid = hide(grid, mask) if self.residual else grid
-        return self.answer(row, grid, asking, reading, query, summary, None)
-
-    def is_bare(self) -> bool:
-        """Whether the responses are the operator's, with nothing before and nothing after it."""
-        parts = (self.query, self.key, self.value, self.output, self.coefficient_norm)
-        return not self.residual and all(part is None for part in parts)
-
-    def work(self, asks: int, answers: int) -> Work:
-        """What is multiplied for one sample."""
-        channels, out = self.channels * (self.value is not None), self.channels * (self.output is not None)
-        norm = self.coefficient_norm
-        biased = is_biased(self.output) or (norm is not None and norm.bias is not None)
-        return Work(asks, answers, self.inner_channels, self.value_channels, self.heads, channels, out, biased)
-
-    def hear(
-        self, row: Operator, answering: Gathered, key: Reading, query: Reading | None, complete: bool
-    ) -> tuple[Tensor | None, Summary]:
-        """Summarize gathered cells and map the slots' values; where the same cells ask, read their queries too."""
-        cells, real = answering
-        shared = self.value is not None  # every head hears every channel where the values are mapped later
-        if row.basis is None or not row.answers.side_by_side:
-            value = cells[:, None] if shared else split_heads(cells, self.heads)
-            asked, summary = None, summarize(row, self.read_keys(answering, key), value, real[:, None], complete)
-        else:
-            options = {"shared": shared, "complete": complete}
-            asked, summary = read_and_summarize(row, self.heads, cells, real[:, None], key, query, **options)
-        if self.value is None:
-            return asked, summary
-        matrix, bias = affine(self.value, cells)
-        return asked, summary.map_values(*(part.unflatten(0, (self.heads, -1)) for part in (matrix, bias)))
-
-    def answer(
-        self,
-        row: Operator,
-        grid: Tensor,
-        asking: Gathered,
-        reading: Reading,
-        query: Tensor,
-        summary: Summary,
-        place: Place | None,
-    ) -> Tensor:
-        """Respond to a summary, norm, map and scatter."""
-        shift, norm = None, self.coefficient_norm
-        if norm is not None:
-            asked = query * self.scale if norm.of_products else query
-            query, summary, shift = norm(asked, asking.real, summary, row)
-        rank = grid.dim() - 2
-        # Normalized, the axes' responses count what they have in common once: of a bias each has all.
-        axes = 1 if row.asks.side_by_side or row.asks.normalize is not None else rank
-        response = self.project_responses(row, (asking.cells, reading), query, summary, shift, axes)
-        response = row.asks.normalized(response, asking.real, rank)
-        response = laid_out_for(grid, response.to(grid.dtype))
-        response = in_layout_of(grid, row.asks.scatter(response, grid.shape[2:], place))
-        return grid + response if self.residual else response
-
-    def readings(self, like: Tensor) -> tuple[Reading, Reading]:
-        """How cells are read as queries and as keys; one object where both are the same."""
+    def call_for(self, grid: Tensor) -> Call:
+        """The operator with this module's projections, as matrices that act on a summary."""
         vector: Tensor | None = self.weight
         if vector is None and self.operator.score is not None:
-            vector = like.new_ones(self.inner_channels)
-        query = reading(self.query, vector, self.heads, like)
-        return query, query if self.key is self.query else reading(self.key, vector, self.heads, like)
-
-    def read_keys(self, answering: Gathered, reading: Reading) -> Tensor:
-        """Keys, or their scores, of gathered answering cells; sums stay sums."""
-        if not self.operator.reads_keys:
-            return answering.real[:, None].expand(-1, self.heads, -1, -1)
-        if self.operator.answers.side_by_side or reading.bias is None:
-            return read(reading, answering.cells, self.heads)
-        rows = rows_of(answering.cells, reading.matrix, None) + reading.bias[:, None] * answering.real
-        return split_heads(rows, self.heads)
-
-    def read_queries(self, asking: Gathered, reading: Reading) -> Tensor:
-        """Queries, or their scores, of gathered asking cells; sums ask as means, an index without a real cell as 0."""
-        if self.operator.asks.side_by_side:
-            return read(reading, asking.cells, self.heads)
-        rows = rows_of(asking.cells / asking.real.clamp_min(1), reading.matrix, None)
-        rows = rows if reading.bias is None else rows + reading.bias[:, None] * (asking.real > 0)
-        return split_heads(rows, self.heads)
-
-    def read_answering(self, cells: Tensor, real: Tensor) -> Tensor:
-        """Keys `(b, h, d, n)` of gathered cells, or their scores."""
-        return self.read_keys(Gathered(cells, real), self.readings(cells)[1])
-
-    def read_asking(self, cells: Tensor, real: Tensor) -> Tensor:
-        """Queries `(b, h, d, m)` of gathered cells, or their scores."""
-        return self.read_queries(Gathered(cells, real), self.readings(cells)[0])
-
-    def project_responses(
-        self,
-        row: Operator,
-        asking: tuple[Tensor, Reading],
-        query: Tensor,
-        summary: Summary,
-        shift: Tensor | None,
-        axes: int,
-    ) -> Tensor:
-        """Responses `(b, p, m)` after the output map, which acts on the slots where that is cheaper.
-
-        `asking`: the cells that ask, and how they were read.
-        `axes`: how many responses are added up in each cell; a bias is added once.
-        """
-        if self.output is None:
-            return self.combine_slots(row, asking, query, summary, None, shift, axes)
-        matrix, bias = affine(self.output, query)
-        bias = bias if shift is None else bias + matrix @ shift.to(matrix.dtype)
-        slots = summary.values.shape[2]
-        if self.work(asking[0].shape[2], slots).folds_output(slots, basis=row.basis is not None):
-            split = matrix.unflatten(1, (self.heads, -1)).transpose(0, 1)  # (h, p, c)
-            biased = shift is not None or is_biased(self.output)
-            return self.combine_slots(row, asking, query, summary, split, bias if biased else None, axes)
-        return matrix @ self.combine_slots(row, asking, query, summary, None, None, axes) + bias[:, None] / axes
-
-    def combine_slots(
-        self,
-        row: Operator,
-        asking: tuple[Tensor, Reading],
-        query: Tensor,
-        summary: Summary,
-        matrix: Tensor | None,
-        bias: Tensor | None,
-        axes: int,
-    ) -> Tensor:
-        """Responses `(b, p, m)` of heads side by side, or mapped and added up, plus a bias."""
-        if row.basis is not None and row.asks.side_by_side:
-            return respond_from(row, *asking, query, summary, matrix, bias).flatten(1, 2)
-        if matrix is not None:
-            summary = summary.map_values(matrix, matrix.new_zeros(matrix.shape[:2]))
-        response = respond(row, query, summary, self.scale if self.coefficient_norm is None else 1.0)
-        response = response.flatten(1, 2) if matrix is None else response.sum(1)
-        return response if bias is None else response + bias[:, None].to(response.dtype) / axes
+            vector = grid.new_ones(self.inner_channels)
+        query = projection(self.query, grid, vector, self.heads)
+        key = query if self.key is self.query else projection(self.key, grid, vector, self.heads)
+        value, output = projection(self.value, grid), projection(self.output, grid)
+        return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

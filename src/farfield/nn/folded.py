@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
 from farfield.nn.convolved import Convolved, convolve, hooked
-from farfield.ops.grid import in_channels_last
-from farfield.ops.summary import full_precision, respond
+from farfield.ops.engine import respond_grid, summarize_grid
+from farfield.ops.projection import Projection
 
 if TYPE_CHECKING:
     from farfield.nn.blocks import AttentionBlock, BaseBlock
@@ -68,42 +67,14 @@ def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
 
 def with_response(block: AttentionBlock, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
     """The block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
-    project, row = block.project, attention.operator
+    project = block.project
     near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
-    matrix, bias = far_weight.flatten(1), project.convolution.bias
-    summary = attention.summarize(grid)
-    cells, real = row.asks.gather(grid)
-    query, norm = attention.read_asking(cells, real), attention.coefficient_norm
-    if norm is not None:
-        query, summary, shift = norm(query * attention.scale if norm.of_products else query, real, summary)
-        if shift is not None:
-            shift = matrix @ shift.to(matrix.dtype)
-            bias = shift if bias is None else bias + shift
-    out = convolve(near, near_weight, bias)
-    if block.skip:
-        out.add_(convolve(grid, far_weight))
-    if row.asks.side_by_side:
-        split = matrix.unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (h, d, c)
-        slots = summary.map_values(split, split.new_zeros(split.shape[:2])).values / row.per(query, summary)
-        out = add_product(out, slots.flatten(1, 2), row.coefficients(query, summary).flatten(1, 2))
-    else:
-        responses = respond(row, query, summary, attention.scale if norm is None else 1.0).flatten(1, 2)
-        responses = row.asks.normalized(responses, real, grid.dim() - 2)
-        with full_precision(out):
-            add_axes_to(out, matrix.to(responses.dtype) @ responses)
-    return project.after(out)
 
+    def convolve_near(bias: Tensor | None) -> Tensor:
+        out = convolve(near, near_weight, bias)
+        return out.add_(convolve(grid, far_weight)) if block.skip else out
 
-def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
-    """A grid `(b, d, *n)` plus slots `(b, r, d)` combined by coefficients `(b, r, n)`, in the grid's memory format."""
-    cells, slots, coefficients = out.flatten(2), slots.to(out.dtype), coefficients.to(out.dtype)
-    if in_channels_last(out):
-        return torch.baddbmm(cells.mT, coefficients.mT, slots).mT.unflatten(2, out.shape[2:])
-    return torch.baddbmm(cells, slots.mT, coefficients).unflatten(2, out.shape[2:])
-
-
-def add_axes_to(out: Tensor, vectors: Tensor) -> None:
-    """Add one vector an axis, `(b, d, Σ sides)`, to all cells of a grid in place (KAN 18)."""
-    sides = out.shape[2:]
-    for axis, vector in enumerate(vectors.split(list(sides), -1)):
-        out.add_(vector.unflatten(-1, [side if other == axis else 1 for other, side in enumerate(sides)]))
+    last = Projection(far_weight.flatten(1), project.convolution.bias)
+    call = attention.call_for(grid)._replace(output=last)
+    summary = summarize_grid(call, grid)
+    return project.after(respond_grid(call, grid, summary, target=convolve_near))

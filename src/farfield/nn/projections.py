@@ -7,20 +7,22 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from farfield.ops.engine import IDENTITY
 from farfield.ops.grid import accumulation
-from farfield.ops.reading import Reading, by_head
+from farfield.ops.projection import Projection, score_matrix
 
 
-def reading(module: nn.Module | None, vector: Tensor | None, heads: int, like: Tensor) -> Reading:
-    """How cells are read as keys or queries: by a module's map, then by a vector's scores, as far as there are any."""
-    vector = None if vector is None else by_head(vector.to(like.dtype), heads)
+def projection(module: nn.Module | None, like: Tensor, vector: Tensor | None = None, heads: int = 1) -> Projection:
+    """What a module does to channels, and after it a vector's scores, one a head; as far as there are any."""
+    scores = None if vector is None else score_matrix(vector.to(like.dtype), heads)
     if module is None:
-        return Reading(vector)
+        return IDENTITY if scores is None else Projection(scores)
     matrix, bias = affine(module, like)
-    if vector is None:
-        return Reading(matrix, bias if is_biased(module) else None)
+    known = bias if is_biased(module) else None
+    if scores is None:
+        return Projection(matrix, known)
     # wᵀ(Wx + b) = (wᵀW)x + wᵀb: one row a head
-    return Reading(vector @ matrix, vector @ bias if is_biased(module) else None)
+    return Projection(scores @ matrix, None if known is None else scores @ known)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops._kernels import sums as kernels
+from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import keeps_all
 from farfield.ops.order import is_a_slot
-from farfield.ops.reading import Reading, read, rows_of, stacked, unstacked
-from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, split_heads, sum_over_cells, summarize
+from farfield.ops.projection import Projection, project, split_heads, stacked, unstacked
+from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, sum_over_cells, summarize
 from farfield.ops.table import Operator
 
 
@@ -61,7 +62,7 @@ def read_and_sum(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | No
 
     `readings`: matrix and bias of the keys, then those of the queries, where these are others.
     """
-    return rows_and_sums(plan, cells, real, *stacked(Reading(*readings[:2]), Reading(*readings[2:])))[1]
+    return rows_and_sums(plan, cells, real, *stacked(Projection(*readings[:2]), Projection(*readings[2:])))[1]
 
 
 def rows_and_sums(
@@ -71,7 +72,7 @@ def rows_and_sums(
     if matrix is not None and kernels.sums_run(plan, cells, matrix, bias):
         rows, values, weights = kernels.read_and_sum(plan, cells, real, matrix, bias)
         return rows, (asked_of(plan, rows), values, weights, real.sum(-1, keepdim=True), None)
-    rows = rows_of(cells, matrix, bias)
+    rows = project(cells, Projection(matrix, bias))
     return rows, summed(plan, cells, real, rows)
 
 
@@ -103,6 +104,14 @@ def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     return response.unflatten(0, batch)
 
 
+def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
+    """A grid `(b, d, *n)` plus slots `(b, r, d)` combined by coefficients `(b, r, n)`, in the grid's memory format."""
+    cells, slots, coefficients = out.flatten(2), slots.to(out.dtype), coefficients.to(out.dtype)
+    if in_channels_last(out):
+        return torch.baddbmm(cells.mT, coefficients.mT, slots).mT.unflatten(2, out.shape[2:])
+    return torch.baddbmm(cells, slots.mT, coefficients).unflatten(2, out.shape[2:])
+
+
 def arranged(coefficients: Tensor, slots: Tensor) -> Tensor:
     """Coefficients `(b, g, s, m)`: side by side those of heads that add up; 1 of a last slot that all take once."""
     return with_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
@@ -124,8 +133,8 @@ def read_and_summarize(
     heads: int,
     cells: Tensor,
     real: Tensor,
-    key: Reading,
-    query: Reading | None,
+    key: Projection,
+    query: Projection | None,
     *,
     shared: bool,
     complete: bool,
@@ -154,7 +163,7 @@ def read_and_summarize(
     )
     plan = Plan(row, heads, keys, queries, key is query, shared, complete)
     asking = None if answering is query else query  # what is the same is read once
-    maps = (*(answering or Reading()), *(asking or Reading()))
+    maps = (*(answering or Projection()), *(asking or Projection()))
     run = read_and_sum if keeps_all(cells, *maps) else _ReadAndSum.apply
     asked, values, weights, count, peak = run(plan, cells, real, *maps)
     return asked, Summary(values, weights, count, None, peak, False, complete)
@@ -163,7 +172,7 @@ def read_and_summarize(
 def respond_from(
     row: Operator,
     cells: Tensor,
-    reading: Reading,
+    reading: Projection,
     query: Tensor,
     summary: Summary,
     matrix: Tensor | None = None,
@@ -198,7 +207,7 @@ def slots_of(row: Operator, query: Tensor, summary: Summary, matrix: Tensor | No
     A bias is one more slot than there are coefficients, one that all cells take once.
     """
     if matrix is not None:
-        summary = summary.map_values(matrix, matrix.new_zeros(matrix.shape[:2]))
+        summary = summary.map_values(matrix)
     slots = (summary.values / row.per(query, summary)).to(query.dtype)
     if matrix is not None:
         slots = slots.flatten(1, 2)[:, None]
@@ -213,7 +222,7 @@ class _ReadAndSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> Any:
-        matrix, bias = stacked(Reading(*readings[:2]), Reading(*readings[2:]))
+        matrix, bias = stacked(Projection(*readings[:2]), Projection(*readings[2:]))
         rows, found = rows_and_sums(plan, cells, real, matrix, bias)
         ctx.plan, ctx.precision = plan, precision(cells)
         kept = rows if matrix is not None and few(rows.shape[1], cells) else None
@@ -224,12 +233,12 @@ class _ReadAndSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, asked: Tensor | None, values: Tensor, weights: Tensor, *_: Any) -> Any:
         cells, real, *readings, peak, kept = ctx.saved_tensors
-        plan, reading, other = cast(Plan, ctx.plan), Reading(*readings[:2]), Reading(*readings[2:])
+        plan, reading, other = cast(Plan, ctx.plan), Projection(*readings[:2]), Projection(*readings[2:])
         key = real.expand(-1, plan.heads, -1, -1)
         if plan.keys:
             if kept is None or torch.is_grad_enabled():  # what was kept has no past to differentiate in turn
                 with ctx.precision():
-                    rows = rows_of(cells, *reading)
+                    rows = project(cells, reading)
             else:
                 rows = kept[:, : plan.keys]
             key = leaf(split_heads(rows, plan.heads).to(values.dtype))
@@ -247,7 +256,7 @@ class _ReadAndSum(torch.autograd.Function):
             wanted = ctx.needs_input_grad[1]
             grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted else None
             found = gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
-        return None, grad_cells, None, *unstacked(Reading(*found), reading, other)
+        return None, grad_cells, None, *unstacked(Projection(*found), reading, other)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -340,7 +349,7 @@ class _Respond(torch.autograd.Function):
         cells, matrix, bias, query, *parts = ctx.saved_tensors
         if query is None:
             with ctx.precision():
-                query = read(Reading(matrix, bias), cells, ctx.heads).to(ctx.dtype)
+                query = split_heads(project(cells, Projection(matrix, bias)), ctx.heads).to(ctx.dtype)
         query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
         with torch.enable_grad():
             coefficients, slots = factors(ctx.row, query, *rest)

@@ -89,12 +89,12 @@ class Summary(NamedTuple):
         factor = torch.exp(cast(Tensor, self.peak) - peak)
         return self._replace(values=self.values * factor, weights=self.weights * factor, peak=peak)
 
-    def map_values(self, matrix: Tensor, bias: Tensor) -> Summary:
+    def map_values(self, matrix: Tensor, bias: Tensor | None = None) -> Summary:
         """Apply a linear map of the values to the slots: reduce first, project second, exactly.
 
         Args:
             matrix: `(h, p, c)`, one map a head.
-            bias: `(h, p)`; a slot's bias is multiplied by its weight.
+            bias: `(h, p)`; a slot's bias is multiplied by its weight. None adds nothing.
 
         Returns:
             The summary of the mapped values, `(b, h, r, p)`.
@@ -112,7 +112,7 @@ class Summary(NamedTuple):
         dtype = self.values.dtype
         with full_precision(self.values):
             mapped = by_heads(self.values, matrix.to(dtype))
-            return self._replace(values=mapped + self.weights * bias[:, None].to(dtype))
+            return self._replace(values=mapped if bias is None else mapped + self.weights * bias[:, None].to(dtype))
 
 
 def by_heads(values: Tensor, matrix: Tensor) -> Tensor:
@@ -269,8 +269,3 @@ def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, 
     real = (summary.weights > 0).mT  # (b, 1, 1, r)
     some = real.any(-1, keepdim=True)  # a sample with no real cell answers 0
     return torch.where(some, fused_attention(q, k, v, real | ~some, scale), 0).mT
-
-
-def split_heads(cells: Tensor, heads: int) -> Tensor:
-    """`(b, c, n)` to `(b, h, c/h, n)`, by view."""
-    return cells[:, None] if heads == 1 else cells.unflatten(1, (heads, -1))

@@ -16,10 +16,10 @@ from farfield.ops._kernels import library
 from farfield.ops._kernels.sums import few
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes
 from farfield.ops.modes import keeps_all
-from farfield.ops.reading import Reading
+from farfield.ops.projection import Projection, split_heads
 from farfield.ops.recompute import few as scalars
 from farfield.ops.recompute import gradients, read_and_summarize, respond_from
-from farfield.ops.summary import SMALL, autocasts, split_heads
+from farfield.ops.summary import SMALL, autocasts
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
 Call = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
@@ -109,7 +109,7 @@ class _Scores(torch.autograd.Function):
 
 def equation(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
     """What `of_scores` computes, by parts that are differentiable twice."""
-    reading, (cells, real) = Reading(matrix), row.answers.gather(grid)
+    reading, (cells, real) = Projection(matrix), row.answers.gather(grid)
     options = {"shared": False, "complete": True}
     query, summary = read_and_summarize(row, len(matrix), cells, real[:, None], reading, reading, **options)
     response = respond_from(row, cells, reading, cast(Tensor, query), summary)
