@@ -108,12 +108,7 @@ def walks() -> dict[str, Callable[[], Any]]:
         learning(image).square().mean().backward()
 
     def put() -> None:
-        insert(
-            resnet18(),
-            "layer3",
-            lambda channels: GridAttention(channels, "averaged"),
-            example=torch.zeros(1, 3, 64, 64),
-        )
+        insert(resnet18(), "layer3", lambda channels: GridAttention(channels, "averaged"), example=photo)
 
     return {
         **{f"GridAttention.forward, {name}": lambda each=each: forward(each) for name, each in plain.items()},

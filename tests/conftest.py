@@ -15,15 +15,16 @@ os.environ["FARFIELD_KERNELS"] = os.environ.get("FARFIELD_TEST_KERNELS", "0")
 # The loops of reference.py and its neighbours are imported by name from any folder of tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
-if os.environ.get("FARFIELD_TEST_SHAPES") == "1":  # before anything imports the library
-    import shapes
-
-    shapes.install()
-
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+CHECKS_SHAPES = os.environ.get("FARFIELD_TEST_SHAPES") == "1"
+if CHECKS_SHAPES:  # before anything imports the library
+    import shapes
+
+    shapes.install()
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -59,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave `slow` tests out unless `-m` asks for something; skip `data` and `cpu` tests where they cannot run."""
+    """Leave `slow` tests out unless `-m` asks for something; skip tests where they cannot run, and say why."""
     without_data = pytest.mark.skip(reason=f"no data packs at {DATA.relative_to(DATA.parents[2])}")
     slow, kept = [], []
     for item in items:
@@ -68,6 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on_cpu = item.get_closest_marker("cpu")
         if on_cpu and torch.get_default_device().type != "cpu":
             item.add_marker(pytest.mark.skip(reason=f"on the CPU alone: {on_cpu.args[0]}"))
+        unchecked = item.get_closest_marker("unchecked")
+        if unchecked and CHECKS_SHAPES:
+            item.add_marker(pytest.mark.skip(reason=f"without checks of shapes alone: {unchecked.args[0]}"))
         # A test that is named on the command line is meant to run.
         named = any("::" in str(argument) for argument in config.args)
         leave_out = item.get_closest_marker("slow") is not None and not config.option.markexpr and not named

@@ -1,7 +1,7 @@
 """Run the numerical tests as other processors would: `make test-everywhere`.
 
 Each switch makes a library choose the code that it has for another processor, or changes the number of threads, or runs
-the compiled kernels. A table at the end says how many tests each ran.
+the compiled kernels. One checks the shapes of annotations (shapes.py). A table at the end says how many tests each ran.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SWITCHES = {
     "ATEN_CPU_CAPABILITY=default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "ONEDNN_MAX_CPU_ISA=AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "two threads": {"OMP_NUM_THREADS": "2"},
+    "shapes": {"FARFIELD_TEST_SHAPES": "1"},
     "kernels": {"FARFIELD_TEST_KERNELS": "1"},
 }
 # What computes, and not what reads files, prints or draws.
@@ -30,7 +31,7 @@ TESTS += ["tests/test_theory.py", "tests/streaming/test_predict_whole.py", "test
 TESTS += ["tests/models/test_fuse.py", "tests/models/test_compact.py", "tests/models/test_bert.py"]
 # The short form, which `make ci` runs after the whole suite.
 SHORT = ["tests/ops/test_precision.py", "tests/test_fuzz.py"]
-SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads"]
+SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads", "shapes"]
 
 
 def main() -> None:

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, install_import_hook
+
+# An int is a float to whoever calls.
+CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Check a function whose annotations have shapes; of others the type checker has seen all there is to see."""
     hints = function.__annotations__
     takes_what_returned = hints.get("return") is not Any
-    return beartype(function) if takes_what_returned and any(map(has_shape, hints.values())) else function
+    return (
+        beartype(function, conf=CONFIGURATION)
+        if takes_what_returned and any(map(has_shape, hints.values()))
+        else function
+    )
 
 
 def has_shape(hint: Any) -> bool:

@@ -40,6 +40,7 @@ def _grids(*, masked: bool) -> list[tuple[Tensor, Tensor | None]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(ROWS))
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_compiles_once_for_five_sizes(row: str) -> None:
     attention = _build(row).eval()
     counter = CompileCounterWithBackend("aot_eager")
@@ -55,6 +56,7 @@ def test_compiles_once_for_five_sizes(row: str) -> None:
 # Backward graphs take ten seconds each.
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(ROWS, ["averaged"]))
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_compiles_once_in_training_with_masks(row: str) -> None:
     attention = _build(row)
     counter = CompileCounterWithBackend("aot_eager")

@@ -160,6 +160,7 @@ def test_siamese_local_reads_no_keys() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(["softmax", "factorized_gaussian"]))
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_it_compiles_without_a_break(row: str) -> None:
     module, tokens = layer(row).float(), torch.randn(3, 11, 16)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")

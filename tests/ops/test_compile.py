@@ -69,6 +69,7 @@ def _assert_compiles_once(form: Callable[..., Tensor], inputs: Iterable[tuple], 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(ROWS))
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
     grids = [torch.randn(batch, 4, *sides) for batch, sides in SIZES[2]]
     _assert_compiles_once(Row(row), [(grid, grid) for grid in grids], "aot_eager", 1e-6)
@@ -77,6 +78,7 @@ def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
 # Tracing a pooled backward graph takes five times as long as any other.
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(ROWS, ["kronecker_qkv"]))
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_masked_cross_attention_compiles_once_with_its_gradients(row: str) -> None:
     module = Row(row)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -352,6 +352,7 @@ def test_every_reason_is_told(on: None) -> None:
 
 
 @pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
+@pytest.mark.unchecked("a compiler does not look through the checks")
 def test_what_no_kernel_takes_is_answered_by_the_equation(on: None, row: str) -> None:
     attention, grid = GridAttention(32, row).eval(), torch.randn(2, 32, 5, 6)
     expected = off(attention, grid)

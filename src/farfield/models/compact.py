@@ -158,8 +158,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.reset_classifier(num_classes, global_pool)
         initialize(self)
 
-    def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return one logit a class."""
+    def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:
+        """Return one logit a class; without a classifier the pooled features, or the grid where nothing is pooled."""
         return self.forward_head(self.forward_features(image))
 
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:

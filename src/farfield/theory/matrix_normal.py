@@ -61,7 +61,7 @@ class MatrixNormal(Distribution):
 
     def __init__(
         self,
-        loc: Float[Tensor, "*batch h w"],
+        loc: Float[Tensor, "*#batch h w"],
         row_covariance: Float[Tensor, "*#batch h h"],
         column_covariance: Float[Tensor, "*#batch w w"],
         structure: str = "product",
