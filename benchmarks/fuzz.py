@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from farfield.cost.measuring import device_name
-from farfield.ops._kernels import library
+from farfield.ops.fast import kernels
 from fuzzing import Outcome, check, draw
 
 # Cases between two looks at the disk.
@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     state = run(arguments.first, arguments.cases, arguments.out)
-    print(f"torch {torch.__version__}, {device_name(torch.device('cpu'))}, kernels: {library.problem() or 'built'}")
+    print(f"torch {torch.__version__}, {device_name(torch.device('cpu'))}, kernels: {kernels.problem() or 'built'}")
     print(f"{state['done']} cases, {state['seconds'] / 60:.1f} minutes, {len(state['wrong'])} wrong")
     print(", ".join(f"{name} {count}" for name, count in sorted(state["counts"].items())))
     sys.exit(bool(state["wrong"]))

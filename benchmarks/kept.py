@@ -17,7 +17,7 @@ from contestants import attention_of, textbook
 
 from farfield.cost import saved_bytes
 from farfield.ops import OPERATORS
-from farfield.ops._kernels.library import SWITCH
+from farfield.ops.fast.kernels import SWITCH
 
 SHAPE = (2, 64, 56, 56)
 PROJECTS = ("", "v", "qkvo")

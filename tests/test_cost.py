@@ -15,7 +15,7 @@ from farfield import ShapeError, cost
 from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops import OPERATORS, Operator, pooled
-from farfield.ops.engine import project_queries
+from farfield.ops.call import project_queries
 from farfield.ops.table import cell, keys, queries
 from partly import partly
 

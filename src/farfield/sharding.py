@@ -23,7 +23,7 @@ from farfield._processes import all_gather, gather_facts, list_by_rank
 from farfield.nn import GridAttention
 from farfield.nn.refusals import check_input
 from farfield.ops.grid import Gathered, Place
-from farfield.ops.summary import Summary
+from farfield.ops.slots import Summary
 from farfield.ops.table import products
 
 __all__ = ["all_gather_summary", "place_of_part", "sharded_attention"]

@@ -19,9 +19,11 @@ from torch import Tensor
 from explicit import AXIS_ROWS, MEAN_ROWS
 from farfield import cost, ops
 from farfield.nn import GridAttention
-from farfield.ops import _kernels
-from farfield.ops._kernels import library, sums, whole
-from farfield.ops.grid import add_axes, along_axes
+from farfield.ops import fast
+from farfield.ops.call import Call
+from farfield.ops.fast import kernel_attention, kernel_sums, kernels
+from farfield.ops.fast.axes import outer_sum, sum_axes
+from farfield.ops.projection import Projection
 from farfield.ops.table import OPERATORS
 from seeding import seeded_generator
 
@@ -42,8 +44,8 @@ GRIDS = [
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, built once for all test processes; that of `make test-everywhere` where it is loaded already."""
-    if library.problem() is None:
-        return library.path()
+    if kernels.problem() is None:
+        return kernels.path()
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None or shutil.which("ninja") is None:
         pytest.skip(f"no {compiler} or no ninja to build kernels with")
@@ -51,8 +53,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        path = library.build()
-        library.problem()
+        path = kernels.build()
+        kernels.problem()
     assert path.is_file()
     return path
 
@@ -60,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def on(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run, on memory that holds NaN before it is written."""
-    monkeypatch.setenv(library.SWITCH, "1")
+    monkeypatch.setenv(kernels.SWITCH, "1")
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -71,7 +73,7 @@ def on(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def off(run: Any, *arguments: Any) -> Any:
     """The same by the equation."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(library.SWITCH, "0")
+        patch.setenv(kernels.SWITCH, "0")
         return run(*arguments)
 
 
@@ -84,18 +86,18 @@ def distance(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("shape", GRIDS)
 def test_axis_and_outer_sums(on: None, shape: tuple[int, ...]) -> None:
     grid = torch.randn(shape) + 0.3
-    assert library.runs(grid)
-    exact, found = along_axes(grid.double(), None), torch.ops.farfield.axis_sums(grid)
-    assert torch.equal(along_axes(grid, None), found)
+    assert kernels.runs(grid)
+    exact, found = sum_axes(grid.double()), torch.ops.farfield.axis_sums(grid)
+    assert torch.equal(sum_axes(grid), found)
     assert distance(found, exact) <= 2 * EPS
     scattered = torch.ops.farfield.outer_sum(found, shape[2:])
-    assert torch.equal(add_axes(found, shape[2:]), scattered)
-    assert torch.equal(off(add_axes, found, shape[2:]), scattered)
+    assert torch.equal(outer_sum(found, shape[2:]), scattered)
+    assert torch.equal(off(outer_sum, found, shape[2:]), scattered)
 
 
 def test_sums_over_a_million_cells(on: None) -> None:
     grid = torch.rand(1, 2, 1024, 1024)
-    assert distance(along_axes(grid, None), along_axes(grid.double(), None)) <= 2 * EPS
+    assert distance(sum_axes(grid), sum_axes(grid.double())) <= 2 * EPS
     cells, matrix = grid.flatten(2), torch.randn(1, 1, 2)
     _, found = torch.ops.farfield.read_and_sum(cells, matrix, None, torch.rand(1, 1, 2**20))
     assert distance(found[:, 0], cells.double().sum(-1)) <= 2 * EPS
@@ -116,6 +118,12 @@ def test_rows_and_their_sums(on: None, shape: tuple[int, ...], read: int, offset
         assert distance(found, weighing @ cells.double().mT) <= 4 * EPS
 
 
+def in_one_call(row: ops.Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
+    """The responses of a kernel for the whole, if there is one."""
+    scores = Projection(matrix)
+    return kernel_attention.attend(Call(row, heads, scale, scores, scores), grid)
+
+
 @pytest.mark.parametrize(
     ("row", "scale"),
     [*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
@@ -129,7 +137,7 @@ def test_attention_in_one_call(on: None, shape: tuple[int, ...], heads: int, row
     attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
     with torch.no_grad():
         matrix = attention.call_for(grid).query.matrix
-        found = whole.attention(OPERATORS[row], grid, matrix, heads, scale)
+        found = in_one_call(OPERATORS[row], grid, matrix, heads, scale)
         if row not in MEAN_ROWS and 8 * heads > shape[1]:  # too few channels beside their scores
             assert found is None
             return
@@ -157,23 +165,23 @@ def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
     grid, row = torch.randn(2, 32, 5, 6), OPERATORS[name]
     with torch.no_grad():
         made = [
-            each for each, row in OPERATORS.items() if whole.attention(row, grid, torch.ones(1, 32), 1, 1.0) is not None
+            each for each, row in OPERATORS.items() if in_one_call(row, grid, torch.ones(1, 32), 1, 1.0) is not None
         ]
         assert made == ["siamese", "siamese_local", "siamese_ones"]
-        assert whole.attention(row, grid, None, 2, 1.0) is not None
-        assert whole.attention(row, grid.flatten(2), None, 2, 1.0) is None
+        assert in_one_call(row, grid, None, 2, 1.0) is not None
+        assert in_one_call(row, grid.flatten(2), None, 2, 1.0) is None
         pooled = dataclasses.replace(row, answers=OPERATORS["softmax_pooled"].answers)
-        assert whole.attention(pooled, grid, None, 2, 1.0) is None
+        assert in_one_call(pooled, grid, None, 2, 1.0) is None
         with torch.autocast("cpu"):
-            assert whole.attention(row, grid, None, 2, 1.0) is None
+            assert in_one_call(row, grid, None, 2, 1.0) is None
     # In training a matrix is kept that is small beside its cells, and scores that are few beside their channels.
     for shape, few in (((2, 32, 5, 6), True), ((1, 16, 64, 65), False)):
         grid = torch.randn(shape, requires_grad=True)
         matrix = torch.ones(1, shape[1])
-        assert (whole.attention(row, grid, None, 1, 1.0) is not None) == few
-        assert (whole.attention(OPERATORS["siamese"], grid, matrix, 1, 1.0) is not None) == few
+        assert (in_one_call(row, grid, None, 1, 1.0) is not None) == few
+        assert (in_one_call(OPERATORS["siamese"], grid, matrix, 1, 1.0) is not None) == few
         # A grid that wants no gradient is given none, which would be one more grid written.
-        assert whole.attention(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
+        assert in_one_call(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
     for project in "qvo":
         assert not GridAttention(32, "kronecker_qkv", project=project).call_for(grid).is_bare
     assert not GridAttention(32, "siamese", project="", coefficient_norm=True).call_for(grid).is_bare
@@ -289,13 +297,13 @@ def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> N
 def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     for name in ("read_and_sum", "gradients_of_rows", "gradients_of_response"):
-        whole = getattr(sums, name)
+        whole = getattr(kernel_sums, name)
 
         def noted(*arguments: Any, whole: Any = whole, name: str = name) -> Any:
             seen.append(name)
             return whole(*arguments)
 
-        monkeypatch.setattr(sums, name, noted)
+        monkeypatch.setattr(kernel_sums, name, noted)
     grid = torch.randn(2, 32, 5, 6, requires_grad=True)
     GridAttention(32, "siamese")(grid).sum().backward()
     assert seen == ["read_and_sum", "gradients_of_rows"]  # the gradient of a sum is expanded, which no kernel takes
@@ -306,7 +314,7 @@ def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None
 def test_gradients_have_gradients(on: None) -> None:
     for row, name in product(("siamese", *MEAN_ROWS), ("1", "0")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(library.SWITCH, name)
+            patch.setenv(kernels.SWITCH, name)
             grid = torch.randn(2, 32, 4, 5, generator=seeded_generator(2)).requires_grad_()
             torch.manual_seed(3)
             attention = GridAttention(32, row)
@@ -325,8 +333,8 @@ class Tagged(Tensor):
 
 def reasons(*tensors: Tensor | None) -> list[str]:
     """Every reason, and that there is one wherever no kernel runs."""
-    found = list(library.why_not(*tensors))
-    assert library.runs(*tensors) == (not found)
+    found = list(kernels.why_not(*tensors))
+    assert kernels.runs(*tensors) == (not found)
     return found
 
 
@@ -369,14 +377,14 @@ def test_what_no_kernel_takes_is_answered_by_the_equation(on: None, row: str) ->
 # ---- building --------------------------------------------------------------------------------------------------------
 def test_nothing_is_built_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library.torch.ops, "farfield", object(), raising=False)
-    library.problem.cache_clear()
+    monkeypatch.setattr(kernels.torch.ops, "farfield", object(), raising=False)
+    kernels.problem.cache_clear()
     try:
-        assert library.problem() == "not built (farfield kernels --build)"
+        assert kernels.problem() == "not built (farfield kernels --build)"
     finally:
-        library.problem.cache_clear()
+        kernels.problem.cache_clear()
     assert list(tmp_path.iterdir()) == []
-    assert library.path().is_relative_to(tmp_path)
+    assert kernels.path().is_relative_to(tmp_path)
 
 
 def test_a_second_library_is_refused(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -385,7 +393,7 @@ def test_a_second_library_is_refused(on: None, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(
         RuntimeError, match=r"cannot have two; fix: build it in a process of its own, farfield kernels --build"
     ):
-        library.build()
+        kernels.build()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -393,12 +401,12 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="'no-such-compiler' was not found; fix: apt-get install"):
-        library.build()
+        kernels.build()
 
 
 def test_the_source_is_part_of_the_package() -> None:
-    assert library.SOURCE.parent == Path(_kernels.__file__).parent
-    assert "namespace" in library.SOURCE.read_text(encoding="utf-8")
+    assert kernels.SOURCE.parent == Path(fast.__file__).parent
+    assert "namespace" in kernels.SOURCE.read_text(encoding="utf-8")
 
 
 # ---- whose library it is ---------------------------------------------------------------------------------------------
@@ -406,7 +414,7 @@ def planted(cache: Path) -> Path:
     """A file at the predictable path, which is no library."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        target = library.path()
+        target = kernels.path()
     target.parent.mkdir(parents=True)
     target.write_text("no library")
     # What umask leaves is not what is tested.
@@ -417,13 +425,13 @@ def planted(cache: Path) -> Path:
 
 def test_a_file_of_ones_own_is_trusted_also_in_a_folder_like_tmp(tmp_path: Path) -> None:
     target = planted(tmp_path / "cache")
-    assert library.distrust(target) is None
+    assert kernels.distrust(target) is None
     (tmp_path / "cache").chmod(0o1777)
-    assert library.distrust(target) is None
+    assert kernels.distrust(target) is None
     (tmp_path / "link").symlink_to(tmp_path / "cache")
-    assert library.distrust(tmp_path / "link" / target.relative_to(tmp_path / "cache")) is None
+    assert kernels.distrust(tmp_path / "link" / target.relative_to(tmp_path / "cache")) is None
     # What is not there yet is made by its user.
-    assert library.distrust(tmp_path / "cache" / "none" / "none.so") is None
+    assert kernels.distrust(tmp_path / "cache" / "none" / "none.so") is None
 
 
 @pytest.mark.parametrize("above", range(5))
@@ -431,13 +439,13 @@ def test_a_library_that_others_could_have_written_is_not_trusted(tmp_path: Path,
     target = planted(tmp_path / "cache")
     part = (target, *target.parents)[above]
     part.chmod(0o777)
-    reason = library.distrust(target)
+    reason = kernels.distrust(target)
     assert reason == f"others can write to {part}; fix: chmod go-w {part}"
     # Neither is it through a link that lies where they cannot write.
     (tmp_path / "link.so").symlink_to(target)
-    assert library.distrust(tmp_path / "link.so") == reason
+    assert kernels.distrust(tmp_path / "link.so") == reason
     part.chmod(0o755)
-    assert library.distrust(target) is None
+    assert kernels.distrust(target) is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
@@ -447,10 +455,10 @@ def test_a_library_of_another_user_is_not_trusted(tmp_path: Path, above: int) ->
     (tmp_path / "cache").chmod(0o1777)
     part = (target, *target.parents)[above]
     os.chown(part, 12345, 12345)
-    assert library.distrust(target) == f"{part} belongs to another user; fix: remove it"
+    assert kernels.distrust(target) == f"{part} belongs to another user; fix: remove it"
     (tmp_path / "link.so").symlink_to(tmp_path / "none.so")
     os.lchown(tmp_path / "link.so", 12345, 12345)
-    assert library.distrust(tmp_path / "link.so") == f"{tmp_path / 'link.so'} belongs to another user; fix: remove it"
+    assert kernels.distrust(tmp_path / "link.so") == f"{tmp_path / 'link.so'} belongs to another user; fix: remove it"
 
 
 def test_such_a_library_is_warned_of_once_and_the_equations_run(tmp_path: Path) -> None:
@@ -463,7 +471,7 @@ def test_such_a_library_is_warned_of_once_and_the_equations_run(tmp_path: Path) 
         "for _ in range(2): assert ops.axis_means(torch.ones(1, 2, 3, 5)).isfinite().all()\n"
         "main(['kernels', '--json']); main(['kernels', '--build'])\n"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), library.SWITCH: "1"}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), kernels.SWITCH: "1"}
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )

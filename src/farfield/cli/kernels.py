@@ -26,15 +26,15 @@ def main(argv: Sequence[str]) -> None:
 
 def kernels_table(arguments: argparse.Namespace) -> Table:
     """Say whether the CPU kernels run, where their library is, and what they take; with --build compile them first."""
-    from farfield.ops._kernels import library
+    from farfield.ops.fast import kernels
 
     if arguments.build:
-        library.build()
+        kernels.build()
     rows: list[Row] = [
         {"what": "state", "value": state()},
-        {"what": "library", "value": str(library.path())},
+        {"what": "library", "value": str(kernels.path())},
         {"what": "take", "value": "contiguous float32 grids on a CPU, of rank 2 or more for Kronecker rows"},
-        {"what": "switch", "value": f"{library.SWITCH}=0 turns them off"},
+        {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
 
@@ -43,7 +43,7 @@ def state() -> str:
     """Whether kernels run on what they are made for, and every reason if not."""
     import torch
 
-    from farfield.ops._kernels import library
+    from farfield.ops.fast import kernels
 
-    reasons = list(library.why_not(torch.empty(0)))
+    reasons = list(kernels.why_not(torch.empty(0)))
     return "; ".join(reasons) if reasons else "built"

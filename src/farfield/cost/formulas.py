@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from farfield.ops.order import Work, cheaper_order
+from farfield.ops.fast.order import Work, cheaper_order
 from farfield.ops.table import OPERATORS, exponentials
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, shape_error
 from farfield.nn.attention import GridAttention
 from farfield.nn.refusals import check_input
-from farfield.ops.engine import Call, project_queries
+from farfield.ops.call import Call, project_queries
 from farfield.ops.grid import Gathered, accumulation
 from farfield.ops.projection import Projection
-from farfield.ops.summary import Summary
+from farfield.ops.slots import Summary
 
 
 class Grids(NamedTuple):

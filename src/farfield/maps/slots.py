@@ -11,9 +11,10 @@ from torch import Tensor
 
 from farfield.maps.reading import Grids, read_call, read_cell, read_grids, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.engine import project_keys
+from farfield.ops.call import project_keys
 from farfield.ops.grid import Gathered
-from farfield.ops.summary import Summary, full_precision, summarize
+from farfield.ops.slots import Summary, full_precision
+from farfield.ops.summary import summarize
 
 
 @torch.inference_mode(mode=False)

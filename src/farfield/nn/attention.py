@@ -14,9 +14,10 @@ from farfield._checks import check_same_kind, shape_error, unknown
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.projections import draw, projection
 from farfield.nn.refusals import check_input, check_options, check_version
-from farfield.ops.engine import Call, attend, respond_grid, summarize_grid
+from farfield.ops.call import Call
+from farfield.ops.engine import attend, gather_queries, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.summary import Summary, autocasts
+from farfield.ops.slots import Summary, autocasts
 from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 
@@ -198,7 +199,7 @@ class GridAttention(nn.Module):
             Sums and counts; those of tiles merge to those of the whole, for `respond(asked=…)`.
         """
         place = check_input(self, grid, mask, origin, sides)
-        return self.operator.asks.gather(grid, mask, place)
+        return gather_queries(self.call_for(grid), grid, mask=mask, place=place)
 
     def respond(
         self,

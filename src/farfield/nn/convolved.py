@@ -14,7 +14,7 @@ from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import RANKS, layers
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import keeps_all
-from farfield.ops.summary import autocasts
+from farfield.ops.slots import autocasts
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
 CONVOLUTIONS = {row.convolution for row in RANKS.values()}

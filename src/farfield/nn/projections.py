@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from farfield.ops.engine import IDENTITY
+from farfield.ops.call import IDENTITY
 from farfield.ops.grid import accumulation
 from farfield.ops.projection import Projection, score_matrix
 

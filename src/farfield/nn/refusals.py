@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farfield._checks import check_grid, check_heads, check_mask, check_place, projection_fix, shape_error
 from farfield.ops.grid import Place
-from farfield.ops.summary import autocasts
+from farfield.ops.slots import autocasts
 from farfield.ops.table import softmax_of_products
 
 if TYPE_CHECKING:

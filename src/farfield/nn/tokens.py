@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.grid import accumulation
-from farfield.ops.summary import Summary, respond, summarize
+from farfield.ops.slots import Summary
+from farfield.ops.summary import respond, summarize
 from farfield.ops.table import Operator, softmax_of_products
 
 

@@ -1,18 +1,9 @@
 """Pure functions on grids `(batch, channels, *sides)`: twelve global attention operators on one summary."""
 
+from farfield.ops.axes import axis_means, outer_sum
 from farfield.ops.dot import dot_attention
 from farfield.ops.factorized import averaged_attention, factorized_attention, factorized_gaussian_attention
-from farfield.ops.grid import (
-    ALL,
-    AXES,
-    NORMALIZED_AXES,
-    POOLED,
-    Cells,
-    Gathered,
-    axis_means,
-    outer_sum,
-    pooled,
-)
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Cells, Gathered, pooled
 from farfield.ops.kronecker import (
     kronecker_kv_attention,
     kronecker_qkv_attention,
@@ -25,8 +16,9 @@ from farfield.ops.siamese import (
     siamese_ones_attention,
     siamese_similarity,
 )
+from farfield.ops.slots import Summary
 from farfield.ops.softmax import softmax_attention, softmax_pooled_attention
-from farfield.ops.summary import Summary, respond, summarize
+from farfield.ops.summary import respond, summarize
 from farfield.ops.table import OPERATORS, Operator
 
 __all__ = [

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from farfield._checks import check_attention
 from farfield.ops import engine
+from farfield.ops.call import IDENTITY, Call
 from farfield.ops.projection import Projection, score_matrix
 from farfield.ops.table import Operator
 
@@ -25,9 +26,9 @@ def attend(
 ) -> Tensor:
     """Check the arguments of an operator's function and attend; scores are a projection to a channel a head (SAN 4)."""
     check_attention(caller, query, key, value, heads, mask, query_mask)
-    score = engine.IDENTITY
+    score = IDENTITY
     if row.score is not None:
         vector = query.new_ones(query.shape[1]) if weight is None else weight
         score = Projection(score_matrix(vector.to(query.dtype), heads))
-    call = engine.Call(row, heads, scale, score, score)
+    call = Call(row, heads, scale, score, score)
     return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)

@@ -10,16 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_grid, check_mask, shape_error
-from farfield.ops._kernels import library as kernels
-from farfield.ops.modes import keeps_all
+from farfield._checks import ShapeError
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, sides of the whole
 
@@ -138,58 +135,26 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """Gather, for each index of each axis, the sum over all other axes and the number of cells in it (KAN 14-15)."""
-    sums = along_axes(hide(grid, mask), place)
-    if mask is not None:
-        return Gathered(sums, along_axes(real_cells(grid, mask), place))
-    sides = tuple(grid.shape[2:])
-    cells = math.prod(sides)
-    counts = [sums.new_full((grid.shape[0], 1, side), cells // side) for side in sides]
-    return Gathered(sums, torch.cat(at_place(counts, place), -1))
+    return Gathered(along_axes(hide(grid, mask), place), real_counts(grid, mask, place))
 
 
-def along_axes(grid: Tensor, place: Place | None) -> Tensor:
+def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
     """`(b, c, Σ sides)`: sums over all axes but one, the axes in the grid's order."""
     axes = range(2, grid.dim())
     others = [[other for other in axes if other != axis] for axis in axes]
     dtype = accumulation(grid.dtype)
-    if place is None and not keeps_all(grid):
-        return _AxisSums.apply(grid)
-    if place is None and len(axes) > 1 and kernels.runs(grid):
-        return cast(Tensor, torch.ops.farfield.axis_sums(grid))
     sums = [grid.sum(rest, dtype=dtype) if rest else grid.to(dtype) for rest in others]
     return torch.cat(at_place(sums, place), -1)
 
 
-class _AxisSums(torch.autograd.Function):
-    """`along_axes`; its gradient is one outer sum, where autograd adds up a grid an axis."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Tensor) -> Tensor:
-        """Sum, and note the grid's sides and memory order."""
-        ctx.sides, ctx.dtype, ctx.channels_last = grid.shape[2:], grid.dtype, in_channels_last(grid)
-        return along_axes(grid, None)
-
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> Tensor:
-        """Every cell takes the gradients of its indices."""
-        upon = upon.to(ctx.dtype)
-        upon = upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous()
-        return add_axes(upon, ctx.sides) if torch.is_grad_enabled() else add_all_axes(upon, ctx.sides, training=True)
-
-
-class _OuterSum(torch.autograd.Function):
-    """`add_axes`; its gradient is the axis sums, read once where a kernel reads once."""
-
-    @staticmethod
-    def forward(ctx: Any, responses: Tensor, sides: tuple[int, ...]) -> Tensor:
-        """Add up, and note the dtype."""
-        ctx.dtype = responses.dtype
-        return add_all_axes(responses, sides, training=True)
-
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor, None]:
-        """Every index takes the gradients of its cells."""
-        return along_axes(upon, None).to(ctx.dtype), None
+def real_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Tensor:
+    """`(b, 1, Σ sides)`: how many valid positions each index of each axis has."""
+    if mask is not None:
+        return along_axes(real_cells(grid, mask), place)
+    sides = tuple(grid.shape[2:])
+    cells, dtype = math.prod(sides), accumulation(grid.dtype)
+    counts = [grid.new_full((grid.shape[0], 1, side), cells // side, dtype=dtype) for side in sides]
+    return torch.cat(at_place(counts, place), -1)
 
 
 def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
@@ -204,18 +169,9 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
 def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
     if place is None:
-        if len(sides) > 1 and not keeps_all(responses):
-            return _OuterSum.apply(responses, tuple(sides))
-        return add_all_axes(responses, sides)
+        return add_parts(list(responses.split_with_sizes(list(sides), -1)))
     parts = responses.split_with_sizes(list(place[1]), -1)
     return add_parts([part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)])
-
-
-def add_all_axes(responses: Tensor, sides: Sequence[int], *, training: bool = False) -> Tensor:
-    """The same of a whole; a kernel writes otherwise in training, where what it writes is new memory."""
-    if len(sides) > 1 and kernels.runs(responses):
-        return cast(Tensor, torch.ops.farfield.outer_sum(responses, sides, False, training))
-    return add_parts(list(responses.split_with_sizes(list(sides), -1)))
 
 
 def add_parts(parts: list[Tensor]) -> Tensor:
@@ -282,79 +238,7 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
 POOLED = pooled()
 
 
-# ---- functions on grids ----------------------------------------------------------------------------------------------
-def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
-    """Average a grid over all axes but one, for each axis in turn.
-
-    `axis_means(X)[:, :, i] = mean of X over all cells with index i on their axis`; the axes stand side by side.
-
-    These are KAN's lateral and horizontal means [L | H], for any rank: the marginals that a Kronecker operator attends
-    to in place of all cells. A grid of rank 1 is its own axis mean.
-
-    Args:
-        grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a cell is real; means run over real cells, and an index without one is 0.
-
-    Returns:
-        `(b, c, Σ n)`, in the grid's dtype.
-
-    Raises:
-        ShapeError: If the grid has no side or an empty one, or the mask is not the grid's.
-        TypeError: If the grid is not floating point or the mask not boolean.
-
-    Cost:
-        b·c·N adds an axis, no multiply-adds.
-
-    Reference: KAN Eq. 14, KAN Eq. 15.
-
-    Example:
-        >>> import torch
-        >>> from farfield import ops
-        >>> ops.axis_means(torch.randn(2, 8, 16, 32, 32)).shape
-        torch.Size([2, 8, 80])
-    """
-    check_grid("axis_means", "grid", grid)
-    check_mask("axis_means", "mask", mask, "grid", grid)
-    sums, counts = axis_sums(grid, mask)
-    return (sums / counts.clamp_min(1)).to(grid.dtype)
-
-
-def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Tensor, "b c *sides"]:
-    """Add the vectors of all axes into a grid.
-
-    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for rank 2, the sum of one vector an axis for any.
-
-    It takes axis vectors back to a grid without a multiplication.
-
-    Args:
-        vectors: `(b, c, Σ sides)`, the axes side by side in the order of `sides`.
-        sides: Sides of the grid.
-
-    Returns:
-        `(b, c, *sides)`.
-
-    Raises:
-        ShapeError: If the vectors are not Σ sides long.
-
-    Cost:
-        (rank - 1)·b·c·N adds, no multiply-adds.
-
-    Reference: KAN Eq. 18 (Eq. 17 swaps the lengths of the two blocks; this is the consistent reading).
-
-    Example:
-        >>> import torch
-        >>> from farfield import ops
-        >>> ops.outer_sum(torch.tensor([[[1.0, 2.0, 10.0, 20.0, 30.0]]]), (2, 3))
-        tensor([[[[11., 21., 31.],
-                  [12., 22., 32.]]]])
-    """
-    check_grid("outer_sum", "vectors", vectors)
-    if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
-        fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
-        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
-    return add_axes(vectors, sides)
-
-
+# ---- memory formats -------------------------------------------------------------------------------------------------
 def in_channels_last(grid: Tensor) -> bool:
     """Whether the channels of a cell lie side by side in memory."""
     return not grid.is_contiguous() and grid.stride(1) == 1

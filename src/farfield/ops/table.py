@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Cells
-
-if TYPE_CHECKING:
-    from farfield.ops.summary import Summary
+from farfield.ops.slots import Summary
 
 
 # ---- basis(key, real) -> weight (b, h, r, n) of each answering cell in each slot, and its exponents' peak ------------

@@ -13,7 +13,7 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
-from farfield.ops.summary import Summary
+from farfield.ops.slots import Summary
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import cells_a_side, check_volume
 from farfield.streaming.arrays import Layout, Region, Source, layout_of

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import Gathered
-from farfield.ops.summary import Summary, merge_all
+from farfield.ops.slots import Summary
+from farfield.ops.summary import merge_all
 from farfield.ops.table import keys, products, queries
 
 

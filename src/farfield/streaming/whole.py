@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered
-from farfield.ops.summary import Summary
+from farfield.ops.slots import Summary
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume
 from farfield.streaming.arrays import Region, Source

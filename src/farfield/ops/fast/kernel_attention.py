@@ -12,22 +12,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from farfield.ops._kernels import library
-from farfield.ops._kernels.sums import few
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes
+from farfield.ops.call import Call
+from farfield.ops.fast import kernels
+from farfield.ops.fast.autograd import few as scalars
+from farfield.ops.fast.autograd import gradients, read_and_summarize, respond_from
+from farfield.ops.fast.axes import outer_sum
+from farfield.ops.fast.kernel_sums import few
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES
 from farfield.ops.modes import keeps_all
 from farfield.ops.projection import Projection, split_heads
-from farfield.ops.recompute import few as scalars
-from farfield.ops.recompute import gradients, read_and_summarize, respond_from
-from farfield.ops.summary import SMALL, autocasts
+from farfield.ops.slots import autocasts
+from farfield.ops.summary import SMALL
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
-Call = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
+Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 
 def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend from axis means to axis means (KAN 13-18)."""
-    if grid.dim() < 4 or matrix is not None or not library.runs(grid.detach()):
+    if grid.dim() < 4 or matrix is not None or not kernels.runs(grid.detach()):
         return None
     if keeps_all(grid):
         return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.asks.normalize is not None))
@@ -35,7 +38,7 @@ def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sca
         return None
     response = _AttendCells.apply(_AxisMeans.apply(grid), heads, scale, grid.numel() // SMALL)
     counts = torch.cat([grid.new_full((1, 1, side), 1 / side) for side in grid.shape[2:]], -1)
-    return add_axes(row.asks.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
+    return outer_sum(row.asks.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
 
 
 class _AxisMeans(torch.autograd.Function):
@@ -52,7 +55,7 @@ class _AxisMeans(torch.autograd.Function):
             return cast(Tensor, torch.ops.farfield.outer_sum(upon.contiguous(), ctx.sides, True, True))
         cells = math.prod(ctx.sides)
         counts = [upon.new_full((side,), cells // side) for side in ctx.sides]
-        return add_axes(upon / torch.cat(counts), ctx.sides)
+        return outer_sum(upon / torch.cat(counts), ctx.sides)
 
 
 class _AttendCells(torch.autograd.Function):
@@ -78,7 +81,7 @@ class _AttendCells(torch.autograd.Function):
 
 def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend by scores (SAN 4, SAN 5)."""
-    if matrix is None or not few(heads, grid.shape[1]) or not library.runs(grid.detach(), matrix.detach()):
+    if matrix is None or not few(heads, grid.shape[1]) or not kernels.runs(grid.detach(), matrix.detach()):
         return None
     if keeps_all(grid, matrix):
         return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key)[0])
@@ -117,7 +120,7 @@ def equation(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
 
 
 # What weighs cells, coefficients, what sums are divided by, who answers and who asks.
-CALLS: dict[tuple[object, ...], Call] = {
+CALLS: dict[tuple[object, ...], Run] = {
     (None, softmax_of_products, weight, AXES, AXES): of_means,
     (None, softmax_of_products, weight, AXES, NORMALIZED_AXES): of_means,
     (one_and_key, query_and_one, cell, ALL, ALL): of_scores,
@@ -125,18 +128,16 @@ CALLS: dict[tuple[object, ...], Call] = {
 }
 
 
-def attention(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
+def attend(call: Call, grid: Tensor) -> Tensor | None:
     """Attend within a grid that nothing masks, maps or norms, if one call does it.
 
     Args:
-        row: The operator.
+        call: The operator; queries and keys may be scores.
         grid: `(b, c, *n)`.
-        matrix: `(heads, c)`, which reads scores, for rows that have them.
-        heads: How many.
-        scale: Of products.
 
     Returns:
         The responses, or None if no kernel gives them.
     """
-    call = CALLS.get((row.basis, row.coefficients, row.per, row.answers, row.asks))
-    return None if call is None or autocasts(grid) else call(row, grid, matrix, heads, scale)
+    row = call.operator
+    run = CALLS.get((row.basis, row.coefficients, row.per, row.answers, row.asks))
+    return None if run is None or autocasts(grid) else run(row, grid, call.query.matrix, call.heads, call.scale)

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops._kernels import library
-from farfield.ops.summary import autocasts
+from farfield.ops.fast import kernels
+from farfield.ops.slots import autocasts
 from farfield.ops.table import Operator, one, one_and_key, queries, query_and_one
 
 if TYPE_CHECKING:
-    from farfield.ops.recompute import Plan
+    from farfield.ops.fast.autograd import Plan
 
 # Basis -> what weighs the cells: 1, or 1 and one key a head.
 BASES: dict[Callable[..., object] | None, int] = {one: 0, one_and_key: 1}
@@ -37,7 +37,7 @@ def sums_run(plan: Plan, cells: Tensor, matrix: Tensor | None, bias: Tensor | No
     """Whether `read_and_sum` may run."""
     if plan.row.basis not in BASES or matrix is None or plan.keys != plan.heads * BASES[plan.row.basis]:
         return False
-    return few(len(matrix), cells.shape[1]) and not autocasts(cells) and library.runs(cells, matrix, bias)
+    return few(len(matrix), cells.shape[1]) and not autocasts(cells) and kernels.runs(cells, matrix, bias)
 
 
 def read_and_sum(
@@ -90,7 +90,7 @@ def answers_run(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> bo
         return False
     if not few(query.shape[1] // slots.shape[1], upon.shape[2]):
         return False
-    return not autocasts(upon) and library.runs(upon, query, slots)
+    return not autocasts(upon) and kernels.runs(upon, query, slots)
 
 
 def gradients_of_response(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops._kernels import sums as kernels
+from farfield.ops.fast import kernel_sums
+from farfield.ops.fast.order import is_a_slot
 from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import keeps_all
-from farfield.ops.order import is_a_slot
 from farfield.ops.projection import Projection, project, split_heads, stacked, unstacked
-from farfield.ops.summary import WIDENED, Summary, autocasts, full_precision, sum_over_cells, summarize
+from farfield.ops.slots import Summary, autocasts, full_precision
+from farfield.ops.summary import WIDENED, sum_over_cells, summarize
 from farfield.ops.table import Operator
 
 
@@ -69,8 +70,8 @@ def rows_and_sums(
     plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """The same, after the rows that were read `(b, rows, n)`."""
-    if matrix is not None and kernels.sums_run(plan, cells, matrix, bias):
-        rows, values, weights = kernels.read_and_sum(plan, cells, real, matrix, bias)
+    if matrix is not None and kernel_sums.sums_run(plan, cells, matrix, bias):
+        rows, values, weights = kernel_sums.read_and_sum(plan, cells, real, matrix, bias)
         return rows, (asked_of(plan, rows), values, weights, real.sum(-1, keepdim=True), None)
     rows = project(cells, Projection(matrix, bias))
     return rows, summed(plan, cells, real, rows)
@@ -248,8 +249,8 @@ class _ReadAndSum(torch.autograd.Function):
             values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
         with full_precision(cells):
             (matrix, bias), upon_rows, grad_matrix = stacked(reading, other), None, None
-            if plan.keys and kernels.sums_run(plan, cells, matrix, bias):
-                upon_rows, grad_matrix = kernels.gradients_of_rows(plan, cells, real, asked, values, weights)
+            if plan.keys and kernel_sums.sums_run(plan, cells, matrix, bias):
+                upon_rows, grad_matrix = kernel_sums.gradients_of_rows(plan, cells, real, asked, values, weights)
             else:
                 upon = gradient_of_basis(plan, cells, real, values, weights)
                 upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
@@ -353,8 +354,8 @@ class _Respond(torch.autograd.Function):
         query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
         with torch.enable_grad():
             coefficients, slots = factors(ctx.row, query, *rest)
-        if kernels.answers_run(ctx.row, upon, query, slots):
-            grads = kernels.gradients_of_response(ctx.row, upon, query, slots)
+        if kernel_sums.answers_run(ctx.row, upon, query, slots):
+            grads = kernel_sums.gradients_of_response(ctx.row, upon, query, slots)
             return None, None, None, None, *gradients([query, *rest], {query: grads[0], slots: grads[1]})
         with full_precision(cells):
             # Under autocast the product, and so what is upon it, is of lower precision than its factors.

@@ -1,0 +1,84 @@
+"""Means along the axes of a grid, and the grid that vectors of the axes add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from farfield._checks import check_grid, check_mask, shape_error
+from farfield.ops.fast.dispatch import choose_steps
+from farfield.ops.grid import AXES
+
+
+def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
+    """Average a grid over all axes but one, for each axis in turn.
+
+    `axis_means(X)[:, :, i] = mean of X over all cells with index i on their axis`; the axes stand side by side.
+
+    These are KAN's lateral and horizontal means [L | H], for any rank: the marginals that a Kronecker operator attends
+    to in place of all cells. A grid of rank 1 is its own axis mean.
+
+    Args:
+        grid: `(b, c, *n)`.
+        mask: `(b, *n)`, True where a cell is real; means run over real cells, and an index without one is 0.
+
+    Returns:
+        `(b, c, Σ n)`, in the grid's dtype.
+
+    Raises:
+        ShapeError: If the grid has no side or an empty one, or the mask is not the grid's.
+        TypeError: If the grid is not floating point or the mask not boolean.
+
+    Cost:
+        b·c·N adds an axis, no multiply-adds.
+
+    Reference: KAN Eq. 14, KAN Eq. 15.
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> ops.axis_means(torch.randn(2, 8, 16, 32, 32)).shape
+        torch.Size([2, 8, 80])
+    """
+    check_grid("axis_means", "grid", grid)
+    check_mask("axis_means", "mask", mask, "grid", grid)
+    sums, counts = choose_steps(grid).gather(AXES, grid, mask, None)
+    return (sums / counts.clamp_min(1)).to(grid.dtype)
+
+
+def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Tensor, "b c *sides"]:
+    """Add the vectors of all axes into a grid.
+
+    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for rank 2, the sum of one vector an axis for any.
+
+    It takes axis vectors back to a grid without a multiplication.
+
+    Args:
+        vectors: `(b, c, Σ sides)`, the axes side by side in the order of `sides`.
+        sides: Sides of the grid.
+
+    Returns:
+        `(b, c, *sides)`.
+
+    Raises:
+        ShapeError: If the vectors are not Σ sides long.
+
+    Cost:
+        (rank - 1)·b·c·N adds, no multiply-adds.
+
+    Reference: KAN Eq. 18 (Eq. 17 swaps the lengths of the two blocks; this is the consistent reading).
+
+    Example:
+        >>> import torch
+        >>> from farfield import ops
+        >>> ops.outer_sum(torch.tensor([[[1.0, 2.0, 10.0, 20.0, 30.0]]]), (2, 3))
+        tensor([[[[11., 21., 31.],
+                  [12., 22., 32.]]]])
+    """
+    check_grid("outer_sum", "vectors", vectors)
+    if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
+        fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
+        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
+    return choose_steps(vectors).scatter(AXES, vectors, sides, None)

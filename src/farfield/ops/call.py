@@ -1,0 +1,80 @@
+"""An operator with the projections around it, and what they make of gathered positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from farfield.ops.grid import Gathered
+from farfield.ops.projection import Projection, project, split_heads
+from farfield.ops.slots import Summary
+from farfield.ops.table import Operator
+
+IDENTITY = Projection()
+
+
+class Norm(Protocol):
+    """Batch norm of coefficients or of responses, folded into what the response is made from."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the responses are shifted by, if they are."""
+        ...
+
+    def __call__(
+        self, query: Tensor, asked: Tensor, summary: Summary, row: Operator | None = None
+    ) -> tuple[Tensor, Summary, Tensor | None]:
+        """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
+        ...
+
+
+class Call(NamedTuple):
+    """An operator with the projections around it.
+
+    Attributes:
+        operator: The operator.
+        heads: Channels of queries, keys and values are split into this many groups in order.
+        scale: Of the products, for a softmax of them.
+        query: Projection of the query grid.
+        key: Projection of the key grid.
+        value: Projection of the value grid, which acts on the summary.
+        output: Projection of the responses, which acts on the summary where that is cheaper.
+        norm: Of coefficients or responses.
+    """
+
+    operator: Operator
+    heads: int = 1
+    scale: float = 1.0
+    query: Projection = IDENTITY
+    key: Projection = IDENTITY
+    value: Projection = IDENTITY
+    output: Projection = IDENTITY
+    norm: Norm | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is projected or normed; queries and keys may be scores."""
+        maps = (self.value.matrix, self.output.matrix, self.norm)
+        same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
+        return same and all(part is None for part in maps)
+
+
+def project_keys(call: Call, gathered: Gathered) -> Tensor:
+    """Keys `(b, h, d, n)` of gathered positions, or their scores; of sums, sums."""
+    (cells, real), (matrix, bias) = gathered, call.key
+    if not call.operator.reads_keys:
+        return real[:, None].expand(-1, call.heads, -1, -1)
+    if call.operator.answers.side_by_side or bias is None:
+        return split_heads(project(cells, call.key), call.heads)
+    return split_heads(project(cells, Projection(matrix)) + bias[:, None].to(cells.dtype) * real, call.heads)
+
+
+def project_queries(call: Call, gathered: Gathered) -> Tensor:
+    """Queries `(b, h, d, m)` of gathered positions, or their scores; of sums, means, and 0 where nothing is valid."""
+    (cells, real), (matrix, bias) = gathered, call.query
+    if call.operator.asks.side_by_side:
+        return split_heads(project(cells, call.query), call.heads)
+    rows = project(cells / real.clamp_min(1), Projection(matrix))
+    rows = rows if bias is None else rows + bias[:, None].to(cells.dtype) * (real > 0)
+    return split_heads(rows, call.heads)
