@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import RANKS, layers
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import keeps_all
+from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd
 from farfield.ops.slots import autocasts
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
 CONVOLUTIONS = {row.convolution for row in RANKS.values()}
 NORMS = {row.batch_norm for row in RANKS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
+# An operation of torch's library for CPUs that inductor writes; None in a torch without it.
+CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
 
 
 class Piece(NamedTuple):
@@ -103,7 +105,7 @@ class Convolved(Fusable, nn.Sequential):
         groups = layer.groups * len(kernel) // layer.out_channels  # of a depthwise convolution those that remain
         if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
             where = (layer.padding, layer.stride, layer.dilation, groups)
-            return torch.ops.mkldnn._convolution_pointwise(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
+            return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
         return self.follow(out, piece)
 
@@ -159,7 +161,7 @@ class ReLU6(nn.ReLU6):
 
     def forward(self, grid: Tensor) -> Tensor:
         """Clamp."""
-        if keeps_all(grid) or torch.jit.is_tracing():
+        if is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
             return super().forward(grid)
         return _Clamp.apply(grid)
 
@@ -196,20 +198,25 @@ def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: flo
     return torch.addcmul(shift.view(each), out, scale.view(each), out=out)
 
 
+def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any, **more: Any) -> int:
+    """What torch's flop counter counts: the clamp counts nothing."""
+    return conv_flop_count(grid, weight, out_shape)
+
+
+if CONVOLVE_AND_CLAMP is not None:
+    register_flop_formula(CONVOLVE_AND_CLAMP)(flops_of_convolution)
+
+
 def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
     """Whether torch's library for CPUs can clamp what it convolves before it writes it: one pass less over the grid."""
-    able = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
-    fits = grid.device.type == "cpu" and grid.dtype == torch.float32 and weight.dim() == 4
-    return able and fits and not autocasts(grid) and not is_watched(grid, weight)
+    able = CONVOLVE_AND_CLAMP is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
+    return bool(able) and fits and not autocasts(grid) and not is_watched(grid, weight)
 
 
 def is_watched(*tensors: Tensor) -> bool:
-    """Whether anything records what is done with tensors: autograd, a transform, a compiler, an exporter, a counter."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return recorded or transformed or torch._C._len_torch_dispatch_stack() > 0
+    """Whether anything records what is done with tensors: autograd, a transform, a compiler or an exporter."""
+    return is_recorded() or is_recorded_by_autograd(*tensors) or not all(map(is_itself, tensors))
 
 
 def hooked(module: nn.Module) -> bool:

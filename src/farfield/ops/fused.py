@@ -5,14 +5,16 @@ The kernel can be differentiated once and backwards. Cells are `(b, h, cells, ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.ops.function import accelerate
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import in_forward_mode, is_recorded
+from farfield.ops.modes import is_itself, is_recorded
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -32,12 +34,22 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         b·h·m·n·(d + c) multiply-adds, and 2.5 times that backward; kept for backward are the arguments, the response
         and m numbers a head. In forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
     """
-    if in_forward_mode():
-        return (weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
-    response = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    if is_recorded() or not response.requires_grad:
-        return response
-    return cast(Tensor, _Differentiable.apply(response, query, key, value, mask, scale))
+    if is_recorded():
+        return scaled_dot_product(query, key, value, mask, scale)
+    if not all(map(is_itself, (query, key, value))):  # a transform's: it derives each part for itself
+        return cast(Tensor, _transformed(query, key, value, mask, scale))
+    response = scaled_dot_product(query, key, value, mask, scale)
+    return cast(Tensor, _derivable(response, query, key, value, mask, scale)) if response.requires_grad else response
+
+
+def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Torch's kernel."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The equation."""
+    return (weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
 
 
 def weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -60,10 +72,47 @@ def gradients(
     return found[0].to(query.dtype), found[1].to(key.dtype), found[2].to(value.dtype)
 
 
-class _Differentiable(torch.autograd.Function):
-    """The kernel's response as it is. Its gradient is the kernel's, unless that is to be differentiated in turn."""
+def gradients_by_kernel(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gradients`, without a matrix."""
 
-    generate_vmap_rule = True
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product(query, key, value, mask, scale)
+
+    response, pull = torch.func.vjp(run, query, key, value)[:2]
+    return cast(tuple[Tensor, Tensor, Tensor], pull(grad.to(response.dtype)))
+
+
+def pull_gradients(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor | None, ...]:
+    """What the gradients' own derivative is: the equation's."""
+    grad, query, key, value, mask, scale = arguments
+
+    def run(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return gradients(grad, query, key, value, mask, scale)
+
+    pull = torch.func.vjp(run, grad, query, key, value)[1]
+    return *pull(tuple(upon)), None, None
+
+
+def differentiate(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of the attention."""
+    return *_gradients(upon[0], *arguments), None, None
+
+
+_gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel)
+# The attention, as a transform of torch.func sees it.
+_transformed = accelerate(
+    attend,
+    scaled_dot_product,
+    differentiate,
+    again=lambda arguments, upon: differentiate(arguments, None, upon),
+    vmapped=scaled_dot_product,
+)
+
+
+class _Derivable(torch.autograd.Function):
+    """The kernel's response as it is. Its gradient is the kernel's, unless that is to be differentiated in turn."""
 
     @staticmethod
     def forward(
@@ -80,35 +129,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return grad, None, None, None, None, None
-        return None, *_Gradients.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+        return None, *_gradients(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
-class _Gradients(torch.autograd.Function):
-    """`gradients` by the kernel, without a matrix; their derivatives are those of the equation."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, ...]:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-
-        response, pull = torch.func.vjp(attend, query, key, value)[:2]
-        return cast(tuple[Tensor, ...], pull(grad.to(response.dtype)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *upon: Tensor) -> tuple[Tensor | None, ...]:
-        grad, query, key, value, mask = ctx.saved_tensors
-
-        def differentiate(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-            return gradients(grad, query, key, value, mask, ctx.scale)
-
-        pull = torch.func.vjp(differentiate, grad, query, key, value)[1]
-        return *pull(upon), None, None
+_derivable = _Derivable.apply

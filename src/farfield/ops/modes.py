@@ -1,4 +1,4 @@
-"""In which mode torch runs: what is differentiated, recorded as a graph, or transformed."""
+"""In which mode torch runs: what is recorded as a graph, differentiated forward, or wrapped by a transform."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def keeps_all(*tensors: Tensor | None) -> bool:
-    """Whether the plain form is to run: nothing to differentiate, or something else than `backward` does it."""
-    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    transformed = torch._C._are_functorch_transforms_active() or in_forward_mode()
-    return not wanted or is_recorded() or transformed
-
-
 def is_recorded() -> bool:
     """Whether what runs becomes a graph, which takes torch's own operations."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def in_forward_mode() -> bool:
-    """Whether derivatives are carried forward with the values."""
-    return forward_ad._current_level >= 0
+def is_itself(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own, as those that a transform wraps have not, and no tangent."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return not has_tangent(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a derivative is carried forward with a tensor."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_recorded_by_autograd(*tensors: Tensor) -> bool:
+    """Whether a gradient is wanted of any of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -10,10 +10,8 @@ the cells once, as one product:
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,10 +20,10 @@ from torch import Tensor
 
 from farfield.ops.fast import kernel_sums
 from farfield.ops.fast.order import is_a_slot
+from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import keeps_all
 from farfield.ops.projection import Projection, project, split_heads, stacked, unstacked
-from farfield.ops.slots import Summary, autocasts, full_precision
+from farfield.ops.slots import Summary, full_precision
 from farfield.ops.summary import WIDENED, sum_over_cells, summarize
 from farfield.ops.table import Operator
 
@@ -57,24 +55,18 @@ def few(rows: int, cells: Tensor) -> bool:
     return 32 * rows <= cells.shape[1]
 
 
-# ---- the equations, as autograd sees them when it may keep what it likes ---------------------------------------------
+# ---- the equations ---------------------------------------------------------------------------------------------------
 def read_and_sum(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
     """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak.
 
     `readings`: matrix and bias of the keys, then those of the queries, where these are others.
     """
-    return rows_and_sums(plan, cells, real, *stacked(Projection(*readings[:2]), Projection(*readings[2:])))[1]
+    return summed(plan, cells, real, project(cells, stacked(*maps_of(readings))))
 
 
-def rows_and_sums(
-    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """The same, after the rows that were read `(b, rows, n)`."""
-    if matrix is not None and kernel_sums.sums_run(plan, cells, matrix, bias):
-        rows, values, weights = kernel_sums.read_and_sum(plan, cells, real, matrix, bias)
-        return rows, (asked_of(plan, rows), values, weights, real.sum(-1, keepdim=True), None)
-    rows = project(cells, Projection(matrix, bias))
-    return rows, summed(plan, cells, real, rows)
+def maps_of(readings: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
+    """The projections of keys and of queries."""
+    return Projection(*readings[:2]), Projection(*readings[2:])
 
 
 def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -165,8 +157,7 @@ def read_and_summarize(
     plan = Plan(row, heads, keys, queries, key is query, shared, complete)
     asking = None if answering is query else query  # what is the same is read once
     maps = (*(answering or Projection()), *(asking or Projection()))
-    run = read_and_sum if keeps_all(cells, *maps) else _ReadAndSum.apply
-    asked, values, weights, count, peak = run(plan, cells, real, *maps)
+    asked, values, weights, count, peak, _ = _read_and_sum(plan, cells, real, *maps)
     return asked, Summary(values, weights, count, None, peak, False, complete)
 
 
@@ -197,9 +188,7 @@ def respond_from(
         b·m·h·r·p multiply-adds forward, and twice that backward; kept for backward are the cells and the summary.
     """
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    if keeps_all(cells, query, matrix, bias, *reading, *parts):
-        return combine(slots_of(row, query, summary, matrix, bias), row.coefficients(query, summary), cells)
-    return _Respond.apply(row, cells, *reading, query, *parts, matrix, bias)
+    return cast(Tensor, _respond(row, cells, *reading, query, *parts, matrix, bias))
 
 
 def slots_of(row: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -218,58 +207,55 @@ def slots_of(row: Operator, query: Tensor, summary: Summary, matrix: Tensor | No
     return torch.cat([slots, last], 2)
 
 
-class _ReadAndSum(torch.autograd.Function):
-    """`read_and_sum`, keeping the cells."""
+def rows_and_sums(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
+    """`read_and_sum`, and the rows that were read `(b, rows, n)` where they are few."""
+    matrix, bias = stacked(*maps_of(readings))
+    if matrix is not None and kernel_sums.sums_run(plan, cells, matrix, bias):
+        rows, values, weights = kernel_sums.read_and_sum(plan, cells, real, matrix, bias)
+        found = (asked_of(plan, rows), values, weights, real.sum(-1, keepdim=True), None)
+    else:
+        rows = project(cells, Projection(matrix, bias))
+        found = summed(plan, cells, real, rows)
+    return *found, rows if matrix is not None and few(rows.shape[1], cells) else None
 
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> Any:
-        matrix, bias = stacked(Projection(*readings[:2]), Projection(*readings[2:]))
-        rows, found = rows_and_sums(plan, cells, real, matrix, bias)
-        ctx.plan, ctx.precision = plan, precision(cells)
-        kept = rows if matrix is not None and few(rows.shape[1], cells) else None
-        ctx.save_for_backward(cells, real, *readings, found[4], kept)
-        ctx.mark_non_differentiable(*(part for part in found[3:] if part is not None))
-        return found
 
-    @staticmethod
-    def backward(ctx: Any, asked: Tensor | None, values: Tensor, weights: Tensor, *_: Any) -> Any:
-        cells, real, *readings, peak, kept = ctx.saved_tensors
-        plan, reading, other = cast(Plan, ctx.plan), Projection(*readings[:2]), Projection(*readings[2:])
-        key = real.expand(-1, plan.heads, -1, -1)
-        if plan.keys:
-            if kept is None or torch.is_grad_enabled():  # what was kept has no past to differentiate in turn
-                with ctx.precision():
-                    rows = project(cells, reading)
-            else:
-                rows = kept[:, : plan.keys]
-            key = leaf(split_heads(rows, plan.heads).to(values.dtype))
-        with torch.enable_grad():
-            basis, own = cast(Any, plan.row.basis)(key, real)
-        if own is not None:  # the sums are relative to the peak of all blocks
-            values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
-        with full_precision(cells):
-            (matrix, bias), upon_rows, grad_matrix = stacked(reading, other), None, None
-            if plan.keys and kernel_sums.sums_run(plan, cells, matrix, bias):
-                upon_rows, grad_matrix = kernel_sums.gradients_of_rows(plan, cells, real, asked, values, weights)
-            else:
-                upon = gradient_of_basis(plan, cells, real, values, weights)
-                upon_rows = joined(plan, gradient(basis, key, upon), asked, cells)
-            wanted = ctx.needs_input_grad[1]
-            grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted else None
-            found = gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
-        return None, grad_cells, None, *unstacked(Projection(*found), reading, other)
+def gradients_of_sums(
+    arguments: Sequence[Any], kept: Sequence[Tensor | None], upon: Sequence[Any], wanted: Sequence[bool], precision: Any
+) -> Iterator[Tensor | None]:
+    """Gradients of `read_and_sum`: keys are read again where they were not few."""
+    (plan, cells, real, *readings), (_, peak, rows), (asked, values, weights) = arguments, kept, upon
+    reading, other = maps_of(readings)
+    key = real.expand(-1, plan.heads, -1, -1)
+    if plan.keys:
+        with precision():
+            rows = project(cells, reading) if rows is None else rows[:, : plan.keys]
+        key = leaf(split_heads(rows, plan.heads).to(values.dtype))
+    with torch.enable_grad():
+        basis, own = cast(Any, plan.row.basis)(key, real)
+    if own is not None:  # the sums are relative to the peak of all blocks
+        values, weights = values * torch.exp(own - peak), weights * torch.exp(own - peak)
+    with full_precision(cells):
+        (matrix, bias), upon_rows, grad_matrix = stacked(reading, other), None, None
+        if plan.keys and kernel_sums.sums_run(plan, cells, matrix, bias):
+            upon_rows, grad_matrix = kernel_sums.gradients_of_rows(plan, cells, real, asked, values, weights)
+        else:
+            grad_basis = gradient_of_basis(plan, cells, real, values, weights)
+            upon_rows = joined(plan, gradient(basis, key, grad_basis), asked, cells)
+        grad_cells = gradient_of_cells(plan, cells, values, basis, matrix, upon_rows) if wanted[1] else None
+        found = gradients_of_reading(cells, matrix, bias, upon_rows, grad_matrix)
+    return iter((None, grad_cells, None, *unstacked(Projection(*found), reading, other)))
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A tensor to differentiate by: cut from its past, unless the gradient is to be differentiated in turn."""
-    return tensor if torch.is_grad_enabled() and tensor.requires_grad else tensor.detach().requires_grad_()
+    """A tensor to differentiate by, cut from its past."""
+    return tensor.detach().requires_grad_()
 
 
 def gradient(output: Tensor, by: Tensor, upon: Tensor) -> Tensor:
     """The gradient of a function of cells; 0 where it does not depend on them."""
     if not output.requires_grad or not by.requires_grad:
         return torch.zeros_like(by)
-    (found,) = torch.autograd.grad(output, by, upon, create_graph=torch.is_grad_enabled())
+    (found,) = torch.autograd.grad(output, by, upon)
     return found
 
 
@@ -326,44 +312,55 @@ def gradients_of_reading(
     return found, None if bias is None else rows.sum((0, 2), dtype=found.dtype).to(bias.dtype)
 
 
-class _Respond(torch.autograd.Function):
-    """`respond_from`, keeping the cells that the query was read from, and the summary that the slots were made of."""
+def respond_to(
+    row: Operator,
+    cells: Tensor,
+    matrix: Tensor | None,
+    bias: Tensor | None,
+    query: Tensor,
+    *parts: Tensor | None,
+) -> Tensor:
+    """`respond_from`, of parts."""
+    coefficients, slots = factors(row, query, *parts)
+    return combine(slots, coefficients, cells)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        row: Operator,
-        cells: Tensor,
-        matrix: Tensor | None,
-        bias: Tensor | None,
-        query: Tensor,
-        *parts: Tensor | None,
-    ) -> Tensor:
-        ctx.row, ctx.precision, ctx.heads, ctx.dtype = row, precision(cells), query.shape[1], query.dtype
-        kept = query if few(math.prod(query.shape[1:3]), cells) else None
-        ctx.save_for_backward(cells, matrix, bias, kept, *parts)
-        coefficients, slots = factors(row, query, *parts)
-        return combine(slots, coefficients, cells)
 
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> Any:
-        cells, matrix, bias, query, *parts = ctx.saved_tensors
-        if query is None:
-            with ctx.precision():
-                query = split_heads(project(cells, Projection(matrix, bias)), ctx.heads).to(ctx.dtype)
-        query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
-        with torch.enable_grad():
-            coefficients, slots = factors(ctx.row, query, *rest)
-        if kernel_sums.answers_run(ctx.row, upon, query, slots):
-            grads = kernel_sums.gradients_of_response(ctx.row, upon, query, slots)
-            return None, None, None, None, *gradients([query, *rest], {query: grads[0], slots: grads[1]})
-        with full_precision(cells):
-            # Under autocast the product, and so what is upon it, is of lower precision than its factors.
-            taken = arranged(coefficients, slots).to(upon.dtype)
-            grad_slots = sum_over_cells(taken, upon).to(slots.dtype)
-            grad = (slots.to(upon.dtype) @ upon)[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
-            grad = grad.reshape(coefficients.shape).to(coefficients.dtype)
-            return None, None, None, None, *gradients([query, *rest], {coefficients: grad, slots: grad_slots})
+def without_query(arguments: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of `respond_to` that are kept: the cells that the query was read from, and it where it is small."""
+    row, cells, matrix, bias, query, *parts = arguments
+    small = few(math.prod(query.shape[1:3]), cells)
+    return row, cells, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
+
+
+def with_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
+    """The arguments of `respond_to`, the query read again."""
+    row, cells, matrix, bias, query, *parts = arguments
+    if isinstance(query, tuple):
+        heads, dtype = query
+        with precision():
+            query = split_heads(project(cells, Projection(matrix, bias)), heads).to(dtype)
+    return row, cells, matrix, bias, query, *parts
+
+
+def gradients_of_response(
+    arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], wanted: Sequence[bool], precision: Any
+) -> Iterator[Tensor | None]:
+    """Gradients of `respond_to` for the query, the summary, and the map and the bias of the responses."""
+    (row, _, _, _, query, *parts), (grad,) = arguments, upon
+    query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
+    with torch.enable_grad():
+        coefficients, slots = factors(row, query, *rest)
+    if kernel_sums.answers_run(row, grad, query, slots):
+        grads = kernel_sums.gradients_of_response(row, grad, query, slots)
+        return iter((None, None, None, None, *gradients([query, *rest], {query: grads[0], slots: grads[1]})))
+    with full_precision(grad):
+        # Under autocast the product, and so what is upon it, is of lower precision than its factors.
+        taken = arranged(coefficients, slots).to(grad.dtype)
+        grad_slots = sum_over_cells(taken, grad).to(slots.dtype)
+        inner = (slots.to(grad.dtype) @ grad)[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
+        inner = inner.reshape(coefficients.shape).to(coefficients.dtype)
+        found = gradients([query, *rest], {coefficients: inner, slots: grad_slots})
+    return iter((None, None, None, None, *found))
 
 
 def factors(row: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -374,11 +371,9 @@ def factors(row: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor
 
 def gradients(inner: list[Tensor | None], upon: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
     """Gradients of what is not None, of outputs with what is upon each; None where nothing depends on it."""
-    known, twice = [tensor for tensor in inner if tensor is not None], torch.is_grad_enabled()
+    known = [tensor for tensor in inner if tensor is not None]
     outputs = {output: grad for output, grad in upon.items() if output.requires_grad}
-    found = iter(
-        torch.autograd.grad(list(outputs), known, list(outputs.values()), create_graph=twice, allow_unused=True)
-    )
+    found = iter(torch.autograd.grad(list(outputs), known, list(outputs.values()), allow_unused=True))
     return (None if tensor is None else next(found) for tensor in inner)
 
 
@@ -388,9 +383,5 @@ def summary_of(parts: Any) -> Summary:
     return Summary(values, weights, count, None, peak)
 
 
-def precision(tensor: Tensor) -> Any:
-    """Return what makes a context of the autocast that is on now, for a backward pass that computes again."""
-    device = tensor.device.type
-    if not autocasts(tensor):
-        return contextlib.nullcontext
-    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))
+_read_and_sum = accelerate(read_and_sum, rows_and_sums, gradients_of_sums, constants=2, kept=1)
+_respond = accelerate(respond_to, respond_to, gradients_of_response, save=without_query, restore=with_query)

@@ -9,61 +9,55 @@ import torch
 from torch import Tensor
 
 from farfield.ops.fast import kernels
+from farfield.ops.function import accelerate, of_shapes, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, hide, in_channels_last
-from farfield.ops.modes import keeps_all
 
 
 def sum_axes(grid: Tensor, mask: Tensor | None = None) -> Tensor:
     """`grid.along_axes` of a whole grid."""
-    grid = hide(grid, mask)
-    if not keeps_all(grid):
-        return cast(Tensor, _AxisSums.apply(grid))
-    if grid.dim() > 3 and kernels.runs(grid):
+    return cast(Tensor, _sum_axes(hide(grid, mask), in_channels_last(grid)))
+
+
+def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
+    """`grid.add_axes` of a whole grid; a kernel writes otherwise in training, where what it writes is new memory."""
+    return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
+
+
+def read_axes(grid: Tensor) -> Tensor:
+    """Sum along the axes; a kernel reads the grid once."""
+    if grid.dim() > 3 and kernels.fit(grid):
         return cast(Tensor, torch.ops.farfield.axis_sums(grid))
     return along_axes(grid)
 
 
-def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
-    """`grid.add_axes` of a whole grid."""
-    if len(size) > 1 and not keeps_all(responses):
-        return cast(Tensor, _OuterSum.apply(responses, tuple(size)))
-    return write_sum(responses, size)
-
-
-def write_sum(responses: Tensor, size: Sequence[int], *, training: bool = False) -> Tensor:
-    """The same without a gradient; a kernel writes otherwise in training, where what it writes is new memory."""
-    if len(size) > 1 and kernels.runs(responses):
+def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
+    """Add up the axes; a kernel writes the grid once."""
+    if len(size) > 1 and kernels.fit(responses):
         return cast(Tensor, torch.ops.farfield.outer_sum(responses, size, False, training))
     return add_axes(responses, size)
 
 
-class _AxisSums(torch.autograd.Function):
-    """`sum_axes`; its gradient is one outer sum, where autograd adds up a grid an axis."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Tensor) -> Tensor:
-        """Sum, and note the grid's sides and memory order."""
-        ctx.size, ctx.dtype, ctx.channels_last = grid.shape[2:], grid.dtype, in_channels_last(grid)
-        return sum_axes(grid)
-
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> Tensor:
-        """Every cell takes the gradients of its indices."""
-        upon = upon.to(ctx.dtype)
-        upon = upon.mT.contiguous().mT if ctx.channels_last else upon.contiguous()
-        return outer_sum(upon, ctx.size) if torch.is_grad_enabled() else write_sum(upon, ctx.size, training=True)
+def spread(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
+    """The gradient of sums along axes: each position takes those of its indices, where autograd adds a grid an axis."""
+    (grid, wide), (grad,) = arguments, upon
+    grad = grad.to(grid.dtype)
+    return write_sum(grad.mT.contiguous().mT if wide else grad.contiguous(), grid.shape[2:], True), None
 
 
-class _OuterSum(torch.autograd.Function):
-    """`outer_sum`; its gradient is the axis sums, read once where a kernel reads once."""
+def collect(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:
+    """The gradient of an outer sum: every index takes those of its positions."""
+    return read_axes(upon[0]).to(arguments[0].dtype), None, None
 
-    @staticmethod
-    def forward(ctx: Any, responses: Tensor, size: tuple[int, ...]) -> Tensor:
-        """Add up, and note the dtype."""
-        ctx.dtype = responses.dtype
-        return write_sum(responses, size, training=True)
 
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor, None]:
-        """Every index takes the gradients of its cells."""
-        return sum_axes(upon).to(ctx.dtype), None
+def plain_sums(grid: Tensor, wide: bool) -> Tensor:
+    """The equation of the sums."""
+    return along_axes(grid)
+
+
+def plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tensor:
+    """The equation of the grid."""
+    return add_axes(responses, size)
+
+
+_sum_axes = accelerate(plain_sums, lambda grid, wide: read_axes(grid), spread, save=shapes_alone, restore=of_shapes)
+_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, restore=of_shapes)

@@ -5,8 +5,7 @@ It hangs on what a row is made of, by the table below, and never on the row's na
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,14 +14,14 @@ from torch import Tensor
 from farfield.ops.call import Call
 from farfield.ops.fast import kernels
 from farfield.ops.fast.autograd import few as scalars
-from farfield.ops.fast.autograd import gradients, read_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import few
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES
-from farfield.ops.modes import keeps_all
-from farfield.ops.projection import Projection, split_heads
+from farfield.ops.function import accelerate, are_free, of_shapes, shapes_alone
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
+from farfield.ops.modes import is_itself
+from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import autocasts
-from farfield.ops.summary import SMALL
+from farfield.ops.summary import SMALL, respond, summarize
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
 Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
@@ -30,93 +29,92 @@ Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend from axis means to axis means (KAN 13-18)."""
-    if grid.dim() < 4 or matrix is not None or not kernels.runs(grid.detach()):
+    if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
-    if keeps_all(grid):
+    if are_free([grid]):
         return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.asks.normalize is not None))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    response = _AttendCells.apply(_AxisMeans.apply(grid), heads, scale, grid.numel() // SMALL)
+    response = _attend_cells(_axis_means(grid), heads, scale, grid.numel() // SMALL)[0]
     counts = torch.cat([grid.new_full((1, 1, side), 1 / side) for side in grid.shape[2:]], -1)
     return outer_sum(row.asks.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
 
 
-class _AxisMeans(torch.autograd.Function):
-    """Means along each axis, keeping nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Tensor) -> Tensor:
-        ctx.sides = grid.shape[2:]
-        return cast(Tensor, torch.ops.farfield.axis_means(grid))
-
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return cast(Tensor, torch.ops.farfield.outer_sum(upon.contiguous(), ctx.sides, True, True))
-        cells = math.prod(ctx.sides)
-        counts = [upon.new_full((side,), cells // side) for side in ctx.sides]
-        return outer_sum(upon / torch.cat(counts), ctx.sides)
+def plain_means(grid: Tensor) -> Tensor:
+    """Means along each axis."""
+    counts = [grid.new_full((side,), grid[0, 0].numel() // side) for side in grid.shape[2:]]
+    return along_axes(grid) / torch.cat(counts)
 
 
-class _AttendCells(torch.autograd.Function):
-    """Softmax attention of cells `(b, c, n)` to each other, keeping them, and a matrix of at most `limit` numbers."""
+def read_means(grid: Tensor) -> Tensor:
+    """The same by a kernel."""
+    return cast(Tensor, torch.ops.farfield.axis_means(grid))
 
-    @staticmethod
-    def forward(ctx: Any, cells: Tensor, heads: int, scale: float, limit: int) -> Tensor:
-        ctx.heads, ctx.scale = heads, scale
-        response, weights = torch.ops.farfield.cell_attention(cells, heads, scale)
-        ctx.save_for_backward(cells, weights if weights.numel() <= limit else None)
-        return cast(Tensor, response)
 
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor | None, ...]:
-        (cells, weights), upon = ctx.saved_tensors, upon.contiguous()
-        if not torch.is_grad_enabled():
-            found = torch.ops.farfield.cell_attention_backward(cells, weights, ctx.heads, ctx.scale, upon)
-            return found, None, None, None
-        each = split_heads(cells, ctx.heads)  # to be differentiated in turn
-        response = (each @ (ctx.scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
-        return torch.autograd.grad(response, cells, upon, create_graph=True)[0], None, None, None
+def spread_means(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor]:
+    """The gradient of the means."""
+    return (cast(Tensor, torch.ops.farfield.outer_sum(upon[0].contiguous(), arguments[0].shape[2:], True, True)),)
+
+
+def plain_cells(cells: Tensor, heads: int, scale: float, limit: int) -> Tensor:
+    """Softmax attention of positions `(b, c, n)` to each other."""
+    each = split_heads(cells, heads)
+    return (each @ (scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
+
+
+def attend_cells(cells: Tensor, heads: int, scale: float, limit: int) -> tuple[Tensor, Tensor | None]:
+    """The same by a kernel, and its matrix, if that has at most `limit` numbers."""
+    response, weights = torch.ops.farfield.cell_attention(cells, heads, scale)
+    return response, weights if weights.numel() <= limit else None
+
+
+def gradients_of_cells(
+    arguments: Sequence[Any], kept: Sequence[Tensor | None], upon: Sequence[Tensor], *_: Any
+) -> tuple[Tensor, None, None, None]:
+    """The gradient of `attend_cells`."""
+    (cells, heads, scale, _), (weights,) = arguments, kept
+    found = torch.ops.farfield.cell_attention_backward(cells, weights, heads, scale, upon[0].contiguous())
+    return found, None, None, None
+
+
+_axis_means = accelerate(plain_means, read_means, spread_means, save=shapes_alone, restore=of_shapes)
+_attend_cells = accelerate(plain_cells, attend_cells, gradients_of_cells, kept=1)
 
 
 def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend by scores (SAN 4, SAN 5)."""
-    if matrix is None or not few(heads, grid.shape[1]) or not kernels.runs(grid.detach(), matrix.detach()):
+    if matrix is None or not few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
-    if keeps_all(grid, matrix):
+    if are_free([grid, matrix]):
         return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key)[0])
     # A grid that wants no gradient is not to be given one, which the parts know.
-    return cast(Tensor, _Scores.apply(row, grid, matrix)) if grid.requires_grad and scalars(heads, grid) else None
+    wanted = not is_itself(grid) or (grid.requires_grad and scalars(heads, grid))
+    return cast(Tensor, _attend_scores(row, grid, matrix)[0]) if wanted else None
 
 
-class _Scores(torch.autograd.Function):
-    """`of_scores`, keeping the grid, its scores and two sums."""
-
-    @staticmethod
-    def forward(ctx: Any, row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
-        ctx.row = row
-        response, scores, sums = torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key, True)
-        ctx.save_for_backward(grid, matrix, scores, sums)
-        return cast(Tensor, response)
-
-    @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> tuple[Tensor | None, ...]:
-        grid, matrix, scores, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated in turn, as the equations can be
-            wanted = [part if part.requires_grad else None for part in (grid, matrix)]
-            return None, *gradients(wanted, {equation(ctx.row, grid, matrix): upon})
-        both = ctx.row.basis is one_and_key
-        upon = upon.contiguous()
-        return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, scores, sums, upon)
+def plain_scores(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
+    """The equation of attention by scores."""
+    (cells, real), scores = row.answers.gather(grid), Projection(matrix)
+    score = split_heads(project(cells, scores), len(matrix))
+    summary = summarize(row, score, split_heads(cells, len(matrix)), real[:, None], True)
+    return row.asks.scatter(respond(row, score, summary).flatten(1, 2), grid.shape[2:])
 
 
-def equation(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
-    """What `of_scores` computes, by parts that are differentiable twice."""
-    reading, (cells, real) = Projection(matrix), row.answers.gather(grid)
-    options = {"shared": False, "complete": True}
-    query, summary = read_and_summarize(row, len(matrix), cells, real[:, None], reading, reading, **options)
-    response = respond_from(row, cells, reading, cast(Tensor, query), summary)
-    return row.asks.scatter(response.flatten(1, 2), grid.shape[2:])
+def attend_scores(row: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by a kernel, its scores and two sums."""
+    return cast(Any, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key, True))
+
+
+def gradients_of_scores(
+    arguments: Sequence[Any], kept: Sequence[Tensor], upon: Sequence[Tensor], *_: Any
+) -> tuple[None, Tensor, Tensor]:
+    """The gradients of grid and vector."""
+    (row, grid, matrix), (grad,) = arguments, upon
+    both = row.basis is one_and_key
+    return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, *kept, grad.contiguous())
+
+
+_attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2)
 
 
 # What weighs cells, coefficients, what sums are divided by, who answers and who asks.

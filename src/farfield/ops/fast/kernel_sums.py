@@ -37,7 +37,7 @@ def sums_run(plan: Plan, cells: Tensor, matrix: Tensor | None, bias: Tensor | No
     """Whether `read_and_sum` may run."""
     if plan.row.basis not in BASES or matrix is None or plan.keys != plan.heads * BASES[plan.row.basis]:
         return False
-    return few(len(matrix), cells.shape[1]) and not autocasts(cells) and kernels.runs(cells, matrix, bias)
+    return few(len(matrix), cells.shape[1]) and not autocasts(cells) and kernels.fit(cells, matrix, bias)
 
 
 def read_and_sum(
@@ -90,7 +90,7 @@ def answers_run(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> bo
         return False
     if not few(query.shape[1] // slots.shape[1], upon.shape[2]):
         return False
-    return not autocasts(upon) and kernels.runs(upon, query, slots)
+    return not autocasts(upon) and kernels.fit(upon, query, slots)
 
 
 def gradients_of_response(row: Operator, upon: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

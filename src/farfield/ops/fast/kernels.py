@@ -18,10 +18,13 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from farfield.ops.modes import is_recorded
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # -fopenmp for compiling alone: the library finds the threads of the torch that loads it, not a second pool.
@@ -184,6 +187,57 @@ def register() -> None:
     attentions = (axis_attention, cell_attention, cell_attention_backward, score_attention, score_attention_backward)
     for shapes in (axis_means, axis_sums, outer_sum, read_and_sum, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
+    for name, flops in FLOPS.items():
+        register_flop_formula(getattr(torch.ops.farfield, name))(flops)
+
+
+# ---- what torch's flop counter counts: the products of the equations -------------------------------------------------
+def of_nothing(*shapes: Any, **others: Any) -> int:
+    """Sums alone."""
+    return 0
+
+
+def of_axes(grid: Sequence[int], *others: Any, **more: Any) -> int:
+    """Products of the axes' indices with each other, and of these with the values."""
+    return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
+
+
+def of_cells(cells: Sequence[int], *others: Any, **more: Any) -> int:
+    """The same of all positions."""
+    return 4 * cells[0] * cells[1] * cells[2] ** 2
+
+
+def of_cells_backward(cells: Sequence[int], weights: Sequence[int] | None, *others: Any, **more: Any) -> int:
+    """Four products, and a fifth for the matrix if it was not kept."""
+    return (8 if weights else 10) * cells[0] * cells[1] * cells[2] ** 2
+
+
+def of_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, **more: Any) -> int:
+    """Scores, one or two slots, and the responses to them."""
+    return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
+
+
+def of_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, **more: Any) -> int:
+    """Twice as many."""
+    return 2 * of_scores(grid, matrix, both)
+
+
+def of_rows(cells: Sequence[int], matrix: Sequence[int], *others: Any, **more: Any) -> int:
+    """Rows, and their sums with the positions."""
+    return 4 * math.prod(cells) * matrix[1]
+
+
+FLOPS = {
+    "axis_sums": of_nothing,
+    "axis_means": of_nothing,
+    "outer_sum": of_nothing,
+    "axis_attention": of_axes,
+    "cell_attention": of_cells,
+    "cell_attention_backward": of_cells_backward,
+    "score_attention": of_scores,
+    "score_attention_backward": of_scores_backward,
+    "read_and_sum": of_rows,
+}
 
 
 def why_not(*tensors: Tensor | None) -> Iterator[str]:
@@ -195,12 +249,8 @@ def why_not(*tensors: Tensor | None) -> Iterator[str]:
     for tensor in tensors:
         if tensor is not None:
             yield from why_not_on(tensor)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_recorded():
         yield "compiled or traced"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        yield "transformed by torch.func or in forward mode"
-    if torch._C._len_torch_dispatch_stack():
-        yield "watched by a dispatch mode, which counts the equation"
 
 
 def why_not_on(tensor: Tensor) -> Iterator[str]:
@@ -213,22 +263,16 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
         yield f"a {type(tensor).__name__}, not a plain tensor"
     if not tensor.is_contiguous():
         yield f"strides {tuple(tensor.stride())}, not contiguous"
-    if tensor.requires_grad and torch.is_grad_enabled():
-        yield "recorded by autograd, for a gradient of the gradient"
 
 
-def runs(*tensors: Tensor | None) -> bool:
+def fit(*tensors: Tensor | None) -> bool:
     """Whether `why_not` has no reason, without asking for its texts: on small grids they take 5 % of the attention."""
-    if torch.compiler.is_compiling():  # a compiler need not follow further
+    if is_recorded() or os.environ.get(SWITCH) == "0" or problem():
         return False
-    if os.environ.get(SWITCH) == "0" or problem() or torch.jit.is_tracing():
-        return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return not torch._C._len_torch_dispatch_stack() and all(tensor is None or runs_on(tensor) for tensor in tensors)
+    return all(tensor is None or fits(tensor) for tensor in tensors)
 
 
-def runs_on(tensor: Tensor) -> bool:
+def fits(tensor: Tensor) -> bool:
     """Whether `why_not_on` has no reason."""
     plain = tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
-    return plain and tensor.is_contiguous() and not (tensor.requires_grad and torch.is_grad_enabled())
+    return plain and tensor.is_contiguous()
