@@ -11,7 +11,7 @@ from torch import Tensor
 from farfield.maps.reading import read_call, read_cell, read_grids, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import attend
-from farfield.ops.slots import full_precision
+from farfield.ops.modes import full_precision
 
 
 @torch.inference_mode(mode=False)

@@ -13,7 +13,8 @@ from farfield.maps.reading import Grids, read_call, read_cell, read_grids, read_
 from farfield.nn.attention import GridAttention
 from farfield.ops.call import project_keys
 from farfield.ops.grid import Gathered
-from farfield.ops.slots import Summary, full_precision
+from farfield.ops.modes import full_precision
+from farfield.ops.slots import Summary
 from farfield.ops.summary import summarize
 
 

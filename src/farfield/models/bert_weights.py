@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield.models.storage import read_weights
 
-if TYPE_CHECKING:
-    from farfield.models.bert import Bert
+Network = TypeVar("Network", bound=nn.Module)
 
 # Parts of our names -> those of Hugging Face's.
 EMBEDDINGS = {
@@ -39,14 +38,14 @@ HEAD = {
 OLD = {".gamma": ".weight", ".beta": ".bias"}
 
 
-def load_hugging_face(net: Bert, state_dict: Mapping[str, Tensor]) -> Bert:
+def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network:
     """Copy the weights of Hugging Face's `BertForMaskedLM`, `BertForPreTraining` or `BertModel` into a network.
 
     Queries, keys and values become coefficients, basis and values where the operator is a factorized one. Of the state
     dict what this network has no place for is left: the other head, the tied copy of the embedding.
 
     Args:
-        net: The network, changed in place.
+        net: The network, a `Bert`, changed in place.
         state_dict: Of the model, or of a file of it.
 
     Returns:
@@ -105,14 +104,14 @@ def source_of(name: str) -> str:
     return f"{(EMBEDDINGS | HEAD).get(module, module)}.{leaf}"
 
 
-def fill_from_file(net: Bert, path: Path) -> Bert:
+def fill_from_file(net: Network, path: Path) -> Network:
     """Copy a file's weights into a network: Hugging Face's, or our own `model.safetensors`.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is damaged, or another network's.
     """
-    tensors = read_weights(net.name, path)
+    tensors = read_weights(cast(str, net.name), path)
     if set(tensors) == set(net.state_dict()):
         tensors = {source_of(name): tensor for name, tensor in tensors.items()}
     return load_hugging_face(net, tensors)

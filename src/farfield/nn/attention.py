@@ -17,7 +17,8 @@ from farfield.nn.refusals import check_input, check_options, check_version
 from farfield.ops.call import Call
 from farfield.ops.engine import attend, gather_queries, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.slots import Summary, autocasts
+from farfield.ops.modes import autocasts
+from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS, Operator, softmax_of_products
 
 

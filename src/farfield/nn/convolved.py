@@ -13,8 +13,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 from farfield.nn.fusing import Fusable
 from farfield.nn.ranks import RANKS, layers
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd
-from farfield.ops.slots import autocasts
+from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
 CONVOLUTIONS = {row.convolution for row in RANKS.values()}

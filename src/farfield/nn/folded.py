@@ -10,7 +10,7 @@ or, where sums along axes ask, as one vector an axis, added in place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -19,8 +19,35 @@ from farfield.nn.convolved import Convolved, convolve, hooked
 from farfield.ops.engine import respond_grid, summarize_grid
 from farfield.ops.projection import Projection
 
-if TYPE_CHECKING:
-    from farfield.nn.blocks import AttentionBlock, BaseBlock
+
+class Block(Protocol):
+    """What is asked of every block."""
+
+    expand: Convolved | None
+    depthwise: Convolved
+    project: Convolved
+    concatenates: bool
+    residual: bool
+    training: bool
+    drop_path: float
+
+
+class BlockWithAttention(Protocol):
+    """What is asked of an `AttentionBlock`."""
+
+    expand: Convolved
+    depthwise: Convolved
+    project: Convolved
+    attention: nn.Module
+    skip: bool
+    stride: int
+    residual: bool
+    training: bool
+    drop_path: float
+
+    def far(self, grid: Tensor) -> Tensor:
+        """The global path."""
+        ...
 
 
 def are_bare(*parts: nn.Module | None) -> bool:
@@ -28,7 +55,7 @@ def are_bare(*parts: nn.Module | None) -> bool:
     return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
 
 
-def base_block(block: BaseBlock, grid: Tensor) -> Tensor:
+def base_block(block: Block, grid: Tensor) -> Tensor:
     """`BaseBlock.plain`, the grid taking its own way beside the expanded channels."""
     wide = [grid if block.expand is None else block.expand(grid)]
     if block.concatenates:
@@ -37,7 +64,7 @@ def base_block(block: BaseBlock, grid: Tensor) -> Tensor:
     return drop_samples(block, out).add_(grid) if block.residual else out
 
 
-def attention_block(block: AttentionBlock, grid: Tensor) -> Tensor:
+def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
     """`AttentionBlock.plain`, the far path entering the last convolution by itself."""
     near = block.depthwise(block.expand(grid))
     attention = block.attention
@@ -48,7 +75,7 @@ def attention_block(block: AttentionBlock, grid: Tensor) -> Tensor:
     return drop_samples(block, out).add_(grid) if block.residual else out
 
 
-def drop_samples(block: BaseBlock | AttentionBlock, out: Tensor) -> Tensor:
+def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
     """In training make 0 what a block adds to some samples, and scale what it adds to the others for it."""
     if not block.training or block.drop_path == 0:
         return out
@@ -65,7 +92,7 @@ def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
     return few and attention.output is None and not attention.residual
 
 
-def with_response(block: AttentionBlock, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
+def with_response(block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
     """The block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
     project = block.project
     near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from farfield._processes import all_gather
 from farfield.ops.grid import accumulation
+from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
-from farfield.ops.slots import Summary, full_precision
+from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, products, softmax_of_products, weight
 
 

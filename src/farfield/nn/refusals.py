@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._checks import check_grid, check_heads, check_mask, check_place, projection_fix, shape_error
 from farfield.ops.grid import Place
-from farfield.ops.slots import autocasts
-from farfield.ops.table import softmax_of_products
-
-if TYPE_CHECKING:
-    from farfield.nn.attention import GridAttention
+from farfield.ops.modes import autocasts
+from farfield.ops.table import Operator, softmax_of_products
 
 
-def check_options(module: GridAttention, project: str) -> None:
+class Attention(Protocol):
+    """What is asked of a `GridAttention`."""
+
+    operator: Operator
+    operator_name: str
+    channels: int
+    inner_channels: int
+    value_channels: int
+    heads: int
+    scale: float
+    has_default_scale: bool
+    residual: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its parameters."""
+        ...
+
+
+def check_options(module: Attention, project: str) -> None:
     """Refuse options that do not fit together."""
     if project != "".join(letter for letter in "qkvo" if letter in project):
         raise ValueError(f'GridAttention: {project=} must be letters of "qkvo", each once and in that order.')
@@ -49,7 +64,7 @@ def check_options(module: GridAttention, project: str) -> None:
 
 
 def check_version(
-    module: GridAttention,
+    module: Attention,
     state: Mapping[str, Tensor],
     prefix: str,
     metadata: Mapping[str, Any],
@@ -78,7 +93,7 @@ def check_version(
 
 
 def check_input(
-    module: GridAttention,
+    module: Attention,
     grid: Tensor,
     mask: Tensor | None,
     origin: Sequence[int] | None = None,

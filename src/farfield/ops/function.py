@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import is_itself
-from farfield.ops.slots import autocasts
+from farfield.ops.modes import autocasts, has_tangent
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -23,6 +22,16 @@ Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 def with_all(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
     """All arguments were kept."""
     return arguments
+
+
+def never() -> bool:
+    """`forward` runs torch's operations alone."""
+    return False
+
+
+def always() -> bool:
+    """`forward` runs a kernel that has no derivative in forward mode."""
+    return True
 
 
 class Shape(NamedTuple):
@@ -57,6 +66,7 @@ def accelerate(
     restore: Callable[[Sequence[Any], Precision], Sequence[Any]] = with_all,
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,
+    kernels_run: Callable[[], bool] = never,
 ) -> Callable[..., Any]:
     """Compute `plain` by `forward`, and its gradients by `backward`.
 
@@ -72,6 +82,7 @@ def accelerate(
         restore: From these, and `precision`, to the arguments.
         again: `(arguments, upon)` to gradients that can be differentiated in turn; by default those of `plain`.
         vmapped: What `torch.vmap` maps; by default `plain`.
+        kernels_run: Whether `forward` may run a kernel now, which carries no tangents, as torch's operations do.
 
     Returns:
         A function of the same arguments, to what `forward` returns.
@@ -116,17 +127,24 @@ def accelerate(
             return mapped(vmapped or plain, info, in_dims, arguments, kept)
 
     def run(*arguments: Any) -> Any:
-        return forward(*arguments) if are_free(arguments) else Accelerated.apply(*arguments)
+        if are_free(arguments) and not (kernels_run() and any(map(has_tangent, arguments))):
+            return forward(*arguments)
+        return Accelerated.apply(*arguments)
 
     return run
 
 
 def are_free(arguments: Sequence[Any]) -> bool:
-    """Whether nothing is to be derived: no tensor wants a gradient, has a tangent or is one that a transform wraps."""
+    """Whether nothing is to be derived backward: no tensor wants a gradient, and none is one that a transform wraps."""
     graph = torch.is_grad_enabled()
     for each in arguments:
-        if isinstance(each, Tensor) and ((graph and each.requires_grad) or not is_itself(each)):
-            return False
+        if isinstance(each, Tensor):
+            if graph and each.requires_grad:
+                return False
+            try:
+                each.untyped_storage()
+            except NotImplementedError:
+                return False
     return True
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.function import accelerate
+from farfield.ops.function import accelerate, always
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded
 
@@ -100,7 +100,7 @@ def differentiate(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *
     return *_gradients(upon[0], *arguments), None, None
 
 
-_gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel)
+_gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel, kernels_run=always)
 # The attention, as a transform of torch.func sees it.
 _transformed = accelerate(
     attend,
@@ -108,6 +108,7 @@ _transformed = accelerate(
     differentiate,
     again=lambda arguments, upon: differentiate(arguments, None, upon),
     vmapped=scaled_dot_product,
+    kernels_run=always,
 )
 
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-
-def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on where the tensor is; some devices, as meta, have none."""
-    device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Compute in the tensors' own dtypes also under autocast: sums over cells accumulate in float32 at least."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()
+from farfield.ops.modes import full_precision
 
 
 def stand_beside(slots: Tensor, others: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.slots import Summary, autocasts, full_precision
+from farfield.ops.modes import autocasts, full_precision
+from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
 # Cells that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 cells is wrong

@@ -12,42 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.fast import kernel_sums
+from farfield.ops.fast import kernel_sums, kernels
 from farfield.ops.fast.order import is_a_slot
+from farfield.ops.fast.rows import RowPlan
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
+from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads, stacked, unstacked
-from farfield.ops.slots import Summary, full_precision
+from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_cells, summarize
 from farfield.ops.table import Operator
-
-
-class Plan(NamedTuple):
-    """What `read_and_summarize` does with the rows it reads.
-
-    Attributes:
-        row: The operator.
-        heads: How many.
-        keys: How many rows are keys, the first.
-        queries: How many are queries, the last.
-        same: Whether the same rows are both.
-        shared: Whether every head hears all channels.
-        complete: Whether all cells are real.
-    """
-
-    row: Operator
-    heads: int
-    keys: int
-    queries: int
-    same: bool
-    shared: bool
-    complete: bool
 
 
 def few(rows: int, cells: Tensor) -> bool:
@@ -56,7 +36,7 @@ def few(rows: int, cells: Tensor) -> bool:
 
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
-def read_and_sum(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
+def read_and_sum(plan: RowPlan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
     """Queries of the cells `(b, c, n)`, and their summary's values, weights, count and peak.
 
     `readings`: matrix and bias of the keys, then those of the queries, where these are others.
@@ -69,7 +49,7 @@ def maps_of(readings: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
     return Projection(*readings[:2]), Projection(*readings[2:])
 
 
-def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, ...]:
+def summed(plan: RowPlan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, ...]:
     """The same of cells that are read."""
     heads = plan.heads
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else real.expand(-1, heads, -1, -1)
@@ -78,7 +58,7 @@ def summed(plan: Plan, cells: Tensor, real: Tensor, rows: Tensor) -> tuple[Any, 
     return asked_of(plan, rows), *summary[:3], summary.peak
 
 
-def asked_of(plan: Plan, rows: Tensor) -> Tensor | None:
+def asked_of(plan: RowPlan, rows: Tensor) -> Tensor | None:
     """The queries among the rows."""
     return split_heads(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
 
@@ -154,7 +134,7 @@ def read_and_summarize(
     keys, queries = (
         0 if one is None else cells.shape[1] if one.matrix is None else len(one.matrix) for one in (answering, query)
     )
-    plan = Plan(row, heads, keys, queries, key is query, shared, complete)
+    plan = RowPlan(row, heads, keys, queries, key is query, shared, complete)
     asking = None if answering is query else query  # what is the same is read once
     maps = (*(answering or Projection()), *(asking or Projection()))
     asked, values, weights, count, peak, _ = _read_and_sum(plan, cells, real, *maps)
@@ -207,7 +187,7 @@ def slots_of(row: Operator, query: Tensor, summary: Summary, matrix: Tensor | No
     return torch.cat([slots, last], 2)
 
 
-def rows_and_sums(plan: Plan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
+def rows_and_sums(plan: RowPlan, cells: Tensor, real: Tensor, *readings: Tensor | None) -> tuple[Any, ...]:
     """`read_and_sum`, and the rows that were read `(b, rows, n)` where they are few."""
     matrix, bias = stacked(*maps_of(readings))
     if matrix is not None and kernel_sums.sums_run(plan, cells, matrix, bias):
@@ -259,7 +239,7 @@ def gradient(output: Tensor, by: Tensor, upon: Tensor) -> Tensor:
     return found
 
 
-def gradient_of_basis(plan: Plan, cells: Tensor, real: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+def gradient_of_basis(plan: RowPlan, cells: Tensor, real: Tensor, values: Tensor, weights: Tensor) -> Tensor:
     """`(b, h, r, n)`: each weight's share in the values and in the weights of its slot."""
     if not plan.complete:
         weights = weights * real
@@ -275,7 +255,7 @@ def across(matrix: Tensor, cells: Tensor) -> Tensor:
     return torch.cat([matrix @ piece.to(matrix.dtype) for piece in cells.split(WIDENED, -1)], -1)
 
 
-def joined(plan: Plan, keys: Tensor, asked: Tensor | None, cells: Tensor) -> Tensor | None:
+def joined(plan: RowPlan, keys: Tensor, asked: Tensor | None, cells: Tensor) -> Tensor | None:
     """Gradients of all rows read `(b, rows, n)`: keys first, queries last, added where both are the same."""
     rows = keys.flatten(1, 2).to(cells.dtype) if plan.keys else None
     if asked is None:
@@ -287,7 +267,7 @@ def joined(plan: Plan, keys: Tensor, asked: Tensor | None, cells: Tensor) -> Ten
 
 
 def gradient_of_cells(
-    plan: Plan, cells: Tensor, values: Tensor, basis: Tensor, matrix: Tensor | None, rows: Tensor | None
+    plan: RowPlan, cells: Tensor, values: Tensor, basis: Tensor, matrix: Tensor | None, rows: Tensor | None
 ) -> Tensor:
     """`(b, c, n)`: what values, keys and queries say of the cells, as one product."""
     values, basis = values.to(cells.dtype), basis.to(cells.dtype)
@@ -383,5 +363,5 @@ def summary_of(parts: Any) -> Summary:
     return Summary(values, weights, count, None, peak)
 
 
-_read_and_sum = accelerate(read_and_sum, rows_and_sums, gradients_of_sums, constants=2, kept=1)
+_read_and_sum = accelerate(read_and_sum, rows_and_sums, gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run)
 _respond = accelerate(respond_to, respond_to, gradients_of_response, save=without_query, restore=with_query)

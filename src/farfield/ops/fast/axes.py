@@ -59,5 +59,12 @@ def plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tens
     return add_axes(responses, size)
 
 
-_sum_axes = accelerate(plain_sums, lambda grid, wide: read_axes(grid), spread, save=shapes_alone, restore=of_shapes)
-_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, restore=of_shapes)
+_sum_axes = accelerate(
+    plain_sums,
+    lambda grid, wide: read_axes(grid),
+    spread,
+    save=shapes_alone,
+    restore=of_shapes,
+    kernels_run=kernels.run,
+)
+_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, restore=of_shapes, kernels_run=kernels.run)

@@ -20,9 +20,9 @@ from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.order import Work, cheaper_order
 from farfield.ops.grid import Cells, Gathered, Place, add_axes, axis_sums, real_counts
-from farfield.ops.modes import is_recorded
+from farfield.ops.modes import full_precision, is_recorded
 from farfield.ops.projection import split_heads
-from farfield.ops.slots import Summary, full_precision
+from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
 
 SWITCH = "FARFIELD_FAST"

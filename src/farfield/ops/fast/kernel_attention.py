@@ -18,9 +18,8 @@ from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import few
 from farfield.ops.function import accelerate, are_free, of_shapes, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
-from farfield.ops.modes import is_itself
+from farfield.ops.modes import autocasts, has_tangent, is_itself
 from farfield.ops.projection import Projection, project, split_heads
-from farfield.ops.slots import autocasts
 from farfield.ops.summary import SMALL, respond, summarize
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
@@ -31,7 +30,7 @@ def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sca
     """Attend from axis means to axis means (KAN 13-18)."""
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
-    if are_free([grid]):
+    if are_free([grid]) and not has_tangent(grid):
         return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.asks.normalize is not None))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
@@ -77,15 +76,17 @@ def gradients_of_cells(
     return found, None, None, None
 
 
-_axis_means = accelerate(plain_means, read_means, spread_means, save=shapes_alone, restore=of_shapes)
-_attend_cells = accelerate(plain_cells, attend_cells, gradients_of_cells, kept=1)
+_axis_means = accelerate(
+    plain_means, read_means, spread_means, save=shapes_alone, restore=of_shapes, kernels_run=kernels.run
+)
+_attend_cells = accelerate(plain_cells, attend_cells, gradients_of_cells, kept=1, kernels_run=kernels.run)
 
 
 def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend by scores (SAN 4, SAN 5)."""
     if matrix is None or not few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
-    if are_free([grid, matrix]):
+    if are_free([grid, matrix]) and not (has_tangent(grid) or has_tangent(matrix)):
         return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, row.basis is one_and_key)[0])
     # A grid that wants no gradient is not to be given one, which the parts know.
     wanted = not is_itself(grid) or (grid.requires_grad and scalars(heads, grid))
@@ -114,7 +115,7 @@ def gradients_of_scores(
     return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, *kept, grad.contiguous())
 
 
-_attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2)
+_attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2, kernels_run=kernels.run)
 
 
 # What weighs cells, coefficients, what sums are divided by, who answers and who asks.

@@ -7,18 +7,15 @@ that are too. It hangs on the functions of a row, by the two tables below, and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.slots import autocasts
+from farfield.ops.fast.rows import RowPlan
+from farfield.ops.modes import autocasts
 from farfield.ops.table import Operator, one, one_and_key, queries, query_and_one
-
-if TYPE_CHECKING:
-    from farfield.ops.fast.autograd import Plan
 
 # Basis -> what weighs the cells: 1, or 1 and one key a head.
 BASES: dict[Callable[..., object] | None, int] = {one: 0, one_and_key: 1}
@@ -33,7 +30,7 @@ def few(rows: int, channels: int) -> bool:
     return 0 < rows <= ROWS and 8 * rows <= channels
 
 
-def sums_run(plan: Plan, cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
+def sums_run(plan: RowPlan, cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
     """Whether `read_and_sum` may run."""
     if plan.row.basis not in BASES or matrix is None or plan.keys != plan.heads * BASES[plan.row.basis]:
         return False
@@ -41,7 +38,7 @@ def sums_run(plan: Plan, cells: Tensor, matrix: Tensor | None, bias: Tensor | No
 
 
 def read_and_sum(
-    plan: Plan, cells: Tensor, real: Tensor, matrix: Tensor, bias: Tensor | None
+    plan: RowPlan, cells: Tensor, real: Tensor, matrix: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `recompute.rows_of` and `recompute.summed` do, in one pass over the cells.
 
@@ -64,7 +61,7 @@ def read_and_sum(
 
 
 def gradients_of_rows(
-    plan: Plan, cells: Tensor, real: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
+    plan: RowPlan, cells: Tensor, real: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Find what `recompute.gradient_of_basis` and `joined` say of the rows, and the sum of rows ⊗ cells.
 

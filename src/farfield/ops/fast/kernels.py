@@ -265,11 +265,14 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
         yield f"strides {tuple(tensor.stride())}, not contiguous"
 
 
+def run() -> bool:
+    """Whether kernels are there and not switched off."""
+    return os.environ.get(SWITCH) != "0" and problem() is None
+
+
 def fit(*tensors: Tensor | None) -> bool:
     """Whether `why_not` has no reason, without asking for its texts: on small grids they take 5 % of the attention."""
-    if is_recorded() or os.environ.get(SWITCH) == "0" or problem():
-        return False
-    return all(tensor is None or fits(tensor) for tensor in tensors)
+    return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
 
 
 def fits(tensor: Tensor) -> bool:
