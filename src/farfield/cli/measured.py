@@ -11,6 +11,7 @@ from farfield.cli.printed import table_for
 from farfield.cost import saved_bytes
 from farfield.cost.measuring import step, take_turns
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 
 # Two answers are the same function up to rounding, relative to their size, in float32.
 SAME = 1e-4
@@ -65,7 +66,7 @@ def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[
 def attention_for(name: str, arguments: argparse.Namespace) -> GridAttention:
     """The module of an operator; the same seed gives all of them the same maps."""
     torch.manual_seed(1)
-    project = arguments.project.replace("k", "") if name == "siamese_local" else arguments.project
+    project = OPERATORS[name].projections(arguments.project)
     attention = GridAttention(arguments.channels, name, heads=arguments.heads, project=project)
     return attention.eval().to(arguments.device)
 

@@ -150,7 +150,8 @@ def plan(
     check_heads("cost.plan", heads, channels, "the grid")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'cost.plan: {device=}, but PyTorch sees no CUDA device; fix: device="cpu".')
-    settings = [Setting(row, channels, heads, maps_of(row, project), batch, tuple(sides)) for row in FORMULAS]
+    projections = {row: OPERATORS[row].projections(project) for row in FORMULAS}
+    settings = [Setting(row, channels, heads, letters, batch, tuple(sides)) for row, letters in projections.items()]
     regular = settings[list(FORMULAS).index("softmax")]
     passes = [needs(settings, training=training, device=device) for training in (False, True)]
     plans = []
@@ -161,11 +162,6 @@ def plan(
             Plan(setting.row, forward, training, None if memory is None else judged.bytes <= memory, *crossovers)
         )
     return plans
-
-
-def maps_of(row: str, project: str) -> str:
-    """The maps that a row has: siamese_local reads no keys."""
-    return project.replace("k", "") if row == "siamese_local" else project
 
 
 # ---- what a pass takes -----------------------------------------------------------------------------------------------

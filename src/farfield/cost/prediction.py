@@ -24,6 +24,7 @@ from farfield.cost.formulas import (
 )
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.projections import is_biased
+from farfield.nn.refusals import check_projections
 from farfield.ops.table import OPERATORS, Operator
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)
@@ -122,16 +123,7 @@ def check_positive(caller: str, **numbers: int) -> None:
 
 def check_options(caller: str, row: str, channels: int, project: str, inner_channels: int | None) -> None:
     """Refuse maps that a `GridAttention` of this row could not have."""
-    if project != "".join(letter for letter in "qkvo" if letter in project):
-        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each once and in that order.')
-    reads_keys = row != "siamese_local"
-    if "k" in project and not reads_keys:
-        raise ValueError(f'{caller}: {row} reads no keys; fix: project="{project.replace("k", "")}".')
-    if inner_channels not in (None, channels) and not ("q" in project and ("k" in project or not reads_keys)):
-        raise ValueError(
-            f"{caller}: {inner_channels=} needs queries and keys projected to them, got {project=}; "
-            f'fix: project="qkv" or leave inner_channels out.'
-        )
+    check_projections(caller, row, OPERATORS[row], project, channels, inner_channels or channels)
 
 
 def learned(row: str, s: Sizes) -> tuple[int, int]:

@@ -34,17 +34,8 @@ class Attention(Protocol):
 
 def check_options(module: Attention, project: str) -> None:
     """Refuse options that do not fit together."""
-    if project != "".join(letter for letter in "qkvo" if letter in project):
-        raise ValueError(f'GridAttention: {project=} must be letters of "qkvo", each once and in that order.')
-    reads_keys = module.operator.reads_keys
-    if "k" in project and not reads_keys:
-        letters = project.replace("k", "")
-        raise ValueError(f'GridAttention: {module.operator_name} reads no keys; fix: project="{letters}".')
-    if module.inner_channels != module.channels and not ("q" in project and ("k" in project or not reads_keys)):
-        raise ValueError(
-            f"GridAttention: inner_channels={module.inner_channels} needs queries and keys projected to them, "
-            f'got {project=}; fix: project="qkv" or leave inner_channels out.'
-        )
+    sizes = module.channels, module.inner_channels
+    check_projections("GridAttention", module.operator_name, module.operator, project, *sizes)
     if module.value_channels != module.channels and "v" not in project:
         raise ValueError(
             f"GridAttention: value_channels={module.value_channels} needs values projected to them, got {project=}; "
@@ -61,6 +52,22 @@ def check_options(module: Attention, project: str) -> None:
         )
     check_heads("GridAttention", module.heads, module.inner_channels, "query")
     check_heads("GridAttention", module.heads, module.value_channels, "value")
+
+
+def check_projections(
+    caller: str, name: str, operator: Operator, project: str, channels: int, inner_channels: int
+) -> None:
+    """Refuse projections that an operator could not have."""
+    if project != "".join(letter for letter in "qkvo" if letter in project):
+        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each once and in that order.')
+    letters = operator.projections(project)
+    if letters != project:
+        raise ValueError(f'{caller}: {name} reads no keys; fix: project="{letters}".')
+    if inner_channels != channels and not set(operator.projections("qk")) <= set(project):
+        raise ValueError(
+            f"{caller}: {inner_channels=} needs queries and keys projected to them, "
+            f'got {project=}; fix: project="qkv" or leave inner_channels out.'
+        )
 
 
 def check_version(

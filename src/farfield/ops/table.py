@@ -114,6 +114,15 @@ class Operator:
         """Whether the keys matter at all."""
         return self.basis is not one
 
+    def projections(self, letters: str) -> str:
+        """Which of the projections, letters of "qkvo", it has: none of keys that are not read."""
+        return letters if self.reads_keys else letters.replace("k", "")
+
+    @property
+    def merges_by_adding(self) -> bool:
+        """Whether the slots of tiles add up; else each position is a slot, and they stand side by side."""
+        return self.basis is not None or not self.answers.side_by_side
+
     @property
     def averages(self) -> bool:
         """Whether coefficients are a softmax, so that a response is no larger than the values, times what norms do."""
