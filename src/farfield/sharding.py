@@ -310,7 +310,7 @@ def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTen
 def check(layer: GridAttention) -> None:
     """Refuse operators that do not compress, and a norm that needs the whole grid."""
     row, name = layer.operator, layer.operator_name
-    if row.basis is None and row.answers.side_by_side:
+    if not row.merges_by_adding:
         equal = row.coefficients is products
         fix = (
             'operator="factorized", which is equal'

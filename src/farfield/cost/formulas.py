@@ -222,7 +222,7 @@ def held(s: Sizes, steps: Steps) -> int:
 def gathered(row: str, s: Sizes, steps: Steps) -> int | None:
     """Numbers of a summary, with the sums that ask: what a process sends where a grid is spread; None for a grid."""
     operator, values = OPERATORS[row], steps.slots * s.width
-    if operator.basis is None and operator.answers.side_by_side:
+    if not operator.merges_by_adding:
         return None
     if operator.basis is None:  # a key and a count an index; where sums ask, the grid's again
         return (

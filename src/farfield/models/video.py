@@ -20,7 +20,7 @@ from farfield.models.compact import check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import pooled
-from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+from farfield.ops.table import OPERATORS, Operator
 
 BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
 # A bottleneck ends with this many times its inner channels.
@@ -74,7 +74,7 @@ class NonLocalBlock(nn.Module):
             row = dataclasses.replace(row, answers=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
-        if row.coefficients is softmax_of_products:
+        if row.has_scale:
             sizes["scale"] = inner**-0.5
         self.attention = GridAttention(channels, row, project="qkvo" if row.reads_keys else "qvo", **sizes)
         self.norm = nn.BatchNorm3d(channels)

@@ -19,7 +19,7 @@ from farfield.ops.engine import attend, gather_queries, respond_grid, summarize_
 from farfield.ops.grid import Gathered, hide
 from farfield.ops.modes import autocasts
 from farfield.ops.slots import Summary
-from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+from farfield.ops.table import OPERATORS, Operator
 
 
 class GridAttention(nn.Module):
@@ -89,7 +89,7 @@ class GridAttention(nn.Module):
         self.value_channels = channels if value_channels is None else value_channels
         self.has_default_scale, self.scale = scale is None, 1.0 if scale is None else scale
         check_options(self, project)
-        if scale is None and operator.coefficients is softmax_of_products:
+        if scale is None and operator.has_scale:
             self.scale = (self.inner_channels // heads) ** -0.5
         inner, width = self.inner_channels, self.value_channels
         self.query = nn.Linear(channels, inner, bias) if "q" in project else None

@@ -13,7 +13,7 @@ from farfield.ops.grid import accumulation
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
 from farfield.ops.slots import Summary
-from farfield.ops.table import Operator, products, softmax_of_products, weight
+from farfield.ops.table import Operator, products, weight
 
 
 class CoefficientNorm(nn.Module):
@@ -63,7 +63,7 @@ class CoefficientNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.operator, self.heads, self.eps, self.momentum = operator, heads, eps, momentum
-        self.columns, self.of_products = columns, operator.coefficients is softmax_of_products
+        self.columns, self.of_products = columns, operator.has_scale
         if columns and not self.of_products:
             fix = "coefficient_norm=True norms its responses."
             raise ValueError(f"CoefficientNorm: columns are of a softmax of products, which it has not; fix: {fix}")
@@ -139,7 +139,7 @@ def norm_of(row: Operator) -> bool | Literal["columns"]:
     products of their softmax have a deviation of 1. The basis of `factorized_gaussian` weighs positions nearly equally
     at first, so its responses are normed. A softmax over the positions themselves needs none, nor do sums.
     """
-    if row.coefficients is not softmax_of_products:
+    if not row.has_scale:
         return row.averages
     return False if row.answers.side_by_side else "columns"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield._checks import check_grid, check_heads, check_mask, check_place, projection_fix, shape_error
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocasts
-from farfield.ops.table import Operator, softmax_of_products
+from farfield.ops.table import Operator
 
 
 class Attention(Protocol):
@@ -46,7 +46,7 @@ def check_options(module: Attention, project: str) -> None:
             f"GridAttention: a residual adds {module.channels} channels to {module.value_channels}; "
             f'fix: project="{project}o".'
         )
-    if module.scale != 1.0 and module.operator.coefficients is not softmax_of_products:
+    if module.scale != 1.0 and not module.operator.has_scale:
         raise ValueError(
             f"GridAttention: {module.operator_name} has no softmax of products to scale, got scale={module.scale}."
         )

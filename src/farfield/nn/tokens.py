@@ -13,7 +13,7 @@ from torch import Tensor
 from farfield.ops.grid import accumulation
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
-from farfield.ops.table import Operator, softmax_of_products
+from farfield.ops.table import Operator
 
 
 def attend_tokens(
@@ -50,7 +50,7 @@ def attend_tokens(
     q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
     if row.score is not None:
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
-    if row.coefficients is softmax_of_products:
+    if row.has_scale:
         q = q * scale
     row = dropping(row, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])

@@ -12,7 +12,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.convolved import hooked
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.grid import ALL, hide
-from farfield.ops.table import OPERATORS, Operator, softmax_of_products
+from farfield.ops.table import OPERATORS, Operator
 
 
 class TransformerLayer(nn.Module):
@@ -67,7 +67,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         row = OPERATORS.get(operator) if isinstance(operator, str) else operator
-        softmax = row is not None and row.coefficients is softmax_of_products
+        softmax = row is not None and row.has_scale
         self.attention = GridAttention(
             channels,
             operator,

@@ -124,6 +124,11 @@ class Operator:
         return self.basis is not None or not self.answers.side_by_side
 
     @property
+    def has_scale(self) -> bool:
+        """Whether coefficients are a softmax of products, which a scale multiplies."""
+        return self.coefficients is softmax_of_products
+
+    @property
     def averages(self) -> bool:
         """Whether coefficients are a softmax, so that a response is no larger than the values, times what norms do."""
         return self.coefficients in (softmax_of_products, softmax_over_channels)

@@ -29,7 +29,7 @@ def streamed(attention: GridAttention) -> GridAttention:
 def is_grid(attention: GridAttention) -> bool:
     """Whether the summary is the grid itself, so that it does not stay small."""
     row = streamed(attention).operator
-    return row.basis is None and row.answers.side_by_side
+    return not row.merges_by_adding
 
 
 class Merged:
