@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from farfield.ops.fast.order import Work, cheaper_order
+from farfield.ops.fast.order import cheaper_order
 from farfield.ops.table import OPERATORS, exponentials
+from farfield.ops.work import Work
 
 
 class Sizes(NamedTuple):

@@ -197,7 +197,7 @@ def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: flo
     return torch.addcmul(shift.view(each), out, scale.view(each), out=out)
 
 
-def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any, **more: Any) -> int:
+def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
     """What torch's flop counter counts: the clamp counts nothing."""
     return conv_flop_count(grid, weight, out_shape)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from farfield.ops.grid import Gathered
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
+from farfield.ops.work import Work
 
 IDENTITY = Projection()
 
@@ -58,6 +60,19 @@ class Call(NamedTuple):
         maps = (self.value.matrix, self.output.matrix, self.norm)
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
         return same and all(part is None for part in maps)
+
+    def work(self, queries: int, keys: int, channels: int, width: int) -> Work:
+        """What is multiplied for one sample of so many positions, of channels in and of values."""
+        inner = channels if self.query.matrix is None else len(self.query.matrix)
+        value, output = self.value.matrix, self.output.matrix
+        biased = self.output.bias is not None or (self.norm is not None and self.norm.bias is not None)
+        mapped, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
+        return Work(queries, keys, inner, width if value is None else len(value), self.heads, mapped, out, biased)
+
+
+def by_head(call: Call, dtype: torch.dtype) -> Tensor:
+    """The output's matrix by the channels of each head that it reads, `(h, out, c)`."""
+    return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from farfield.ops.call import Call, project_queries
+from farfield.ops.call import Call, by_head, project_queries
 from farfield.ops.fast.dispatch import Steps, choose_steps
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
 from farfield.ops.slots import Summary
@@ -145,10 +145,26 @@ def respond_positions(
     rank = grid.dim() - 2
     if bias is not None and queries.normalize is None and not queries.side_by_side:
         bias = bias / rank  # each position adds up one response an axis; normalized, these count it once
-    responses = steps.respond(call, asking, query, summary, scale, bias)
+    responses = project_responses(steps, call, asking, query, summary, scale, bias)
     responses = queries.normalized(responses, asking.real, rank)
     responses = laid_out_for(grid, responses.to(grid.dtype))
     return in_layout_of(grid, steps.scatter(queries, responses, grid.shape[2:], place))
+
+
+def project_responses(
+    steps: Steps, call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
+) -> Tensor:
+    """Responses `(b, out, m)` after the output's projection, which acts on the slots where that is cheaper."""
+    matrix, slots = call.output.matrix, summary.values.shape[2]
+    if matrix is None:
+        return steps.respond(call, asking, query, summary, scale, None, bias)
+    width = summary.values.shape[1] * summary.values.shape[3]
+    work = call.work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
+    if work.folds_output(slots, basis=call.operator.basis is not None):
+        return steps.respond(call, asking, query, summary, scale, by_head(call, query.dtype), bias)
+    responses = steps.respond(call, asking, query, summary, scale, None, None)
+    responses = matrix.to(responses.dtype) @ responses
+    return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 
 def project_shift(call: Call, shift: Tensor | None) -> Tensor | None:

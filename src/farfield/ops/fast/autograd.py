@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernel_sums, kernels
-from farfield.ops.fast.order import is_a_slot
 from farfield.ops.fast.rows import RowPlan
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
@@ -28,6 +27,7 @@ from farfield.ops.projection import Projection, project, split_heads, stacked, u
 from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_cells, summarize
 from farfield.ops.table import Operator
+from farfield.ops.work import is_a_slot
 
 
 def few(rows: int, cells: Tensor) -> bool:

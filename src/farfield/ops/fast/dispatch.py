@@ -11,14 +11,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from farfield.ops.call import Call, project_keys
+from farfield.ops.call import Call, by_head, project_keys
 from farfield.ops.fast import kernel_attention
 from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
-from farfield.ops.fast.order import Work, cheaper_order
+from farfield.ops.fast.order import cheaper_order
 from farfield.ops.grid import Cells, Gathered, Place, add_axes, axis_sums, real_counts
 from farfield.ops.modes import full_precision, is_recorded
 from farfield.ops.projection import split_heads
@@ -36,7 +35,7 @@ class Steps(NamedTuple):
         reorder: `(call, query, key, value) -> call`, with an operator of the same responses.
         gather: `(cells, grid, mask, place) -> Gathered`.
         summarize: `(call, gathered, values, complete, asks) -> (queries or None, summary)`.
-        respond: `(call, asking, query, summary, scale, bias) -> responses (b, out, m)`, projected.
+        respond: `(call, asking, query, summary, scale, matrix, bias) -> responses (b, out, m)`.
         add_responses: `(call, grid, asking, query, summary, scale, out) -> out`, plus the projected responses.
         scatter: `(cells, responses, size, place) -> grid`.
     """
@@ -45,7 +44,7 @@ class Steps(NamedTuple):
     reorder: Callable[[Call, Tensor, Tensor, Tensor], Call]
     gather: Callable[[Cells, Tensor, Tensor | None, Place | None], Gathered]
     summarize: Callable[[Call, Gathered, Tensor, bool, bool], tuple[Tensor | None, Summary]]
-    respond: Callable[[Call, Gathered, Tensor, Summary, float, Tensor | None], Tensor]
+    respond: Callable[[Call, Gathered, Tensor, Summary, float, Tensor | None, Tensor | None], Tensor]
     add_responses: Callable[[Call, Tensor, Gathered, Tensor, Summary, float, Tensor], Tensor]
     scatter: Callable[[Cells, Tensor, Sequence[int], Place | None], Tensor]
 
@@ -82,12 +81,19 @@ def plain_summarize(
 
 
 def plain_respond(
-    call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
+    call: Call,
+    asking: Gathered,
+    query: Tensor,
+    summary: Summary,
+    scale: float,
+    matrix: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Respond, and project the responses of the heads side by side."""
-    responses = respond(call.operator, query, summary, scale).flatten(1, 2)
-    if call.output.matrix is not None:
-        responses = call.output.matrix.to(responses.dtype) @ responses
+    """Respond; heads stand side by side, or are projected, by a matrix that acts on the slots, and added up."""
+    if matrix is None:
+        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    else:
+        responses = respond(call.operator, query, summary.map_values(matrix), scale).sum(1)
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 
@@ -95,7 +101,7 @@ def plain_add_responses(
     call: Call, grid: Tensor, asking: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor
 ) -> Tensor:
     """Respond, project, scatter and add."""
-    responses = plain_respond(call, asking, query, summary, scale, None)
+    responses = plain_respond(call, asking, query, summary, scale, by_head(call, query.dtype), None)
     responses = call.operator.asks.normalized(responses, asking.real, grid.dim() - 2)
     return out + call.operator.asks.scatter(responses.to(out.dtype), grid.shape[2:], None)
 
@@ -109,17 +115,8 @@ def fast_attend(call: Call, grid: Tensor) -> Tensor | None:
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
     """V (KᵀQ) where that is cheaper than (V Kᵀ) Q."""
     queries, keys = math.prod(query.shape[2:]), math.prod(key.shape[2:])
-    work = work_of(call, queries, keys, query.shape[1], value.shape[1])
+    work = call.work(queries, keys, query.shape[1], value.shape[1])
     return call._replace(operator=cheaper_order(call.operator, work))
-
-
-def work_of(call: Call, queries: int, keys: int, channels: int, width: int) -> Work:
-    """What is multiplied for one sample of so many positions, of channels in and of values."""
-    inner = channels if call.query.matrix is None else len(call.query.matrix)
-    value, output = call.value.matrix, call.output.matrix
-    biased = call.output.bias is not None or (call.norm is not None and call.norm.bias is not None)
-    mapped, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
-    return Work(queries, keys, inner, width if value is None else len(value), call.heads, mapped, out, biased)
 
 
 def fast_gather(cells: Cells, grid: Tensor, mask: Tensor | None, place: Place | None) -> Gathered:
@@ -149,33 +146,19 @@ def fast_summarize(
 
 
 def fast_respond(
-    call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
+    call: Call,
+    asking: Gathered,
+    query: Tensor,
+    summary: Summary,
+    scale: float,
+    matrix: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Respond; the projection acts on the slots where that is cheaper, and the bias is one slot more."""
-    operator, (matrix, _) = call.operator, call.output
-    slots, split = summary.values.shape[2], None
-    if matrix is not None:
-        width = summary.values.shape[1] * summary.values.shape[3]
-        work = work_of(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
-        if work.folds_output(slots, basis=operator.basis is not None):
-            split = by_head_in(call, query.dtype)
-    inner = bias if matrix is None or split is not None else None
-    if operator.basis is not None and operator.asks.side_by_side:
-        responses = respond_from(operator, asking.cells, call.query, query, summary, split, inner).flatten(1, 2)
-    else:
-        summary = summary if split is None else summary.map_values(split)
-        responses = respond(operator, query, summary, scale)
-        responses = responses.flatten(1, 2) if split is None else responses.sum(1)
-        responses = responses if inner is None else responses + inner[:, None].to(responses.dtype)
-    if matrix is None or split is not None:
-        return responses
-    responses = matrix.to(query.dtype) @ responses
-    return responses if bias is None else responses + bias[:, None].to(responses.dtype)
-
-
-def by_head_in(call: Call, dtype: torch.dtype) -> Tensor:
-    """The output's matrix by the channels of each head that it reads, `(h, out, c)`."""
-    return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
+    """Respond, keeping the positions alone for the backward pass; the bias is one slot more."""
+    operator = call.operator
+    if operator.basis is None or not operator.asks.side_by_side:
+        return plain_respond(call, asking, query, summary, scale, matrix, bias)
+    return respond_from(operator, asking.cells, call.query, query, summary, matrix, bias).flatten(1, 2)
 
 
 def fast_add_responses(
@@ -184,7 +167,7 @@ def fast_add_responses(
     """Add projected responses in place: as one product with the slots, or as one vector an axis."""
     operator, matrix = call.operator, cast(Tensor, call.output.matrix)
     if operator.asks.side_by_side:
-        summary = summary.map_values(by_head_in(call, matrix.dtype))
+        summary = summary.map_values(by_head(call, matrix.dtype))
         slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
         return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
     responses = respond(operator, query, summary, scale).flatten(1, 2)

@@ -192,42 +192,42 @@ def register() -> None:
 
 
 # ---- what torch's flop counter counts: the products of the equations -------------------------------------------------
-def of_nothing(*shapes: Any, **others: Any) -> int:
+def of_nothing(*shapes: Any, out_shape: Any) -> int:
     """Sums alone."""
     return 0
 
 
-def of_axes(grid: Sequence[int], *others: Any, **more: Any) -> int:
+def of_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Products of the axes' indices with each other, and of these with the values."""
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def of_cells(cells: Sequence[int], *others: Any, **more: Any) -> int:
+def of_cells(cells: Sequence[int], *others: Any, out_shape: Any) -> int:
     """The same of all positions."""
     return 4 * cells[0] * cells[1] * cells[2] ** 2
 
 
-def of_cells_backward(cells: Sequence[int], weights: Sequence[int] | None, *others: Any, **more: Any) -> int:
+def of_cells_backward(cells: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
     """Four products, and a fifth for the matrix if it was not kept."""
     return (8 if weights else 10) * cells[0] * cells[1] * cells[2] ** 2
 
 
-def of_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, **more: Any) -> int:
+def of_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
     """Scores, one or two slots, and the responses to them."""
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def of_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, **more: Any) -> int:
+def of_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
     """Twice as many."""
-    return 2 * of_scores(grid, matrix, both)
+    return 2 * of_scores(grid, matrix, both, out_shape=out_shape)
 
 
-def of_rows(cells: Sequence[int], matrix: Sequence[int], *others: Any, **more: Any) -> int:
+def of_rows(cells: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Rows, and their sums with the positions."""
     return 4 * math.prod(cells) * matrix[1]
 
 
-FLOPS = {
+FLOPS: dict[str, Any] = {
     "axis_sums": of_nothing,
     "axis_means": of_nothing,
     "outer_sum": of_nothing,

@@ -1,0 +1,65 @@
+"""What is fast gives what the equations give: `FARFIELD_FAST=0` changes no response and no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from farfield.nn import AttentionBlock, GridAttention
+from farfield.ops import OPERATORS
+from farfield.ops.fast.dispatch import FAST, PLAIN, SWITCH, choose_steps
+from partly import partly
+
+
+def found(module: torch.nn.Module, grid: Tensor, upon: Tensor, **masks: Tensor) -> list[Tensor]:
+    """The response, and the gradients of the grid and of all parameters."""
+    grid = grid.detach().requires_grad_()
+    response = module(grid, **masks)
+    wanted = [grid, *module.parameters()]
+    gradients = torch.autograd.grad(response, wanted, upon, allow_unused=True)
+    return [response.detach(), *(grad for grad in gradients if grad is not None)]
+
+
+def assert_same(on: list[Tensor], off: list[Tensor]) -> None:
+    assert len(on) == len(off)
+    for one, other in zip(on, off, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)  # of float64, sums of some hundred terms
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("project", partly(["", "v", "qo", "qkvo"], ["", "qkvo"]))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_modules(name: str, project: str, masked: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch):
+    project = OPERATORS[name].projections(project)
+    norm = OPERATORS[name].has_scale or OPERATORS[name].asks.side_by_side
+    attention = GridAttention(8, name, heads=2, project=project, coefficient_norm=norm and bool(project)).double()
+    grid = torch.randn(3, 8, 5, 7, dtype=torch.float64).to(memory_format=layout)
+    masks = {"mask": torch.rand(3, 5, 7) < 0.7} if masked else {}
+    upon = torch.randn(3, 8, 5, 7, dtype=torch.float64)
+    on = found(attention.eval(), grid, upon, **masks)
+    monkeypatch.setenv(SWITCH, "0")
+    assert choose_steps() is PLAIN
+    off = found(attention, grid, upon, **masks)
+    assert_same(on, off)
+    assert on[0].stride() == off[0].stride()
+
+
+@pytest.mark.parametrize("name", partly(OPERATORS, ["siamese", "kronecker_qkv", "kronecker_qkv_literal"]))
+def test_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folded path adds responses to what the convolution gave."""
+    block = AttentionBlock(8, 12, name, heads=2).double().eval()
+    grid, upon = (torch.randn(2, channels, 6, 5, dtype=torch.float64) for channels in (8, 12))
+    assert choose_steps() is FAST
+    on = found(block, grid, upon)
+    monkeypatch.setenv(SWITCH, "0")
+    assert_same(on, found(block, grid, upon))
+
+
+def test_a_graph_is_recorded_of_the_equations() -> None:
+    """A trace holds torch's own operations alone."""
+    attention = GridAttention(8, "siamese").eval()
+    traced = torch.jit.trace(attention, torch.randn(1, 8, 4, 4))
+    assert "Function" not in str(traced.inlined_graph)
+    assert "farfield::" not in str(traced.inlined_graph)
