@@ -63,8 +63,8 @@ def attention(channels: int, operator: str, norm: bool | Literal["columns"] = Tr
 
 
 def norm(channels: int) -> nn.Module:
-    """Batch norm of a response."""
-    return nn.BatchNorm2d(channels)
+    """Batch norm of a response, without weights of its own, so that all have the same number of parameters."""
+    return nn.BatchNorm2d(channels, affine=False)
 
 
 # Name -> what takes the place of an attention of so many channels; None leaves the network as it is.
@@ -195,11 +195,12 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="CIFAR-10: train/<class>/*.jpg, val/<class>/*.jpg")
     parser.add_argument("--out", type=Path, required=True, help="lines of JSON")
     parser.add_argument("--collect", action="store_true", help="run nothing")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help=f"default: {SEEDS}")
     parser.add_argument("--only", nargs="*", choices=ANSWERS, default=list(ANSWERS), help="which; all by default")
     options = parser.parse_args()
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
     done = {(line["answer"], line["seed"]) for line in lines}
-    todo = [(name, seed) for seed in SEEDS for name in options.only if (name, seed) not in done]
+    todo = [(name, seed) for seed in options.seeds for name in options.only if (name, seed) not in done]
     if todo and not options.collect:
         training, held = read(options.root, "train", IMAGES), read(options.root, "val", None)
         for name, seed in todo:

@@ -17,12 +17,11 @@ def projection(module: nn.Module | None, like: Tensor, vector: Tensor | None = N
     scores = None if vector is None else score_matrix(vector.to(like.dtype), heads)
     if module is None:
         return IDENTITY if scores is None else Projection(scores)
-    matrix, bias = affine(module, like)
-    known = bias if is_biased(module) else None
+    matrix, bias = linear_map(module, like)
     if scores is None:
-        return Projection(matrix, known)
+        return Projection(matrix, bias)
     # wᵀ(Wx + b) = (wᵀW)x + wᵀb: one row a head
-    return Projection(scores @ matrix, None if known is None else scores @ known)
+    return Projection(scores @ matrix.to(scores.dtype), None if bias is None else scores @ bias.to(scores.dtype))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -42,16 +41,14 @@ def draw(layer: nn.Linear | nn.Conv2d) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def affine(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrix `(out, in)` and bias `(out,)` of any affine module, in the dtype of `like`.
+def linear_map(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Matrix `(out, in)` and bias `(out,)` of any affine module.
 
     Read off a bare `nn.Linear`; anything else (LoRA, quantized, hooked) is asked: bias = m(0), matrix = (m(I) - m(0))ᵀ.
     """
     if is_plain(module):
         linear = cast(nn.Linear, module)
-        matrix = linear.weight
-        bias = matrix.new_zeros(matrix.shape[0]) if linear.bias is None else linear.bias
-        return matrix.to(like.dtype), bias.to(like.dtype)
+        return linear.weight, linear.bias
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)

@@ -83,6 +83,10 @@ def real_cells(grid: Tensor, mask: Tensor | None) -> Tensor:
 # ---- all cells -------------------------------------------------------------------------------------------------------
 def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """Gather every cell, by view (KAN §2.2, unfolding along the channel mode)."""
+    cells = grid.flatten(2)
+    if mask is None:
+        one = grid.new_ones((), dtype=accumulation(grid.dtype))
+        return Gathered(cells, one.expand(cells.shape[0], 1, cells.shape[2]))
     return Gathered(hide(grid, mask).flatten(2), real_cells(grid, mask).flatten(2))
 
 

@@ -17,7 +17,7 @@ from farfield.ops.call import Call, by_head, project_keys
 from farfield.ops.fast import kernel_attention
 from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
-from farfield.ops.fast.order import cheaper_order
+from farfield.ops.fast.order import cheaper_order, has_orders
 from farfield.ops.grid import Cells, Gathered, Place, add_axes, axis_sums, real_counts
 from farfield.ops.modes import full_precision, is_recorded
 from farfield.ops.projection import split_heads
@@ -114,8 +114,9 @@ def fast_attend(call: Call, grid: Tensor) -> Tensor | None:
 
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
     """V (KᵀQ) where that is cheaper than (V Kᵀ) Q."""
-    queries, keys = math.prod(query.shape[2:]), math.prod(key.shape[2:])
-    work = call.work(queries, keys, query.shape[1], value.shape[1])
+    if not has_orders(call.operator):
+        return call
+    work = call.work(math.prod(query.shape[2:]), math.prod(key.shape[2:]), query.shape[1], value.shape[1])
     return call._replace(operator=cheaper_order(call.operator, work))
 
 

@@ -10,6 +10,11 @@ from farfield.ops.table import Operator, keys, products, queries
 from farfield.ops.work import Work
 
 
+def has_orders(row: Operator) -> bool:
+    """Whether an operator's products can be taken in either order."""
+    return row.basis is keys and row.coefficients is queries
+
+
 def cheaper_order(row: Operator, work: Work) -> Operator:
     """V (KᵀQ) where that is cheaper than the operator's (V Kᵀ) Q; operators of other kinds are what they are.
 
@@ -23,7 +28,7 @@ def cheaper_order(row: Operator, work: Work) -> Operator:
     Reference: FA Eq. 3, FA Eq. 6.
     """
     # A compiled graph is of one order; choosing would compile it anew for other sizes.
-    if torch.compiler.is_compiling() or not (row.basis is keys and row.coefficients is queries):
+    if torch.compiler.is_compiling() or not has_orders(row):
         return row
     if work.multiply_adds(work.answers, basis=False) >= work.multiply_adds(work.inner // work.heads, basis=True):
         return row
