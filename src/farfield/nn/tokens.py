@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farfield.ops.grid import accumulation
 from farfield.ops.slots import Summary
-from farfield.ops.summary import respond, summarize
+from farfield.ops.summary import attend_heads
 from farfield.ops.table import Operator
 
 
@@ -56,11 +56,11 @@ def attend_tokens(
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     cells = count if real is None else real.to(count.dtype)
     if not weights:
-        response = respond(row, q, summarize(row, k, v, cells, real is None))  # (b, h, c, m)
+        response = attend_heads(row, q, k, v, cells, real is None)  # (b, h, c, m)
         return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
     # The response to values that are unit vectors is the matrix itself.
     units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * cells.mT.to(v.dtype)  # (b, 1, n, n)
-    matrix = respond(row, q, summarize(row, k, units.expand(-1, v.shape[1], -1, -1), cells, real is None)).mT
+    matrix = attend_heads(row, q, k, units.expand(-1, v.shape[1], -1, -1), cells, real is None).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 
 

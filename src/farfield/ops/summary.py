@@ -149,6 +149,11 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
     return slots.mT @ row.coefficients(query, summary)
 
 
+def attend_heads(row: Operator, query: Tensor, key: Tensor, value: Tensor, real: Tensor, complete: bool) -> Tensor:
+    """Attend within positions that are projected and split into heads: `respond(query, summarize(key, value))`."""
+    return respond(row, query, summarize(row, key, value, real, complete))
+
+
 def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
     """Whether the matrix of coefficients is at most SMALL times the queries: then two plain products are faster.
 

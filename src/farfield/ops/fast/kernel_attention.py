@@ -20,7 +20,7 @@ from farfield.ops.function import accelerate, are_free, of_shapes, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
 from farfield.ops.modes import autocasts, has_tangent, is_itself
 from farfield.ops.projection import Projection, project, split_heads
-from farfield.ops.summary import SMALL, respond, summarize
+from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
 
 Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
@@ -97,8 +97,8 @@ def plain_scores(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
     """The equation of attention by scores."""
     (cells, real), scores = row.answers.gather(grid), Projection(matrix)
     score = split_heads(project(cells, scores), len(matrix))
-    summary = summarize(row, score, split_heads(cells, len(matrix)), real[:, None], True)
-    return row.asks.scatter(respond(row, score, summary).flatten(1, 2), grid.shape[2:])
+    responses = attend_heads(row, score, score, split_heads(cells, len(matrix)), real[:, None], True)
+    return row.asks.scatter(responses.flatten(1, 2), grid.shape[2:])
 
 
 def attend_scores(row: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
