@@ -117,3 +117,21 @@ def test_kept_for_the_backward_pass_is_the_grid_and_small_things(name, project):
     assert kept_bytes(lambda: attention(grid)) <= grid.nbytes + grid.nbytes / 32 + small + sum(
         parameter.nbytes for parameter in attention.parameters()
     )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_forward_mode_in_two_steps(name):
+    """Positions whose queries are not read with the keys."""
+    attention = GridAttention(6, name, heads=2).double()
+    grid, tangent = torch.randn(2, 2, 6, 3, 5, dtype=torch.float64)
+
+    def in_steps(grid):
+        return attention.respond(grid, attention.summarize(grid))
+
+    found = torch.func.jvp(in_steps, (grid,), (tangent,))[1]
+    # A difference of two has an error of the third order, and of rounding that is divided by its step.
+    step = 1e-4
+    expected = (attention(grid + step * tangent) - attention(grid - step * tangent)) / (2 * step)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
+    each = torch.vmap(in_steps)(torch.stack([grid, tangent]))
+    torch.testing.assert_close(each, torch.stack([attention(grid), attention(tangent)]), rtol=1e-11, atol=1e-12)

@@ -155,19 +155,35 @@ def arguments_of(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Seque
     return restore(arguments, ctx.precision), saved[count:]
 
 
-def with_tensors(
-    plain: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], outputs: int
-) -> Callable[..., tuple[Tensor, ...]]:
-    """`plain` as a function of some of its arguments, to its first outputs that are tensors."""
+class OfTensors:
+    """`plain` as a function of some of its arguments, to those of its first outputs that are tensors.
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = list(arguments)
-        for place, tensor in zip(places, tensors, strict=True):
+    Attributes:
+        there: Which outputs are tensors, once it has run.
+    """
+
+    def __init__(self, plain: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], outputs: int | None):
+        self.plain, self.arguments, self.places, self.outputs = plain, arguments, places, outputs
+        self.there: list[bool] = []
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run it."""
+        given = list(self.arguments)
+        for place, tensor in zip(self.places, tensors, strict=True):
             given[place] = tensor
-        found = plain(*given)
-        return tuple(each for each in (found if isinstance(found, tuple) else (found,))[:outputs] if each is not None)
+        found = self.plain(*given)
+        found = (found if isinstance(found, tuple) else (found,))[: self.outputs]
+        self.there = [each is not None for each in found]
+        return tuple(each for each in found if each is not None)
 
-    return run
+    def chosen(self) -> list[Any]:
+        """The arguments that it is a function of."""
+        return [self.arguments[place] for place in self.places]
+
+    def filled(self, found: Iterable[Any]) -> list[Any]:
+        """One of `found` for each output that is a tensor, None for the others."""
+        rest = iter(found)
+        return [next(rest) if there else None for there in self.there]
 
 
 def pulled(
@@ -175,12 +191,10 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the arguments that want one, by operations that can be differentiated in turn."""
     places = [place for place, want in enumerate(wanted) if want]
-    run = with_tensors(plain, arguments, places, len(upon))
-    outputs, pull = torch.func.vjp(run, *(arguments[place] for place in places))[:2]
-    given = [each for each in upon if each is not None]
-    found = dict(
-        zip(places, pull(tuple(each.to(out.dtype) for each, out in zip(given, outputs, strict=True))), strict=True)
-    )
+    run = OfTensors(plain, arguments, places, len(upon))
+    outputs, pull = torch.func.vjp(run, *run.chosen())[:2]
+    given = zip([each for each in upon if each is not None], outputs, strict=True)
+    found = dict(zip(places, pull(tuple(each.to(out.dtype) for each, out in given)), strict=True))
     return tuple(found.get(place) for place in range(len(wanted)))
 
 
@@ -189,11 +203,11 @@ def pushed(
 ) -> list[Tensor | None]:
     """Tangents of the outputs: the gradient, by what is upon the outputs, of a gradient that is linear in it."""
     places = [place for place, tangent in enumerate(tangents) if isinstance(tangent, Tensor)]
-    run = with_tensors(plain, arguments, places, outputs)
-    found, pull = torch.func.vjp(run, *(arguments[place] for place in places))[:2]
+    run = OfTensors(plain, arguments, places, outputs)
+    found, pull = torch.func.vjp(run, *run.chosen())[:2]
     back = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in found))[1]
     (pushes,) = back(tuple(tangents[place] for place in places))
-    return list(pushes)
+    return run.filled(pushes)
 
 
 def mapped(
@@ -201,20 +215,9 @@ def mapped(
 ) -> tuple[Any, Any]:
     """Outputs of `plain` under vmap, and which dimension is the mapped one; nothing is kept."""
     places = [place for place, dim in enumerate(in_dims) if dim is not None]
-    shape: list[bool] = []
-
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = list(arguments)
-        for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        found = plain(*given)
-        found = found if isinstance(found, tuple) else (found,)
-        shape[:] = [each is not None for each in found]
-        return tuple(each for each in found if each is not None)
-
-    dims = tuple(in_dims[place] for place in places)
-    found = iter(torch.vmap(run, dims, randomness=info.randomness)(*(arguments[place] for place in places)))
-    outputs = [next(found) if there else None for there in shape] + [None] * kept
+    run = OfTensors(plain, arguments, places, None)
+    found = torch.vmap(run, tuple(in_dims[place] for place in places), randomness=info.randomness)(*run.chosen())
+    outputs = run.filled(found) + [None] * kept
     where = [0 if each is not None else None for each in outputs]
     return (outputs[0], where[0]) if len(outputs) == 1 else (tuple(outputs), tuple(where))
 
