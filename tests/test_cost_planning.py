@@ -10,9 +10,9 @@ import torch
 from farfield import ShapeError, cost
 from farfield.cost import planning
 from farfield.cost.measuring import TURN, compare
-from farfield.cost.memory import LiveBytes
 from farfield.cost.planning import Setting, crossover, formed_of, is_quick, madds_of, maps_of, reduced, replayed
 from farfield.nn import GridAttention
+from farfield.nn.tracing import LiveBytes
 from farfield.ops import OPERATORS
 
 SIDES = (7, 9)

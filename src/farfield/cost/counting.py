@@ -5,20 +5,19 @@ A fake tensor is a meta tensor that says it is on a CPU, so code that asks for a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn.tracing import empty_like, empty_state, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
 Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
@@ -97,18 +96,13 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]
     for name, part in module.named_modules():
         if isinstance(part, GridAttention | SqueezeExcite):
             hooks += record_calls(part, counter, calls.setdefault(name, []))
-    # It logs a traceback of its own for an error that is raised as well.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), counter:
-            state = {name: without_numbers(tensor) for name, tensor in tensors.items()}
-            functional_call(module, state, tuple(fake_inputs(inputs, dtype)))
+        with torch.no_grad(), without_numbers(), counter:
+            functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
     except (RuntimeError, NotImplementedError) as error:
         what = f"{type(module).__name__} does not run on {shapes_text(inputs)} without numbers"
         raise RuntimeError(f"cost.count: {what}: {error}") from error
     finally:
-        log.disabled = disabled
         for hook in hooks:
             hook.remove()
     cost = Cost(
@@ -121,15 +115,10 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]
     return cost, calls
 
 
-def without_numbers(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype, to be made where tensors are fake."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
 def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
     """Inputs from tensors or shapes, to be made where tensors are fake."""
     if isinstance(inputs, Tensor):
-        yield without_numbers(inputs)
+        yield empty_like(inputs)
         return
     shape = [side for side in inputs if isinstance(side, int)]
     if len(shape) == len(inputs):
@@ -141,7 +130,7 @@ def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
 
 def shapes_text(inputs: Inputs) -> str:
     """The shapes of inputs, for an error."""
-    with FakeTensorMode():
+    with without_numbers():
         return ", ".join(str(tuple(tensor.shape)) for tensor in fake_inputs(inputs, torch.float32))
 
 

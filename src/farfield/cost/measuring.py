@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield.cost.memory import LiveBytes, tensors_of
+from farfield.nn.tracing import LiveBytes, tensors
 
 # Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
 TURN = 0.05
@@ -148,7 +148,7 @@ def take_turns(
 def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> Callable[[], None]:
     """One forward pass as a function of nothing; with `backward` also its gradients, which are made anew and left."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    leaves = [tensor for tensor in tensors_of([list(inputs), parameters]) if tensor.requires_grad]
+    leaves = [tensor for tensor in tensors([list(inputs), parameters]) if tensor.requires_grad]
 
     def forward() -> None:
         with torch.no_grad():
@@ -157,7 +157,7 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
     if not backward:
         return forward
     with torch.enable_grad():
-        answers = [tensor for tensor in tensors_of(module(*inputs)) if tensor.requires_grad]
+        answers = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
     if not answers:
         raise ValueError("cost.compare: backward=True, but no output has a gradient; fix: input.requires_grad_().")
     gradients = [torch.randn_like(answer) for answer in answers]
@@ -165,7 +165,7 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
 
     def both() -> None:
         with torch.enable_grad():
-            outputs = [tensor for tensor in tensors_of(module(*inputs)) if tensor.requires_grad]
+            outputs = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
         torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
     return both
@@ -185,13 +185,13 @@ def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
 def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.device:
     """Where the inputs are, or else the module's parameters, or else the default device."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    first = next(tensors_of([list(inputs), parameters]), None)
+    first = next(iter(tensors([list(inputs), parameters])), None)
     return torch.get_default_device() if first is None else first.device
 
 
 def differentiate(outputs: Any) -> None:
     """Compute gradients of the sum of all outputs that have them."""
-    sums = [tensor.sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+    sums = [tensor.sum() for tensor in tensors(outputs) if tensor.requires_grad]
     if not sums:
         raise ValueError("cost.measure: backward=True, but no output has a gradient; fix: input.requires_grad_().")
     torch.autograd.backward(sums)
@@ -200,7 +200,7 @@ def differentiate(outputs: Any) -> None:
 def clear_gradients(module: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
     """Leave no gradients behind."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    for tensor in tensors_of([list(inputs), parameters]):
+    for tensor in tensors([list(inputs), parameters]):
         if tensor.is_leaf:
             tensor.grad = None
 

@@ -1,15 +1,12 @@
-"""Bytes: those alive while operations run, and those that a forward pass keeps for its backward pass."""
+"""Bytes that a forward pass keeps for its backward pass."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
@@ -49,42 +46,3 @@ def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
         outputs = module(*inputs)
     del outputs
     return sum(storage.nbytes() for storage in storages)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follow the storages that operations make, from the operation to the last reference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        # Storage address -> weak reference, of everything alive that was seen: storages from before count nothing.
-        self.seen: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tensors_of([args, kwargs]):
-            self.follow(tensor, counts=False)
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(outputs):
-            self.follow(tensor, counts=True)
-        return outputs
-
-    def follow(self, tensor: Tensor, *, counts: bool) -> None:
-        """See a tensor's storage, once; bytes of one that an operation made count until it dies."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.seen:
-            return
-        size = storage.nbytes() if counts else 0
-
-        def forget(_: object) -> None:
-            del self.seen[address]
-            self.live -= size
-
-        self.seen[address] = weakref.ref(storage, forget)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -15,9 +15,9 @@ from farfield._checks import check_heads
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import compare
-from farfield.cost.memory import LiveBytes
 from farfield.cost.prediction import check_options, check_positive, predict
 from farfield.nn import GridAttention
+from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
 # A grid is replayed without numbers with so many cells that ask at most, and timed on so many multiply-adds and bytes.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield.nn.tracing import call, keep_random_numbers
+from farfield.nn.tracing import EnoughError, call, keep_random_numbers
 
 
 class Seen(NamedTuple):
@@ -23,10 +23,6 @@ class Seen(NamedTuple):
 
     calls: Counter[str]
     outputs: dict[str, Any]
-
-
-class EnoughError(Exception):
-    """Every place has been reached; the rest of the pass would say nothing new."""
 
 
 def probe(

@@ -1,15 +1,19 @@
-"""Running a model to look at it: how it is called, what it returns, and that random numbers are as before."""
+"""Running a model to look at it: with numbers or without, as far as needed, its bytes counted, left as it was."""
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -43,3 +47,65 @@ def tensors(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, tuple | list):
         return [tensor for value in outputs for tensor in tensors(value)]
     return tensors(vars(outputs)) if hasattr(type(outputs), "__dataclass_fields__") else []
+
+
+class EnoughError(Exception):
+    """All that a model is run for has been seen; the rest of the pass would say nothing new."""
+
+
+# ---- without numbers -------------------------------------------------------------------------------------------------
+@contextmanager
+def without_numbers() -> Iterator[None]:
+    """Tensors made inside have shapes and no numbers; an error of such a run is raised and not logged as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """A tensor of this shape and dtype that says it is on a CPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def empty_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model without numbers, for `torch.func.functional_call`."""
+    return {name: empty_like(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+class LiveBytes(TorchDispatchMode):
+    """Follow the storages that operations make, from the operation to the last reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        # Storage address -> weak reference, of everything alive that was seen: storages from before count nothing.
+        self.seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors([args, kwargs]):
+            self.follow(tensor, counts=False)
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tensors(outputs):
+            self.follow(tensor, counts=True)
+        return outputs
+
+    def follow(self, tensor: Tensor, *, counts: bool) -> None:
+        """See a tensor's storage, once; bytes of one that an operation made count until it dies."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.seen:
+            return
+        size = storage.nbytes() if counts else 0
+
+        def forget(_: object) -> None:
+            del self.seen[address]
+            self.live -= size
+
+        self.seen[address] = weakref.ref(storage, forget)
+        self.live += size
+        self.peak = max(self.peak, self.live)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -11,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.nn import GridAttention
+from farfield.nn.tracing import EnoughError, LiveBytes, empty_state, tensors, without_numbers
 from farfield.streaming.merging import streamed, summary_bytes
 
 OUTPUT = "the output"
@@ -71,10 +68,6 @@ def width(attention: GridAttention) -> int:
 def cellwise(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
     """What stands in for attention where only the rest of a network is looked at: each cell hears itself."""
     return grid.mean(1, keepdim=True).repeat(1, width(attention), *[1] * (grid.dim() - 2))
-
-
-class EnoughError(Exception):
-    """All that a network is run for has been heard; the rest of it would say nothing new."""
 
 
 class Step(NamedTuple):
@@ -179,37 +172,18 @@ class Trace(NamedTuple):
     peak: int
 
 
-class Watch(TorchDispatchMode):
-    """Note the shapes of what operations return, and the bytes that are held."""
+class Shapes(TorchDispatchMode):
+    """Note the shapes of what operations return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
-        self.held, self.peak = 0, 0
-        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it returns."""
         found = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self.note(tensor)
+        self.shapes += [tuple(tensor.shape) for tensor in tensors(found) if tensor.dim() >= 3]
         return found
-
-    def note(self, tensor: Tensor) -> None:
-        """Count a tensor's memory until it goes."""
-        if tensor.dim() >= 3:
-            self.shapes.append(tuple(tensor.shape))
-        storage = tensor.untyped_storage()
-        if storage not in self.known:
-            self.known[storage] = None
-            self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(storage, self.drop, storage.nbytes())
-
-    def drop(self, size: int) -> None:
-        """Memory that was given back."""
-        self.held -= size
 
 
 def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> Trace:
@@ -226,7 +200,7 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
     madds: list[int] = []
     attentions: list[GridAttention] = []
     summaries: list[int] = []
-    counter, watch = FlopCounterMode(display=False), Watch()
+    counter, watch, live = FlopCounterMode(display=False), Shapes(), LiveBytes()
 
     def answer(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
         madds.append(counter.get_total_flops() // 2)
@@ -239,14 +213,12 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
         summaries.append(summary_bytes(summary, asked))
         return attention.respond(grid, summary, mask=mask, asked=asked)
 
-    with quiet_log(), FakeTensorMode(allow_non_fake_inputs=True), counter, watch:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in named}
-        grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
-        watch.held = watch.peak = 0
-        steps = record(model, partial(functional_call, model, state, (grid,)), answer, keep=False)
+    with without_numbers(), counter:
+        state, grid = empty_state(model), torch.empty(shape, dtype=dtype_of(model), device="cpu")
+        with watch, live:
+            steps = record(model, partial(functional_call, model, state, (grid,)), answer, keep=False)
     madds.append(counter.get_total_flops() // 2)
-    return Trace(steps, watch.shapes, madds, attentions, summaries, watch.peak)
+    return Trace(steps, watch.shapes, madds, attentions, summaries, live.peak)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -258,14 +230,3 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def device_of(model: nn.Module) -> torch.device:
     """Where a model is."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-
-
-@contextmanager
-def quiet_log() -> Iterator[None]:
-    """Without the traceback that torch logs of an error which it raises as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = disabled

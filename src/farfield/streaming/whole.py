@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
+from farfield.nn.tracing import EnoughError
 from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
 from farfield.streaming.aliasing import refuse_aliasing
@@ -19,7 +20,7 @@ from farfield.streaming.arrays import Region, Source
 from farfield.streaming.driving import Stream, Tiled, progress_of
 from farfield.streaming.formats import Wanted
 from farfield.streaming.geometry import at_least, cells_of, inner
-from farfield.streaming.listening import EnoughError, answering, device_of, dtype_of, width
+from farfield.streaming.listening import answering, device_of, dtype_of, width
 from farfield.streaming.merging import Merged
 from farfield.streaming.outputs import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.planning import Plan, plan_whole
