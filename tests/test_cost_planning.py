@@ -10,7 +10,7 @@ import torch
 from farfield import ShapeError, cost
 from farfield.cost import planning
 from farfield.cost.measuring import TURN, compare
-from farfield.cost.planning import Setting, crossover, formed_of, is_quick, madds_of, maps_of, reduced, replayed
+from farfield.cost.planning import Setting, crossover, formed_of, is_quick, madds_of, reduced, replayed
 from farfield.nn import GridAttention
 from farfield.nn.tracing import LiveBytes
 from farfield.ops import OPERATORS
@@ -42,7 +42,7 @@ def test_a_plan_is_what_runs(heads: int, project: str) -> None:
     found = plans(heads=heads, project=project)
     assert list(found) == list(OPERATORS)
     for row, plan in found.items():
-        options = {"heads": heads, "project": maps_of(row, project)}
+        options = {"heads": heads, "project": OPERATORS[row].projections(project)}
         madds = cost.count(GridAttention(12, row, **options).eval(), (3, 12, *SIDES)).madds
         assert plan.forward.madds == madds
         assert plan.training.madds >= 2 * madds
@@ -52,7 +52,7 @@ def test_a_plan_is_what_runs(heads: int, project: str) -> None:
 
 
 def check_scaled(row: str, sides: tuple[int, ...]) -> None:
-    setting = Setting(row, 12, 2, maps_of(row, "qkvo"), 1, sides)
+    setting = Setting(row, 12, 2, OPERATORS[row].projections("qkvo"), 1, sides)
     for training in (False, True):
         exact = replayed(setting, training=training)
         with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def test_crossovers_are_the_last_change(rank: int, sides: int, number: object, p
     heads = 4
     for row in OPERATORS:
         regular, setting = (
-            Setting(name, 16, heads, maps_of(name, project), 8, (1,) * rank) for name in ("softmax", row)
+            Setting(name, 16, heads, OPERATORS[name].projections(project), 8, (1,) * rank) for name in ("softmax", row)
         )
         cheaper = []
         for side in range(1, sides):

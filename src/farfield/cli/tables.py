@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from farfield.cli.output import (
     Column,
@@ -25,23 +24,22 @@ from farfield.cli.output import (
 )
 from farfield.cli.printed import NETWORKS, Tabled, table_for
 
-if TYPE_CHECKING:
-    from farfield.ops import Operator
-
-# Operator -> its equation, and how its multiply-adds grow: N cells, c channels, h heads, self-attention.
-GROWTH = {
-    "softmax": ("KAN 1, SAN 1, FA 9", "N²·c"),
-    "softmax_pooled": ("KAN Table 2", "N²·c / 2^rank"),
-    "kronecker_kv": ("KAN 14-16", "N·Σsides·c"),
-    "kronecker_qkv": ("KAN 13, 17-18", "(Σsides)²·c"),
-    "kronecker_qkv_literal": ("KAN 17-18", "(Σsides)²·c"),
-    "dot": ("FA 6", "N²·c"),
-    "factorized": ("FA 3, FA 8", "N·c²/h"),
-    "averaged": ("SAN 2", "N·c²/h"),
-    "factorized_gaussian": ("FA 4", "N·c²/h"),
-    "siamese": ("SAN 5-6", "N·c"),
-    "siamese_local": ("SAN Table 6", "N·c"),
-    "siamese_ones": ("SAN Table 8", "N·c"),
+# Without torch, which takes seconds to load; tests hold it to the operators themselves.
+# Row -> its equation, its slots, what merging two summaries does, and how its multiply-adds grow: N cells, c channels,
+# h heads, self-attention.
+OPERATORS = {
+    "softmax": ("KAN 1, SAN 1, FA 9", "one a cell", "stand side by side", "N²·c"),
+    "softmax_pooled": ("KAN Table 2", "one a pooled cell", "stand side by side", "N²·c / 2^rank"),
+    "kronecker_kv": ("KAN 14-16", "one an index of each axis", "add", "N·Σsides·c"),
+    "kronecker_qkv": ("KAN 13, 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
+    "kronecker_qkv_literal": ("KAN 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
+    "dot": ("FA 6", "one a cell", "stand side by side", "N²·c"),
+    "factorized": ("FA 3, FA 8", "one a key channel", "add", "N·c²/h"),
+    "averaged": ("SAN 2", "one a key channel", "add", "N·c²/h"),
+    "factorized_gaussian": ("FA 4", "one a key channel", "rescale to the larger peak, add", "N·c²/h"),
+    "siamese": ("SAN 5-6", "two", "add", "N·c"),
+    "siamese_local": ("SAN Table 6", "one", "add", "N·c"),
+    "siamese_ones": ("SAN Table 8", "two", "add", "N·c"),
 }
 
 
@@ -98,7 +96,7 @@ def grid_options(parser: argparse.ArgumentParser) -> None:
 
 def chosen(arguments: argparse.Namespace) -> list[str]:
     """The operators that the command line asks for."""
-    return known(arguments, "operator", arguments.operator, list(GROWTH))
+    return known(arguments, "operator", arguments.operator, list(OPERATORS))
 
 
 def known(arguments: argparse.Namespace, what: str, names: list[str] | None, every: list[str]) -> list[str]:
@@ -120,38 +118,12 @@ def sentence(arguments: argparse.Namespace) -> str:
 # ---- operators -------------------------------------------------------------------------------------------------------
 def operators_table(arguments: argparse.Namespace) -> Table:
     """List the operators: their equations, slots, merging and cost."""
-    from farfield.ops import OPERATORS
-
-    rows: list[Row] = []
-    for name, (source, growth) in GROWTH.items():
-        facts = {"slots": slots_of(OPERATORS[name]), "merging": merging_of(OPERATORS[name])}
-        rows.append({"operator": name, "source": source, **facts, "cost": growth})
+    keys = ("source", "slots", "merging", "cost")
+    rows: list[Row] = [{"operator": name, **dict(zip(keys, row, strict=True))} for name, row in OPERATORS.items()]
     columns = [Column("operator", "operator", left=True), Column("source", "equation", left=True)]
     columns += [Column("slots", "slots a head", left=True), Column("merging", "summaries of tiles", left=True)]
     columns.append(Column("cost", "multiply-adds grow as", left=True))
     return Table("Operators", columns, rows, ["N cells of c channels, h heads; farfield cost gives the numbers."])
-
-
-def slots_of(operator: Operator) -> str:
-    """What the slots of an operator are."""
-    from farfield.ops import ALL
-    from farfield.ops.table import one, one_and_key
-
-    if operator.basis is not None:
-        counts: dict[object, str] = {one: "one", one_and_key: "two"}
-        return counts.get(operator.basis, "one a key channel")
-    if operator.merges_by_adding:
-        return "one an index of each axis"
-    return "one a cell" if operator.answers is ALL else "one a pooled cell"
-
-
-def merging_of(operator: Operator) -> str:
-    """What merging two summaries of an operator does."""
-    from farfield.ops.table import exponentials
-
-    if not operator.merges_by_adding:
-        return "stand side by side"
-    return "rescale to the larger peak, add" if operator.basis is exponentials else "add"
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -242,7 +214,7 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
 
     from farfield import cost, nn
     from farfield.cost.formulas import PAPERS
-    from farfield.ops import OPERATORS
+    from farfield.ops import table as operators
 
     papers = [table.paper] if table else []
     paper = next(paper for paper in (*papers, *PAPERS) if name in PAPERS[paper].rows)
@@ -254,13 +226,13 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
             sides=arguments.sides,
             batch=batch,
             heads=arguments.heads,
-            project=OPERATORS[row].projections(arguments.project),
+            project=operators.OPERATORS[row].projections(arguments.project),
             convention=paper,
         )
 
     one, whole, dense = predicted(name, 1), predicted(name, arguments.batch), predicted("softmax", arguments.batch)
     with torch.device("meta"):
-        maps = OPERATORS[name].projections(arguments.project)
+        maps = operators.OPERATORS[name].projections(arguments.project)
         attention = nn.GridAttention(arguments.channels, name, heads=arguments.heads, project=maps).eval()
     formed = cost.predict(attention, sides=arguments.sides, batch=arguments.batch)
     printed = table.rows.get(name) if table else None
