@@ -49,7 +49,7 @@ class Steps(NamedTuple):
     scatter: Callable[[Cells, Tensor, Sequence[int], Place | None], Tensor]
 
 
-def choose_steps(*tensors: Tensor) -> Steps:
+def choose_steps() -> Steps:
     """`PLAIN` while what runs becomes a graph, which takes torch's own operations, or if `FAST` is switched off."""
     return PLAIN if is_recorded() or os.environ.get(SWITCH) == "0" else FAST
 
