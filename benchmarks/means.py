@@ -62,9 +62,9 @@ def attention(channels: int, operator: str, norm: bool | Literal["columns"] = Tr
     return GridAttention(channels, operator, heads=4, project="v", bias=False, scale=1.0, coefficient_norm=norm)
 
 
-def norm(channels: int) -> nn.Module:
-    """Batch norm of a response, without weights of its own, so that all have the same number of parameters."""
-    return nn.BatchNorm2d(channels, affine=False)
+def norm(channels: int, weights: bool = False) -> nn.Module:
+    """Batch norm of a response; without weights of its own all networks have the same number of parameters."""
+    return nn.BatchNorm2d(channels, affine=weights)
 
 
 # Name -> what takes the place of an attention of so many channels; None leaves the network as it is.
@@ -75,6 +75,8 @@ ANSWERS: dict[str, Callable[[int], nn.Module] | None] = {
     "mean once, columns normed": lambda c: attention(c, "kronecker_qkv", "columns"),
     "literal, batch-normed": lambda c: After(attention(c, "kronecker_qkv_literal"), norm(c)),
     "mean once, batch-normed": lambda c: After(attention(c, "kronecker_qkv"), norm(c)),
+    "literal, batch-normed with weights": lambda c: After(attention(c, "kronecker_qkv_literal"), norm(c, True)),
+    "mean once, batch-normed with weights": lambda c: After(attention(c, "kronecker_qkv"), norm(c, True)),
     "centred input, literal": lambda c: nn.Sequential(Centred(), attention(c, "kronecker_qkv_literal")),
     "no response": lambda c: Zero(),
     "`kanet_kv`": None,
