@@ -6,7 +6,7 @@ A fake tensor is a meta tensor that says it is on a CPU, so code that asks for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,13 +82,26 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).madds == 3 * 8 * 9 * 100
         True
     """
-    return run(module, inputs)[0]
+    cost, counter = run(module, inputs)[0], FlopCounterMode(display=False)
+    # Again with nobody listening, as users run it: blocks fold what they otherwise call layer by layer.
+    execute(module, inputs, counter)
+    return replace(cost, madds=counter.get_total_flops() // 2, by_module=madds_by_module(module, counter))
+
+
+def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None:
+    """Run a forward pass without numbers and count it."""
+    tensors = [*module.parameters(), *module.buffers()]
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
+    try:
+        with torch.no_grad(), without_numbers(), counter:
+            functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
+    except (RuntimeError, NotImplementedError) as error:
+        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} without numbers"
+        raise RuntimeError(f"cost.count: {what}: {error}") from error
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]:
-    """Count a forward pass; also return, for each attention and squeeze-excite, its calls on one grid."""
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.get_default_dtype())
+    """Count a forward pass layer by layer; also return, for each attention and squeeze-excite, its calls on a grid."""
     sizes: list[int] = []
     calls: dict[str, list[Call]] = {}
     counter = FlopCounterMode(display=False)
@@ -97,11 +110,7 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]
         if isinstance(part, GridAttention | SqueezeExcite):
             hooks += record_calls(part, counter, calls.setdefault(name, []))
     try:
-        with torch.no_grad(), without_numbers(), counter:
-            functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
-    except (RuntimeError, NotImplementedError) as error:
-        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} without numbers"
-        raise RuntimeError(f"cost.count: {what}: {error}") from error
+        execute(module, inputs, counter)
     finally:
         for hook in hooks:
             hook.remove()

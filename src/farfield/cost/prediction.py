@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from farfield._checks import check_heads, unknown
-from farfield.cost.counting import Call, Cost, run
+from farfield.cost.counting import Call, Cost, count, run
 from farfield.cost.formulas import (
     FORMULAS,
     NUMBER,
@@ -177,8 +177,7 @@ def sizes_of(attention: GridAttention, sides: tuple[int, ...]) -> Sizes:
 
 def of_network(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:
     """A network's cost: what executes; in the papers' convention, but for its attentions and squeeze-excites."""
-    cost, calls = run(network, shape)
-    return cost if convention == "farfield" else by_the_papers(network, cost, calls)
+    return count(network, shape) if convention == "farfield" else by_the_papers(network, *run(network, shape))
 
 
 def by_the_papers(network: nn.Module, cost: Cost, calls: dict[str, list[Call]]) -> Cost:
