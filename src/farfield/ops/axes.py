@@ -44,7 +44,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     """
     check_grid("axis_means", "grid", grid)
     check_mask("axis_means", "mask", mask, "grid", grid)
-    sums, counts = choose_steps(grid).gather(AXES, grid, mask, None)
+    sums, counts = choose_steps().gather(AXES, grid, mask, None)
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
@@ -81,4 +81,4 @@ def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Te
     if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
         fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
         raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
-    return choose_steps(vectors).scatter(AXES, vectors, sides, None)
+    return choose_steps().scatter(AXES, vectors, sides, None)

@@ -41,7 +41,7 @@ def attend(
     Returns:
         `(b, out, *m)` in the query grid's dtype and memory format.
     """
-    steps = choose_steps(query, key, value)
+    steps = choose_steps()
     itself = query is key and query_mask is mask
     if itself and value is key and mask is None and steps.attend is not None:
         response = steps.attend(call, query)
@@ -68,7 +68,7 @@ def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, plac
     Returns:
         The summary; those of tiles merge, in any order, to that of the whole.
     """
-    steps = choose_steps(grid)
+    steps = choose_steps()
     gathered = steps.gather(call.operator.answers, grid, mask, place)
     return summarize_positions(steps, call, gathered, gathered.cells, mask is None and place is None)[1]
 
@@ -97,14 +97,14 @@ def respond_grid(
     Returns:
         `(b, out, *m)`.
     """
-    steps = choose_steps(grid)
+    steps = choose_steps()
     asking = steps.gather(call.operator.asks, grid, mask, None) if query_sums is None else query_sums
     return respond_positions(steps, call, grid, asking, None, summary, place, target)
 
 
 def gather_queries(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """Gather the queries of a grid or of a tile: for operators whose queries are sums, those of tiles add up."""
-    return choose_steps(grid).gather(call.operator.asks, grid, mask, place)
+    return choose_steps().gather(call.operator.asks, grid, mask, place)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
