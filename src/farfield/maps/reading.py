@@ -76,7 +76,9 @@ def read_cell(caller: str, cell: Sequence[int], grid: Tensor) -> tuple[int, ...]
 def read_call(attention: GridAttention, grid: Tensor) -> Call:
     """The operator with the projections of queries and keys as constants, and no norm but that of products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
-    query, key = (Projection(*(None if part is None else part.detach() for part in each)) for each in call[3:5])
+    query, key = (
+        Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
+    )
     of_products = norm if norm is not None and norm.of_products else None
     key = query if call.key is call.query else key
     return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import autocasts, has_tangent
+from farfield.ops.modes import autocasts, has_memory, has_tangent, is_recorded_by_autograd
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -136,16 +136,8 @@ def accelerate(
 
 def are_free(arguments: Sequence[Any]) -> bool:
     """Whether nothing is to be derived backward: no tensor wants a gradient, and none is one that a transform wraps."""
-    graph = torch.is_grad_enabled()
-    for each in arguments:
-        if isinstance(each, Tensor):
-            if graph and each.requires_grad:
-                return False
-            try:
-                each.untyped_storage()
-            except NotImplementedError:
-                return False
-    return True
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    return not is_recorded_by_autograd(*tensors) and all(map(has_memory, tensors))
 
 
 def arguments_of(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -14,13 +14,18 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def is_itself(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own, as those that a transform wraps have not, and no tangent."""
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: one that a transform wraps has none, which torch raises an error for."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
         return False
-    return not has_tangent(tensor)
+    return True
+
+
+def is_itself(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own and no tangent."""
+    return has_memory(tensor) and not has_tangent(tensor)
 
 
 def has_tangent(argument: object) -> bool:

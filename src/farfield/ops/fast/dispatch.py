@@ -1,7 +1,8 @@
 """The one place that chooses how attention is computed: by the equations, or by what gives the same in less.
 
-`PLAIN` are the equations. `FAST` keeps less for the backward pass, takes the cheaper order of products, writes each
-grid once, and runs compiled kernels where they are built. `FARFIELD_FAST=0` switches all of it off.
+`PLAIN` are the equations. `FAST` keeps less for the backward pass, takes the cheaper order of products (a recorded
+graph is of one order, or it would be compiled anew for other sizes), writes each grid once, and runs compiled kernels
+where they are built. `FARFIELD_FAST=0` switches all of it off.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def fast_respond(
 def fast_add_responses(
     call: Call, grid: Tensor, asking: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor
 ) -> Tensor:
-    """Add projected responses in place: as one product with the slots, or as one vector an axis."""
+    """Add projected responses: in one product with the slots, or one vector an axis, in place."""
     operator, matrix = call.operator, cast(Tensor, call.output.matrix)
     if operator.asks.side_by_side:
         summary = summary.map_values(by_head(call, matrix.dtype))

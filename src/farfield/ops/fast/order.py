@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from farfield.ops.table import Operator, keys, products, queries
 from farfield.ops.work import Work
 
@@ -27,8 +25,7 @@ def cheaper_order(row: Operator, work: Work) -> Operator:
 
     Reference: FA Eq. 3, FA Eq. 6.
     """
-    # A compiled graph is of one order; choosing would compile it anew for other sizes.
-    if torch.compiler.is_compiling() or not has_orders(row):
+    if not has_orders(row):
         return row
     if work.multiply_adds(work.answers, basis=False) >= work.multiply_adds(work.inner // work.heads, basis=True):
         return row
