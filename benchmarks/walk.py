@@ -8,7 +8,8 @@ Counted are functions of the library that run at the second call, when everythin
 once (`functions`, in so many `files`), and every call of one (`calls`). `depth` is how many of them stand inside each
 other. A walk is the sequence of files that calls enter; it `returns` where it enters a file that it has left, and
 `climbs` where a function calls one in a file that a caller of it, but not itself, stands in. Checks of arguments, which
-compute nothing, are counted in a column of their own and nowhere else.
+compute nothing, are counted in a column of their own and nowhere else. `to the equation` are the functions entered, and
+their files, before the first one of `summary.py`: the equation itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from farfield.streaming import predict_whole
 ROOT = Path(farfield.__file__).parent
 # Files that refuse arguments, and functions elsewhere that do.
 CHECKS = ("_checks.py", "nn/refusals.py", "nn/checks.py")
+EQUATION = "ops/summary.py"
 
 
 class Call(NamedTuple):
@@ -81,7 +83,10 @@ def summary(calls: list[Call]) -> dict[str, int]:
     walk = [call for call in calls if call not in checks and not any(file.endswith(CHECKS) for file in call.callers)]
     stays = [file for file, _ in itertools.groupby(call.file for call in walk)]
     climbs = [call for call in walk if call.callers and call.file != call.callers[-1] and call.file in call.callers]
+    way = list(itertools.takewhile(lambda call: call.file != EQUATION, walk))
     return {
+        "functions to the equation": len({call.code for call in way}),
+        "files to it": len({call.file for call in way}),
         "functions": len({call.code for call in walk}),
         "files": len(set(stays)),
         "calls": len(walk),

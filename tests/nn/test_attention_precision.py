@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.ops.fast.dispatch import SWITCH
+from farfield.ops.engine import SWITCH
 from grids import relative_error
 from partly import partly
 

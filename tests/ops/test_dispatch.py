@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import elu
 
 from farfield.nn import AttentionBlock, GridAttention
-from farfield.ops import OPERATORS
-from farfield.ops.fast.dispatch import FAST, PLAIN, SWITCH, choose_steps
+from farfield.ops import OPERATORS, Operator, Summary
+from farfield.ops.engine import SWITCH, choose_fast
 from partly import partly
 
 
@@ -40,7 +41,7 @@ def test_modules(name: str, project: str, masked: bool, layout: torch.memory_for
     upon = torch.randn(3, 8, 5, 7, dtype=torch.float64)
     on = found(attention.eval(), grid, upon, **masks)
     monkeypatch.setenv(SWITCH, "0")
-    assert choose_steps() is PLAIN
+    assert choose_fast() is None
     off = found(attention, grid, upon, **masks)
     assert_same(on, off)
     assert on[0].stride() == off[0].stride()
@@ -51,10 +52,45 @@ def test_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folded path adds responses to what the convolution gave."""
     block = AttentionBlock(8, 12, name, heads=2).double().eval()
     grid, upon = (torch.randn(2, channels, 6, 5, dtype=torch.float64) for channels in (8, 12))
-    assert choose_steps() is FAST
+    assert choose_fast() is not None
     on = found(block, grid, upon)
     monkeypatch.setenv(SWITCH, "0")
     assert_same(on, found(block, grid, upon))
+
+
+def elu_basis(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
+    return elu(key) + 1, None
+
+
+def elu_shares(query: Tensor, summary: Summary) -> Tensor:
+    share = (elu(query) + 1) * summary.weights
+    return share / share.sum(2, keepdim=True)
+
+
+def kept(attention: GridAttention, grid: Tensor) -> int:
+    """The bytes that the backward pass keeps beside the grid and the parameters."""
+    known = {part.untyped_storage().data_ptr() for part in (grid, *attention.parameters())}
+    storages = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(grid)
+    return sum(size for place, size in storages.items() if place not in known)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_operator_of_ones_own_takes_what_is_fast(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two functions and no more: the grid alone is kept for the backward pass, and the numbers are the same."""
+    attention = GridAttention(16, Operator(basis=elu_basis, coefficients=elu_shares), project="qkvo", heads=4).double()
+    grid, upon = torch.randn(2, 16, 20, 20, dtype=torch.float64), torch.randn(2, 16, 20, 20, dtype=torch.float64)
+    masks = {"mask": torch.rand(2, 20, 20) < 0.7} if masked else {}
+    on, little = found(attention, grid, upon, **masks), kept(attention, grid)
+    monkeypatch.setenv(SWITCH, "0")
+    assert_same(on, found(attention, grid, upon, **masks))
+    assert little < grid.nbytes < kept(attention, grid) / 4
 
 
 def test_a_graph_is_recorded_of_the_equations() -> None:

@@ -24,7 +24,8 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops import fast
 from farfield.ops.call import Call
-from farfield.ops.fast import dispatch, kernel_attention, kernel_sums, kernels
+from farfield.ops.engine import SWITCH
+from farfield.ops.fast import kernel_attention, kernel_sums, kernels
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.projection import Projection
 from farfield.ops.table import OPERATORS
@@ -422,7 +423,7 @@ def test_other_derivatives_are_those_of_the_equation(on: None, row: str, derive:
 def plainly() -> Iterator[None]:
     """Compute by the equations alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(dispatch.SWITCH, "0")
+        patch.setenv(SWITCH, "0")
         patch.setenv(kernels.SWITCH, "0")
         yield
 

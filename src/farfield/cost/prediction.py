@@ -23,8 +23,8 @@ from farfield.cost.formulas import (
     once,
 )
 from farfield.nn import GridAttention, SqueezeExcite
-from farfield.nn.projections import is_biased
 from farfield.nn.refusals import check_projections
+from farfield.ops.projection import is_biased
 from farfield.ops.table import OPERATORS, Operator
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)

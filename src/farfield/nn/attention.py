@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from farfield._checks import check_same_kind, shape_error, unknown
+from farfield._checks import unknown
 from farfield.nn.norm import CoefficientNorm
-from farfield.nn.projections import draw, projection
-from farfield.nn.refusals import check_input, check_options, check_version
+from farfield.nn.projections import draw
+from farfield.nn.refusals import check_context, check_input, check_options, check_summary, check_version
 from farfield.ops.call import Call
-from farfield.ops.engine import attend, gather_queries, respond_grid, summarize_grid
+from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.modes import autocasts
+from farfield.ops.projection import project_to_scores, read_projection
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS, Operator
 
@@ -143,20 +143,12 @@ class GridAttention(nn.Module):
             ShapeError: If the grids or masks do not fit.
             TypeError: If dtypes do not fit.
         """
-        if context is None and context_mask is not None:
-            raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
         check_input(self, grid, mask)
-        if context is None:
-            response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
-            return hide(grid, mask) + response if self.residual else response
-        check_input(self, context, context_mask, name="context", mask_name="context_mask")
-        if not autocasts(grid):
-            check_same_kind("GridAttention", grid=grid, context=context)
-        if grid.shape[0] != context.shape[0]:
-            fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
-            problem = "grid and context must have the same batch."
-            raise shape_error("GridAttention", problem, fix, grid=grid, context=context)
-        return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
+        check_context(self, grid, context, context_mask)
+        if context is not None:
+            return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
+        response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
+        return hide(grid, mask) + response if self.residual else response
 
     def summarize(
         self,
@@ -200,7 +192,7 @@ class GridAttention(nn.Module):
             Sums and counts; those of tiles merge to those of the whole, for `respond(asked=…)`.
         """
         place = check_input(self, grid, mask, origin, sides)
-        return gather_queries(self.call_for(grid), grid, mask=mask, place=place)
+        return self.operator.asks.gather(grid, mask, place)
 
     def respond(
         self,
@@ -229,28 +221,17 @@ class GridAttention(nn.Module):
             ValueError: If a tile's asking sums are missing, or a tile responds while batch norm is in training.
         """
         place = check_input(self, grid, mask, origin, sides)
-        if summary.count.shape[0] != grid.shape[0]:
-            problem = "grid and summary must have the same batch."
-            fix = "summarize as many samples as ask."
-            raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
-        tiled = place is not None and place[1] != tuple(grid.shape[2:])
-        if tiled and asked is None and not self.operator.asks.side_by_side:
-            raise ValueError(
-                f"GridAttention.respond: {self.operator_name} asks with sums over the whole grid; "
-                f"fix: asked=, the merged gather_asked of all tiles."
-            )
-        if tiled and self.training and self.coefficient_norm is not None:
-            raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")
+        check_summary(self, grid, summary, place, asked is not None)
         sums = None if asked is None else Gathered(*asked)
         response = respond_grid(self.call_for(grid), grid, summary, mask=mask, place=place, query_sums=sums)
         return hide(grid, mask) + response if self.residual else response
 
     def call_for(self, grid: Tensor) -> Call:
         """The operator with this module's projections, as matrices that act on a summary."""
-        vector: Tensor | None = self.weight
-        if vector is None and self.operator.score is not None:
-            vector = grid.new_ones(self.inner_channels)
-        query = projection(self.query, grid, vector, self.heads)
-        key = query if self.key is self.query else projection(self.key, grid, vector, self.heads)
-        value, output = projection(self.value, grid), projection(self.output, grid)
+        query, key = read_projection(self.query, grid), read_projection(self.key, grid)
+        if self.operator.score is not None:
+            vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
+            query, key = (project_to_scores(each, vector, self.heads) for each in (query, key))
+        key = query if self.key is self.query else key
+        value, output = read_projection(self.value, grid), read_projection(self.output, grid)
         return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

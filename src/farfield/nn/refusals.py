@@ -8,9 +8,18 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from farfield._checks import check_grid, check_heads, check_mask, check_place, projection_fix, shape_error
+from farfield._checks import (
+    check_grid,
+    check_heads,
+    check_mask,
+    check_place,
+    check_same_kind,
+    projection_fix,
+    shape_error,
+)
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocasts
+from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 
 
@@ -26,6 +35,12 @@ class Attention(Protocol):
     scale: float
     has_default_scale: bool
     residual: bool
+    training: bool
+
+    @property
+    def coefficient_norm(self) -> object:
+        """Its norm, or None."""
+        ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its parameters."""
@@ -127,3 +142,35 @@ def check_input(
                 f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; fix: module.to({name}.dtype)."
             )
     return check_place("GridAttention", grid, origin, sides)
+
+
+def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
+    """Refuse a context that does not fit the grid."""
+    if context is None:
+        if context_mask is not None:
+            raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
+        return
+    check_input(module, context, context_mask, name="context", mask_name="context_mask")
+    if not autocasts(grid):
+        check_same_kind("GridAttention", grid=grid, context=context)
+    if grid.shape[0] != context.shape[0]:
+        fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
+        problem = "grid and context must have the same batch."
+        raise shape_error("GridAttention", problem, fix, grid=grid, context=context)
+
+
+def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, asked: bool) -> None:
+    """Refuse a summary of another batch, and tiles that cannot respond by themselves."""
+    if summary.count.shape[0] != grid.shape[0]:
+        problem = "grid and summary must have the same batch."
+        fix = "summarize as many samples as ask."
+        raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
+    if place is None or place[1] == tuple(grid.shape[2:]):
+        return
+    if not asked and not module.operator.asks.side_by_side:
+        raise ValueError(
+            f"GridAttention.respond: {module.operator_name} asks with sums over the whole grid; "
+            f"fix: asked=, the merged gather_asked of all tiles."
+        )
+    if module.training and module.coefficient_norm is not None:
+        raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")

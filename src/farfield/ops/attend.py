@@ -6,8 +6,8 @@ from torch import Tensor
 
 from farfield._checks import check_attention
 from farfield.ops import engine
-from farfield.ops.call import IDENTITY, Call
-from farfield.ops.projection import Projection, score_matrix
+from farfield.ops.call import Call
+from farfield.ops.projection import IDENTITY, project_to_scores
 from farfield.ops.table import Operator
 
 
@@ -29,6 +29,6 @@ def attend(
     score = IDENTITY
     if row.score is not None:
         vector = query.new_ones(query.shape[1]) if weight is None else weight
-        score = Projection(score_matrix(vector.to(query.dtype), heads))
+        score = project_to_scores(IDENTITY, vector.to(query.dtype), heads)
     call = Call(row, heads, scale, score, score)
     return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)

@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_grid, check_mask, shape_error
-from farfield.ops.fast.dispatch import choose_steps
+from farfield.ops.engine import choose_fast
+from farfield.ops.fast.steps import once
 from farfield.ops.grid import AXES
 
 
@@ -44,7 +45,8 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     """
     check_grid("axis_means", "grid", grid)
     check_mask("axis_means", "mask", mask, "grid", grid)
-    sums, counts = choose_steps().gather(AXES, grid, mask, None)
+    axes = AXES if choose_fast() is None else once(AXES)
+    sums, counts = axes.gather(grid, mask)
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
@@ -81,4 +83,5 @@ def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Te
     if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
         fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
         raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
-    return choose_steps().scatter(AXES, vectors, sides, None)
+    axes = AXES if choose_fast() is None else once(AXES)
+    return axes.scatter(vectors, sides)

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from farfield.ops.grid import Gathered
-from farfield.ops.projection import Projection, project, split_heads
+from farfield.ops.projection import IDENTITY, Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 from farfield.ops.work import Work
-
-IDENTITY = Projection()
 
 
 class Norm(Protocol):

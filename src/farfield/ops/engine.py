@@ -2,20 +2,31 @@
 
     attend(call, q, k, v) == respond_grid(call, q, summarize_grid(call, k))        where k is v
 
-The equations are `summary.summarize` and `summary.respond` with the functions of `table.OPERATORS`. What stands in
-`fast` gives the same in less time or memory.
+The equations are `summary.summarize` and `summary.respond` with the functions of `table.OPERATORS`. `choose_fast` is
+the one place that decides whether `fast`, which gives the same in less time or memory, is used.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from torch import Tensor
 
-from farfield.ops.call import Call, by_head, project_queries
-from farfield.ops.fast.dispatch import Steps, choose_steps
+from farfield.ops.call import Call, by_head, project_keys, project_queries
+from farfield.ops.fast.steps import FAST, Steps
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
+from farfield.ops.modes import is_recorded
+from farfield.ops.projection import split_heads
 from farfield.ops.slots import Summary
+from farfield.ops.summary import respond, summarize
+
+SWITCH = "FARFIELD_FAST"
+
+
+def choose_fast() -> Steps | None:
+    """What is fast; None if it is switched off, or while what runs becomes a graph, which takes torch's operations."""
+    return None if os.environ.get(SWITCH) == "0" or is_recorded() else FAST
 
 
 # ---- the three steps -------------------------------------------------------------------------------------------------
@@ -41,19 +52,20 @@ def attend(
     Returns:
         `(b, out, *m)` in the query grid's dtype and memory format.
     """
-    steps = choose_steps()
+    fast = choose_fast()
     itself = query is key and query_mask is mask
-    if itself and value is key and mask is None and steps.attend is not None:
-        response = steps.attend(call, query)
+    if fast is not None:
+        whole = itself and value is key and mask is None
+        response = fast.attend(call, query) if whole else None
         if response is not None:
             return response
-    call = steps.reorder(call, query, key, value)
+        call = fast.prepare(fast.reorder(call, query, key, value))
     keys, queries = call.operator.answers, call.operator.asks
-    gathered = steps.gather(keys, key, mask, None)
-    values = gathered.cells if value is key else steps.gather(keys, value, mask, None).cells
-    asking = gathered if itself and queries.gather == keys.gather else steps.gather(queries, query, query_mask, None)
-    projected, summary = summarize_positions(steps, call, gathered, values, mask is None, asking is gathered)
-    return respond_positions(steps, call, query, asking, projected, summary)
+    gathered = keys.gather(key, mask, None)
+    values = gathered.cells if value is key else keys.gather(value, mask, None).cells
+    asking = gathered if itself and queries.gather == keys.gather else queries.gather(query, query_mask, None)
+    projected, summary = summarize_positions(fast, call, gathered, values, mask is None, asking is gathered)
+    return respond_positions(fast, call, query, asking, projected, summary)
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
@@ -68,9 +80,10 @@ def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, plac
     Returns:
         The summary; those of tiles merge, in any order, to that of the whole.
     """
-    steps = choose_steps()
-    gathered = steps.gather(call.operator.answers, grid, mask, place)
-    return summarize_positions(steps, call, gathered, gathered.cells, mask is None and place is None)[1]
+    fast = choose_fast()
+    call = call if fast is None else fast.prepare(call)
+    gathered = call.operator.answers.gather(grid, mask, place)
+    return summarize_positions(fast, call, gathered, gathered.cells, mask is None and place is None)[1]
 
 
 def respond_grid(
@@ -97,26 +110,29 @@ def respond_grid(
     Returns:
         `(b, out, *m)`.
     """
-    steps = choose_steps()
-    asking = steps.gather(call.operator.asks, grid, mask, None) if query_sums is None else query_sums
-    return respond_positions(steps, call, grid, asking, None, summary, place, target)
-
-
-def gather_queries(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather the queries of a grid or of a tile: for operators whose queries are sums, those of tiles add up."""
-    return choose_steps().gather(call.operator.asks, grid, mask, place)
+    fast = choose_fast()
+    call = call if fast is None else fast.prepare(call)
+    asking = call.operator.asks.gather(grid, mask, None) if query_sums is None else query_sums
+    return respond_positions(fast, call, grid, asking, None, summary, place, target)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
 def summarize_positions(
-    steps: Steps, call: Call, gathered: Gathered, values: Tensor, complete: bool, asks: bool = False
+    fast: Steps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, asks: bool = False
 ) -> tuple[Tensor | None, Summary]:
     """Project keys, summarize and project the slots' values; where the same positions ask, project their queries too.
 
     Returns:
         The queries `(b, h, d, n)` or None, and the summary.
     """
-    projected, summary = steps.summarize(call, gathered, values, complete, asks)
+    found = None if fast is None else fast.summarize(call, gathered, values, complete, asks)
+    if found is None:
+        key, shared = project_keys(call, gathered), call.value.matrix is not None
+        same = values is gathered.cells and call.operator.reads_keys and call.key.matrix is None and not shared
+        # Every head summarizes all channels where values are projected later.
+        value = key if same else values[:, None] if shared else split_heads(values, call.heads)
+        found = None, summarize(call.operator, key, value, gathered.real[:, None], complete)
+    projected, summary = found
     if call.value.matrix is None:
         return projected, summary
     bias = None if call.value.bias is None else call.value.bias.unflatten(0, (call.heads, -1))
@@ -124,7 +140,7 @@ def summarize_positions(
 
 
 def respond_positions(
-    steps: Steps,
+    fast: Steps | None,
     call: Call,
     grid: Tensor,
     asking: Gathered,
@@ -140,30 +156,55 @@ def respond_positions(
         query = query if scale == 1 else query * scale
         query, summary, shift = call.norm(query, asking.real, summary, call.operator)
         scale, bias = 1.0, project_shift(call, shift)
-    if target is not None:
-        return steps.add_responses(call, grid, asking, query, summary, scale, target(bias))
     rank = grid.dim() - 2
+    if target is not None and fast is not None:
+        return fast.add_responses(call, asking, query, summary, scale, target(bias))
+    if target is not None:
+        responses = respond_mapped(None, call, asking, query, summary, scale, by_head(call, query.dtype), None)
+        out, responses = target(bias), queries.normalized(responses, asking.real, rank)
+        return out + queries.scatter(responses.to(out.dtype), grid.shape[2:], None)
     if bias is not None and queries.normalize is None and not queries.side_by_side:
         bias = bias / rank  # each position adds up one response an axis; normalized, these count it once
-    responses = project_responses(steps, call, asking, query, summary, scale, bias)
+    responses = project_responses(fast, call, asking, query, summary, scale, bias)
     responses = queries.normalized(responses, asking.real, rank)
     responses = laid_out_for(grid, responses.to(grid.dtype))
-    return in_layout_of(grid, steps.scatter(queries, responses, grid.shape[2:], place))
+    return in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
 
 
 def project_responses(
-    steps: Steps, call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
+    fast: Steps | None, call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
 ) -> Tensor:
     """Responses `(b, out, m)` after the output's projection, which acts on the slots where that is cheaper."""
     matrix, slots = call.output.matrix, summary.values.shape[2]
     if matrix is None:
-        return steps.respond(call, asking, query, summary, scale, None, bias)
+        return respond_mapped(fast, call, asking, query, summary, scale, None, bias)
     width = summary.values.shape[1] * summary.values.shape[3]
     work = call.work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
     if work.folds_output(slots, basis=call.operator.basis is not None):
-        return steps.respond(call, asking, query, summary, scale, by_head(call, query.dtype), bias)
-    responses = steps.respond(call, asking, query, summary, scale, None, None)
+        return respond_mapped(fast, call, asking, query, summary, scale, by_head(call, query.dtype), bias)
+    responses = respond_mapped(fast, call, asking, query, summary, scale, None, None)
     responses = matrix.to(responses.dtype) @ responses
+    return responses if bias is None else responses + bias[:, None].to(responses.dtype)
+
+
+def respond_mapped(
+    fast: Steps | None,
+    call: Call,
+    asking: Gathered,
+    query: Tensor,
+    summary: Summary,
+    scale: float,
+    matrix: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Respond; heads stand side by side, or are projected, by a matrix that acts on the slots, and added up."""
+    responses = None if fast is None else fast.respond(call, asking, query, summary, matrix, bias)
+    if responses is not None:
+        return responses
+    if matrix is None:
+        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    else:
+        responses = respond(call.operator, query, summary.map_values(matrix), scale).sum(1)
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 

@@ -100,6 +100,7 @@ class Operator:
         answers: Which cells answer: ALL, POOLED or AXES.
         asks: Which cells ask: ALL, AXES or NORMALIZED_AXES.
         score: Whether queries and keys are read through one vector a head first (SAN 4): "learned", "ones" or None.
+        reads_keys: Whether the basis depends on the keys; if not, there is nothing to project them for.
     """
 
     coefficients: Callable[[Tensor, Summary], Tensor]
@@ -108,11 +109,7 @@ class Operator:
     answers: Cells = ALL
     asks: Cells = ALL
     score: str | None = None
-
-    @property
-    def reads_keys(self) -> bool:
-        """Whether the keys matter at all."""
-        return self.basis is not one
+    reads_keys: bool = True
 
     def projections(self, letters: str) -> str:
         """Which of the projections, letters of "qkvo", it has: none of keys that are not read."""
@@ -151,6 +148,6 @@ OPERATORS = {
     "averaged": Operator(coefficients=queries, basis=keys, per=cell),
     "factorized_gaussian": Operator(coefficients=softmax_over_channels, basis=exponentials, per=weight),
     "siamese": Operator(coefficients=query_and_one, basis=one_and_key, per=cell, score="learned"),
-    "siamese_local": Operator(coefficients=queries, basis=one, per=cell, score="learned"),
+    "siamese_local": Operator(coefficients=queries, basis=one, per=cell, score="learned", reads_keys=False),
     "siamese_ones": Operator(coefficients=query_and_one, basis=one_and_key, per=cell, score="ones"),
 }

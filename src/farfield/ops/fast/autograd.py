@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernel_sums, kernels
-from farfield.ops.fast.rows import RowPlan
+from farfield.ops.fast.rows import RowPlan, stacked, unstacked
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision
-from farfield.ops.projection import Projection, project, split_heads, stacked, unstacked
+from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_cells, summarize
 from farfield.ops.table import Operator

@@ -1,0 +1,125 @@
+"""What attention is composed of in less time or memory than by the equations; `engine` composes it.
+
+Less is kept for the backward pass, products are taken in the cheaper order (a recorded graph is of one order, or it
+would be compiled anew for other sizes), a grid is read and written once, and compiled kernels run where they are built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from farfield.ops.call import Call, by_head
+from farfield.ops.fast import kernel_attention
+from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_from
+from farfield.ops.fast.axes import outer_sum, sum_axes
+from farfield.ops.fast.order import cheaper_order, has_orders
+from farfield.ops.grid import Cells, Gathered, Place, add_axes, axis_sums, real_counts
+from farfield.ops.modes import full_precision
+from farfield.ops.slots import Summary
+from farfield.ops.summary import respond
+
+
+class Steps(NamedTuple):
+    """What stands in for equations; a step that returns None leaves it to them.
+
+    Attributes:
+        attend: Self-attention as a whole, `(call, grid) -> grid` or None.
+        reorder: `(call, query, key, value) -> call`, with an operator of the same responses.
+        prepare: `(call) -> call`, whose operator gathers and scatters in less.
+        summarize: `(call, gathered, values, complete, asks) -> (queries or None, summary)` or None.
+        respond: `(call, asking, query, summary, matrix, bias) -> responses (b, out, m)` or None.
+        add_responses: `(call, asking, query, summary, scale, out) -> out`, plus the projected responses.
+    """
+
+    attend: Callable[[Call, Tensor], Tensor | None]
+    reorder: Callable[[Call, Tensor, Tensor, Tensor], Call]
+    prepare: Callable[[Call], Call]
+    summarize: Callable[[Call, Gathered, Tensor, bool, bool], tuple[Tensor | None, Summary] | None]
+    respond: Callable[[Call, Gathered, Tensor, Summary, Tensor | None, Tensor | None], Tensor | None]
+    add_responses: Callable[[Call, Gathered, Tensor, Summary, float, Tensor], Tensor]
+
+
+def attend(call: Call, grid: Tensor) -> Tensor | None:
+    """Attend in one call of a kernel, where there is one and nothing is projected or normed."""
+    return kernel_attention.attend(call, grid) if call.is_bare else None
+
+
+def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """V (KᵀQ) where that is cheaper than (V Kᵀ) Q."""
+    if not has_orders(call.operator):
+        return call
+    work = call.work(math.prod(query.shape[2:]), math.prod(key.shape[2:]), query.shape[1], value.shape[1])
+    return call._replace(operator=cheaper_order(call.operator, work))
+
+
+def prepare(call: Call) -> Call:
+    """The operator's cells as those that read and write a grid once."""
+    operator = call.operator
+    if operator.answers.gather is not axis_sums and operator.asks.gather is not axis_sums:
+        return call
+    operator = dataclasses.replace(operator, answers=once(operator.answers), asks=once(operator.asks))
+    return call._replace(operator=operator)
+
+
+def once(cells: Cells) -> Cells:
+    """The same cells, of which sums along axes read a whole grid once and outer sums write it once."""
+    gather = gather_axes if cells.gather is axis_sums else cells.gather
+    return cells._replace(gather=gather, scatter=scatter_axes if cells.scatter is add_axes else cells.scatter)
+
+
+def gather_axes(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+    """`grid.axis_sums`."""
+    if place is not None:
+        return axis_sums(grid, mask, place)
+    return Gathered(sum_axes(grid, mask), real_counts(grid, mask))
+
+
+def scatter_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
+    """`grid.add_axes`."""
+    return outer_sum(responses, size) if place is None else add_axes(responses, size, place)
+
+
+def summarize(
+    call: Call, gathered: Gathered, values: Tensor, complete: bool, asks: bool
+) -> tuple[Tensor | None, Summary] | None:
+    """Project and summarize, keeping the positions alone for the backward pass, and their queries where they ask."""
+    operator, (cells, real) = call.operator, gathered
+    if values is not cells or operator.basis is None or not operator.answers.side_by_side:
+        return None
+    query = call.query if asks and (call.key.matrix is None) == (call.query.matrix is None) else None
+    options = {"shared": call.value.matrix is not None, "complete": complete}
+    return read_and_summarize(operator, call.heads, cells, real[:, None], call.key, query, **options)
+
+
+def respond_once(
+    call: Call, asking: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """Respond, keeping the positions alone for the backward pass; the bias is one slot more."""
+    operator = call.operator
+    if operator.basis is None or not operator.asks.side_by_side:
+        return None
+    return respond_from(operator, asking.cells, call.query, query, summary, matrix, bias).flatten(1, 2)
+
+
+def add_responses(call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor) -> Tensor:
+    """Add projected responses: in one product with the slots, or one vector an axis, in place."""
+    operator, matrix = call.operator, cast(Tensor, call.output.matrix)
+    if operator.asks.side_by_side:
+        summary = summary.map_values(by_head(call, matrix.dtype))
+        slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
+        return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
+    responses = respond(operator, query, summary, scale).flatten(1, 2)
+    responses = operator.asks.normalized(responses, asking.real, out.dim() - 2)
+    with full_precision(out):
+        vectors, size = matrix.to(responses.dtype) @ responses, out.shape[2:]
+        for axis, vector in enumerate(vectors.split(list(size), -1)):
+            out.add_(vector.unflatten(-1, [length if other == axis else 1 for other, length in enumerate(size)]))
+    return out
+
+
+FAST = Steps(attend, reorder, prepare, summarize, respond_once, add_responses)
