@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farfield._checks import check_grid, check_mask, shape_error
 from farfield.ops.engine import choose_fast
-from farfield.ops.fast.steps import once
+from farfield.ops.fast.dispatch import once
 from farfield.ops.grid import AXES
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from farfield.ops.call import Call, by_head, project_keys, project_queries
-from farfield.ops.fast.steps import FAST, Steps
+from farfield.ops.fast.dispatch import FAST, Steps
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded
 from farfield.ops.projection import split_heads
