@@ -200,7 +200,7 @@ GridAttention.forward = lambda self, grid: (time.sleep(0.1), fast(self, grid))[1
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_against_a_revision(tmp_path: Path) -> None:
     """A checkout whose working tree waits in each forward pass is slower than its last revision."""

@@ -136,7 +136,7 @@ def test_known_crossovers() -> None:
     assert found["dot"].cheaper_madds is found["dot"].cheaper_bytes is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_seconds_grow_as_the_work() -> None:
     small, large = (plans(sides=(side, side), batch=1, device="cpu") for side in (16, 512))
     for plan in small.values():
@@ -172,7 +172,7 @@ def test_plan_refuses(options: dict[str, object], error: type[Exception], text: 
     assert str(raised.value).startswith(text)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_how_long_turns_last_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 

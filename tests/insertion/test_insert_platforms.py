@@ -93,7 +93,7 @@ def test_a_saved_model_keeps_its_additions_in_another_process(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "net.pt")], check=True, cwd=folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @quick("an entry")
 def test_compile(net: nn.Module) -> None:
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")

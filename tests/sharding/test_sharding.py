@@ -15,7 +15,7 @@ from farfield.sharding import all_gather_summary, sharded_attention
 from sharded_workers import COMPRESSING, ROWS, misuse, twice, work
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 processes", "4 processes"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 processes", "4 processes"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What every process found."""
     folder = tmp_path_factory.mktemp("processes")

@@ -212,8 +212,8 @@ def test_every_epoch_begins_a_new_measurement(tmp_path: Path) -> None:
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
-@pytest.mark.long
-@pytest.mark.parametrize("places", [["fpn_all", "res4"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [["fpn_all", "res4"], []])
 def test_one_batch_is_overfitted(tmp_path: Path, places: list[str]) -> None:
     root = make_coco(tmp_path / "made", {"train": 1, "val": 1}, sides=(64, 64))
     # The validation image is the training image.

@@ -49,7 +49,7 @@ def trainer(folder: Path, epochs: int, **options: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("loss", "operator", "below"),
     # The noisy input as the answer has a loss of 0.4, and with the best scale of log(2 · 0.4) + 1 = 0.78.
-    [("mae", "siamese", 0.1), ("laplace", "averaged", 0.0)],
+    partly([("mae", "siamese", 0.1), ("laplace", "averaged", 0.0)], [("laplace", "averaged", 0.0)]),
 )
 def test_a_network_overfits_one_batch(tmp_path: Path, loss: Any, operator: str, below: float) -> None:
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def restored_by_hand(network: nn.Module, stack: np.ndarray, multiples: tuple[int
     return restored[tuple(kept[-restored.ndim :])] * (high - low) + low
 
 
-@pytest.mark.parametrize("tile", [None, 8, [4, 12, 16]])
+@pytest.mark.parametrize("tile", partly([None, 8, [4, 12, 16]], [8]))
 @pytest.mark.parametrize("sides", [(9, 30, 22), (1, 7, 7), (3, 5, 2)])
 @pytest.mark.parametrize("operator", partly([None, "siamese", "kronecker_qkv"], ["kronecker_qkv"]))
 def test_a_stack_is_normalised_padded_restored_and_brought_back(

@@ -201,9 +201,9 @@ class Bar(Callback):
 
 
 def costs(name: str, network: torch.nn.Module) -> Row:
-    """Count one image's pass: the network as trained, and in full as the papers have it."""
+    """Count one image's pass: the network as trained, and in full by the papers' rule."""
     small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
-    full = cost.count(models.MODELS[name]().eval(), (1, 3, 224, 224))
+    full = cost.predict(models.MODELS[name]().eval(), channels=3, sides=(224, 224), convention="paper")
     found = {"weights": small.weights, "madds": small.madds, "full_weights": full.weights, "full_madds": full.madds}
     return found | {"printed_weights": NETWORKS[name].parameters, "printed_madds": NETWORKS[name].madds}
 

@@ -141,17 +141,16 @@ def models_table(arguments: argparse.Namespace) -> Table:
     """List the networks: weights and multiply-adds, beside what the papers print."""
     import torch
 
-    from farfield import models
-    from farfield.cost.counting import run
-    from farfield.cost.prediction import by_the_papers
+    from farfield import cost, models
 
     as_printed = (arguments.size, arguments.classes, arguments.width) == (224, 1000, 1.0)
     rows: list[Row] = []
     for name in known(arguments, "model", arguments.model, list(models.CLASSIFIERS)):
         with torch.device("meta"):
             net = models.CLASSIFIERS[name](num_classes=arguments.classes, width=arguments.width).eval()
-        executed, calls = run(net, (1, 3, arguments.size, arguments.size))
-        printed = by_the_papers(net, executed, calls)
+        size = arguments.size, arguments.size
+        executed = cost.count(net, (1, 3, *size))
+        printed = cost.predict(net, channels=3, sides=size, convention="paper")
         network = NETWORKS.get(name)
         row: Row = {"model": name, "paper_name": network.name if network else None, "weights": executed.weights}
         row |= {"parameters": executed.parameters, "madds_paper": printed.madds, "madds_executed": executed.madds}
