@@ -56,6 +56,6 @@ def regular(attention: GridAttention, *, fused: bool) -> Contestant:
 
 
 def textbook(attention: GridAttention) -> Contestant:
-    """Factorized attention with an operator's weights, each map at each cell."""
+    """Factorized attention with an operator's weights, each map at each position."""
     double = exact(attention)
     return Contestant("textbook", trainable(Textbook(attention)), lambda grid, asking: truth(double, grid, asking))

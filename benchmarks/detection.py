@@ -81,12 +81,12 @@ def table(runs: dict[tuple[str, str], list[Path]]) -> str:
         boxes, masks, loose = ([100 * each[key] for each in found] for key in ("box_ap", "mask_ap", "box_ap50"))
         net = models.from_pretrained(next(folders[0].glob("version_*")))
         mean = statistics.mean(boxes)
-        cells = [name, place + ("" if mean >= 100 * FLOOR else " (under-trained)")]
-        cells += [f"{sum(weight.numel() for weight in net.parameters()):,}"]
-        cells += [", ".join(f"{value:.1f}" for value in boxes), f"{mean:.1f}"]
-        cells += [", ".join(f"{value:.1f}" for value in masks), f"{statistics.mean(masks):.1f}"]
-        cells += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in found)]
-        lines.append(f"| {' | '.join(cells)} |")
+        entries = [name, place + ("" if mean >= 100 * FLOOR else " (under-trained)")]
+        entries += [f"{sum(weight.numel() for weight in net.parameters()):,}"]
+        entries += [", ".join(f"{value:.1f}" for value in boxes), f"{mean:.1f}"]
+        entries += [", ".join(f"{value:.1f}" for value in masks), f"{statistics.mean(masks):.1f}"]
+        entries += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in found)]
+        lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ Lines = dict[str, tuple[str, str, list[cost.Cost]]]
 
 
 # ---- figure 4: one module --------------------------------------------------------------------------------------------
-SIDES = [16, 32, 64, 128, 256, 512]
+SIZE = [16, 32, 64, 128, 256, 512]
 # What fits beside everything else into some 10 GB: the conventional module keeps several N×N matrices.
 LARGEST_SIDE = {"dot": 128, "factorized": 512}
 
@@ -42,7 +42,7 @@ def module_lines() -> Lines:
     return {
         f"formula: {NAMES[row]}": (
             *(COLOURS[row], "-"),
-            [cost.predict_module(name, channels=64, cells=side**2) for side in SIDES],
+            [cost.predict_module(name, channels=64, positions=side**2) for side in SIZE],
         )
         for row, name in (("dot", "CA-dot"), ("factorized", "FA-dot"))
     }
@@ -66,8 +66,8 @@ def bert_lines() -> Lines:
     for shape, (layers, channels, heads) in SHAPES.items():
         for row, name in (("dot", "CA-Tfm"), ("factorized", "FA-Tfm")):
             sizes: dict[str, Any] = {"channels": channels, "basis": channels, "width": channels, "heads": heads}
-            each = [cost.predict_module(name, cells=length, **sizes) for length in LENGTHS]
-            whole = [cost.Cost(layers * one.madds, 0, 0, layers * one.activation_bytes) for one in each]
+            each = [cost.predict_module(name, positions=length, **sizes) for length in LENGTHS]
+            whole = [cost.Cost(layers * one.macs, 0, 0, layers * one.activation_bytes) for one in each]
             lines[f"formula: {shape}, {NAMES[row]}"] = (COLOURS[row], "-" if shape == "base" else "--", whole)
     return lines
 
@@ -112,7 +112,7 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "4": Figure(SIDES, "{}²", module_lines, LARGEST_SIDE, module_of, 128),
+    "4": Figure(SIZE, "{}²", module_lines, LARGEST_SIDE, module_of, 128),
     "5": Figure(LENGTHS, "{:,}", bert_lines, LARGEST_LENGTH, bert_of, 1024),
 }
 KINDS = ["kept_bytes", "seconds"]
@@ -166,7 +166,7 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
     for label, (colour, dash, costs) in figure.lines().items():
         style = {"color": colour, "linestyle": dash, "label": label}
         memory.plot(sizes, [each.activation_bytes / GIGA for each in costs], **style)
-        computation.plot(sizes, [2 * each.madds / GIGA for each in costs], **style)
+        computation.plot(sizes, [2 * each.macs / GIGA for each in costs], **style)
     for operator, name in NAMES.items():
         if operator not in figure.largest:
             continue
@@ -175,7 +175,7 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
         time.plot(*of(points, operator, "seconds", 1.0), "o-", **style)
     titles = (
         "memory, GB (points: kept for backward)",
-        "computation, GMACC (2 a multiply-add)",
+        "computation, GMACC (2 a MACs)",
         "time, forward and backward, s",
     )
     for axes, title in zip((memory, computation, time), titles, strict=True):

@@ -82,9 +82,9 @@ def steps(device: str, small: bool, folder: Path) -> Iterator[Step]:
         if not (small and section == "copies"):
             options = ["--section", section, "--device", device, *(["--tiny", "--repeats", "1"] if small else [])]
             yield script(f"limits {section}", "limits.py", options, folder, seconds)
-    sizes = ["--channels", "8", "--batch", "2", "--heads", "2", "--sides", "8,8", "--repeats", "1"]
+    sizes = ["--channels", "8", "--batch", "2", "--heads", "2", "--size", "8,8", "--repeats", "1"]
     if not small:
-        sizes = ["--channels", "64", "--batch", "8", "--heads", "4", "--sides", "28,28", "--sides", "56,56"]
+        sizes = ["--channels", "64", "--batch", "8", "--heads", "4", "--size", "28,28", "--size", "56,56"]
         sizes += ["--repeats", "3"]
     yield script("peers", "operators.py", ["--peers", "--backward", "--quiet", *sizes, "--device", device], folder, 75)
 

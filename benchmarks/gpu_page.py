@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 Result = dict[str, Any]
-Cells = tuple[object, ...]
+Entries = tuple[object, ...]
 
 
 def page(result: Result) -> str:
@@ -14,7 +14,7 @@ def page(result: Result) -> str:
     found = {step["name"]: step["found"] for step in result["steps"] if step["found"] is not None}
     whole, states = not result["small"], {step["name"]: step["state"] for step in result["steps"]}
     parts = ["# farfield on one device", *opening(result)]
-    parts += ["## Steps", *table(("step", "", "seconds", "at most", "command"), map(step_cells, result["steps"]))]
+    parts += ["## Steps", *table(("step", "", "seconds", "at most", "command"), map(step_entries, result["steps"]))]
     if "tests" in found:
         parts += ["## Tests", *tests(found["tests"], states["tests"] == "out of time")]
     if sections := [each for name, each in found.items() if name.startswith("limits ")]:
@@ -29,7 +29,7 @@ def page(result: Result) -> str:
     return "\n".join(part if part.startswith("|") or not part else f"{part}\n" for part in parts)
 
 
-def table(headings: Cells, rows: Iterable[Cells]) -> Iterator[str]:
+def table(headings: Entries, rows: Iterable[Entries]) -> Iterator[str]:
     """Lines of a table, with a blank one after it."""
     yield line_of(headings)
     yield "|" + "---|" * len(headings)
@@ -37,14 +37,14 @@ def table(headings: Cells, rows: Iterable[Cells]) -> Iterator[str]:
     yield ""
 
 
-def shown(headings: Cells, rows: Iterable[Cells], columns: int) -> tuple[Cells, Iterable[Cells]]:
+def shown(headings: Entries, rows: Iterable[Entries], columns: int) -> tuple[Entries, Iterable[Entries]]:
     """The first columns of a table: what is measured stands in the last ones."""
     return headings[:columns], (row[:columns] for row in rows)
 
 
-def line_of(cells: Iterable[object]) -> str:
-    """One line of a table; what would end a cell or the line is written otherwise."""
-    return f"| {' | '.join(' '.join(str(cell).replace('|', '/').split()) for cell in cells)} |"
+def line_of(entries: Iterable[object]) -> str:
+    """One line of a table; what would end a entry or the line is written otherwise."""
+    return f"| {' | '.join(' '.join(str(entry).replace('|', '/').split()) for entry in entries)} |"
 
 
 def opening(result: Result) -> Iterator[str]:
@@ -57,7 +57,7 @@ def opening(result: Result) -> Iterator[str]:
         yield f"* The package `{name}` is missing, and with it {use}."
 
 
-def step_cells(step: Result) -> tuple[object, ...]:
+def step_entries(step: Result) -> tuple[object, ...]:
     """A step and how it ended."""
     state = step["state"] if step["state"] == "passed" else f"**{step['state']}**"
     return step["name"], state, f"{step['seconds']:.0f}", f"{step['limit']:.0f}", f"`{step['command']}`"
@@ -85,8 +85,8 @@ def limits(sections: list[Result], whole: bool) -> Iterator[str]:
         "get no line."
     )
     headings = ("line", "limit", "measured", "")
-    cells = ((line["what"], line["limit"], line["measured"], words[line["met"]]) for line in lines)
-    yield from table(*shown(headings, cells, 4 if whole else 2))
+    entries = ((line["what"], line["limit"], line["measured"], words[line["met"]]) for line in lines)
+    yield from table(*shown(headings, entries, 4 if whole else 2))
 
 
 def training_steps(found: Result, whole: bool) -> Iterator[str]:
@@ -99,10 +99,10 @@ def training_steps(found: Result, whole: bool) -> Iterator[str]:
         "float64 from those on the CPU, seen before anything was timed."
     )
     headings = ("network", "dtype", "error", "median, ms", "fastest, ms", "peak, MB")
-    yield from table(*shown(headings, map(training_cells, found["rows"]), 6 if whole else 3))
+    yield from table(*shown(headings, map(training_entries, found["rows"]), 6 if whole else 3))
 
 
-def training_cells(row: Result) -> tuple[object, ...]:
+def training_entries(row: Result) -> tuple[object, ...]:
     """One network in one dtype."""
     times = (f"{1e3 * row[key]:,.2f}" for key in ("seconds", "fastest"))
     return f"`{row['name']}`", row["dtype"], f"{row['error']:.1e}", *times, f"{row['peak_bytes'] / 1e6:,.0f}"
@@ -118,12 +118,12 @@ def peers(rows: list[Result], whole: bool) -> Iterator[str]:
         "long as `x.clone()`; ÷ ours: as our operator that is the same function, or the nearest."
     )
     headings = ("contestant", "size", "direction", "error", "median, ms", "copies", "÷ ours", "peak, MB")
-    yield from table(*shown(headings, map(peer_cells, rows), 8 if whole else 4))
+    yield from table(*shown(headings, map(peer_entries, rows), 8 if whole else 4))
 
 
-def peer_cells(row: Result) -> tuple[object, ...]:
+def peer_entries(row: Result) -> tuple[object, ...]:
     """One contestant on one grid; what is wrong has no time."""
-    what = row["name"], "×".join(map(str, row["sides"])), row["direction"]
+    what = row["name"], "×".join(map(str, row["size"])), row["direction"]
     if not row["right"]:
         return *what, f"**wrong**, {row['error']:.1e}", "", "", "", ""
     ratio = f"{row['rival_times']:.2f}{'' if row['same'] else ' (another function)'}" if row["rival_times"] else ""

@@ -2,7 +2,7 @@
 
     python benchmarks/kept.py
 
-Counted, not timed, by the equations: the same on every machine. A grid is batch × channels × cells numbers; what is
+Counted, not timed, by the equations: the same on every machine. A grid is batch × channels × positions numbers; what is
 kept of the input itself counts, parameters do not. The textbook's form of factorized attention, with equal weights,
 stands below.
 """

@@ -38,7 +38,7 @@ def copies(name: str, shape: tuple[int, ...], *, kernels: bool, backward: bool) 
     return found
 
 
-def cell(name: str, shape: tuple[int, ...], *, backward: bool, rounds: int) -> str:
+def entry(name: str, shape: tuple[int, ...], *, backward: bool, rounds: int) -> str:
     """Copies by the equations → with kernels."""
     turns = [[copies(name, shape, kernels=on, backward=backward) for on in (False, True)] for _ in range(rounds)]
     return " → ".join(f"{statistics.median(each):.2f}" for each in zip(*turns, strict=True))
@@ -56,8 +56,8 @@ def main() -> None:
     print("|---|" + "---|" * len(shapes))
     for name in NAMES:
         for backward in (False, True):
-            cells = [cell(name, shape, backward=backward, rounds=arguments.rounds) for shape in shapes]
-            print(f"| `{name}`, forward{' and backward' * backward} | {' | '.join(cells)} |", flush=True)
+            entries = [entry(name, shape, backward=backward, rounds=arguments.rounds) for shape in shapes]
+            print(f"| `{name}`, forward{' and backward' * backward} | {' | '.join(entries)} |", flush=True)
     print(machine(torch.device("cpu")))
 
 

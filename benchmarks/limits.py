@@ -50,12 +50,12 @@ class Setup(NamedTuple):
     device: torch.device
     fastest: bool = False
 
-    def grid(self, batch: int, channels: int, *sides: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def grid(self, batch: int, channels: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A grid of these sizes; if tiny, of an eighth of the sides."""
         torch.manual_seed(0)
-        sides = tuple(max(3, side // 8) for side in sides) if self.tiny else sides
+        size = tuple(max(3, side // 8) for side in size) if self.tiny else size
         batch, channels = (min(batch, 2), min(channels, 32)) if self.tiny else (batch, channels)
-        return torch.randn(batch, channels, *sides, dtype=dtype, device=self.device)
+        return torch.randn(batch, channels, *size, dtype=dtype, device=self.device)
 
     def race(self, contestants: list[Contestant], grid: Tensor, *, backward: bool = False) -> list[Row]:
         """Race on a grid; a wrong contestant ends everything."""
@@ -141,7 +141,7 @@ def factorized(setup: Setup) -> Iterator[Line]:
 
 
 def scaling(setup: Setup) -> Iterator[Line]:
-    """Time in copies, from 2^16 to 2^22 cells."""
+    """Time in copies, from 2^16 to 2^22 positions."""
     keep_freed_memory()
     names = ("siamese", "kronecker_qkv", "factorized", "averaged")
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -153,13 +153,13 @@ def scaling(setup: Setup) -> Iterator[Line]:
             found[name].append(times_as_long(rows, name, "copy"))
     for name, each in found.items():
         line = setup.at_most(
-            f"{name}, 2^16 to 2^22 cells of 64 channels, largest ÷ smallest", 1.3, max(each) / min(each)
+            f"{name}, 2^16 to 2^22 positions of 64 channels, largest ÷ smallest", 1.3, max(each) / min(each)
         )
         yield line._replace(measured=f"{line.measured} ({', '.join(f'{times:.2f}' for times in each)} copies)")
 
 
 def exponent(setup: Setup) -> Iterator[Line]:
-    """How kronecker_kv's time, beyond a copy's, grows with the cells."""
+    """How kronecker_kv's time, beyond a copy's, grows with the positions."""
     keep_freed_memory()
     for rank, lengths in ((2, (512, 768, 1024, 1536)), (3, (96, 128, 160))):
         points = []
@@ -202,8 +202,8 @@ def of_the_roof(setup: Setup, grid: Tensor, label: str) -> Line:
     rows = setup.race([copy_of_the_grid(), ours(attention)], grid)
     matrix = torch.randn(*(2 * (256 if setup.tiny else 4096,)), dtype=grid.dtype, device=grid.device)
     product = cost.compare({"product": (torch.mm, matrix, matrix)}, repeats=setup.repeats)["product"].seconds
-    madds = cost.predict(attention, sides=grid.shape[2:], batch=grid.shape[0]).madds
-    roof = max(madds / matrix.shape[0] ** 3 * product, seconds_of(rows, "copy"))
+    macs = cost.predict(attention, size=grid.shape[2:], batch=grid.shape[0]).macs
+    roof = max(macs / matrix.shape[0] ** 3 * product, seconds_of(rows, "copy"))
     share = roof / seconds_of(rows, "factorized_gaussian")
     return setup.at_least(f"factorized_gaussian, {label}, forward, of the matrix rate or the bandwidth", 0.6, share)
 

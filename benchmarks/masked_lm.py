@@ -58,13 +58,13 @@ def table(runs: dict[str, list[Path]]) -> str:
     for operator, folders in runs.items():
         last = [[row for row in rows_of(folder) if row.get("val/loss")][-1] for folder in folders]
         losses = [float(row["val/loss"]) for row in last]
-        cells = [f"`{operator}`", f"{steps_of(folders[0]):,}", ", ".join(f"{loss:.3f}" for loss in losses)]
-        cells += [f"{statistics.mean(losses):.3f}"]
-        cells += [f"{max(losses) - min(losses):.3f}" if len(losses) > 1 else "one seed"]
-        cells += [", ".join(f"{float(row['val/perplexity']):.0f}" for row in last)]
-        cells += [", ".join(f"{100 * float(row['val/accuracy']):.1f}" for row in last)]
-        cells += [", ".join(f"{minutes(folder):.1f}" for folder in folders)]
-        lines.append(f"| {' | '.join(cells)} |")
+        entries = [f"`{operator}`", f"{steps_of(folders[0]):,}", ", ".join(f"{loss:.3f}" for loss in losses)]
+        entries += [f"{statistics.mean(losses):.3f}"]
+        entries += [f"{max(losses) - min(losses):.3f}" if len(losses) > 1 else "one seed"]
+        entries += [", ".join(f"{float(row['val/perplexity']):.0f}" for row in last)]
+        entries += [", ".join(f"{100 * float(row['val/accuracy']):.1f}" for row in last)]
+        entries += [", ".join(f"{minutes(folder):.1f}" for folder in folders)]
+        lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)
 
 
@@ -127,8 +127,8 @@ def table_of_lengths(file: Path) -> str:
     lines = [f"| | {' | '.join(f'{length:,}' for length in sizes)} |", "|---|" + "---|" * len(sizes)]
     for unit, key, factor in (("ms", "seconds", 1e3), ("MB", "peak_bytes", 1e-6)):
         for name in MEASURED:
-            cells = [f"{factor * by[name, length][key]:,.0f}" for length in sizes]
-            lines.append(f"| `{name}`, {unit} | {' | '.join(cells)} |")
+            entries = [f"{factor * by[name, length][key]:,.0f}" for length in sizes]
+            lines.append(f"| `{name}`, {unit} | {' | '.join(entries)} |")
     return "\n".join([*lines, "", rows[0]["device"]])
 
 

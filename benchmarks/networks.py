@@ -67,8 +67,8 @@ def timm_network(name: str) -> Network:
 
 def timm_example(model: nn.Module) -> torch.Tensor:
     """An image of the size that the network was made for, or of `SIDE`, as some are made for images of 1,024²."""
-    channels, *sides = model.default_cfg["input_size"]
-    return torch.rand(1, channels, *(side if side <= LARGEST else SIDE for side in sides))
+    channels, *size = model.default_cfg["input_size"]
+    return torch.rand(1, channels, *(side if side <= LARGEST else SIDE for side in size))
 
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:
     if model.main_input_name != TEXT:
         raise ValueError(f"it reads {model.main_input_name}")
     words = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
-    real = torch.ones(2, 12, dtype=torch.long)
-    real[0, 9:] = 0
-    given = {TEXT: words, "attention_mask": real}
+    valid = torch.ones(2, 12, dtype=torch.long)
+    valid[0, 9:] = 0
+    given = {TEXT: words, "attention_mask": valid}
     decoder = {f"decoder_{name}": each for name, each in given.items()}
     return given | decoder if model.config.is_encoder_decoder else given

@@ -1,12 +1,12 @@
 """Operators on this machine beside regular attention, a copy and the peers: all ratios of a grid from one run.
 
-    python benchmarks/operators.py --channels 64 --sides 28,28 --sides 56,56 --backward --peers
+    python benchmarks/operators.py --channels 64 --size 28,28 --size 56,56 --backward --peers
     python benchmarks/operators.py --operator siamese --mode eager --mode compiled --json found.json --picture found.png
     python benchmarks/operators.py --operator siamese --against HEAD~1     # this tree beside a revision, in turns
 
 Every contestant is checked before anything is timed; what is wrong gets no time, and the program ends with status 1.
 "Plain" is softmax over the last dimension of an explicit matrix, "SDPA" scaled_dot_product_attention, both on
-contiguous (batch, cells, channels) and with the same maps; "copy" is x.clone().
+contiguous (batch, positions, channels) and with the same maps; "copy" is x.clone().
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import farfield
 from farfield.ops import OPERATORS
 
 MODES = ("eager", "compiled")
-# Rows whose work grows with the square of the cells, and the most pairs of cells that they and regular ones run for.
+# Rows whose work grows with the square of the positions, and the most pairs of positions that they and regular ones run for.
 SQUARE, PAIRS = ("softmax", "softmax_pooled", "dot"), 1 << 28
 
 
@@ -39,8 +39,8 @@ def main() -> None:
         against(arguments)
         return
     rows: list[Row] = []
-    for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)]:
-        rows += on_grid(sides, arguments)
+    for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
+        rows += on_grid(size, arguments)
         # After each grid: what stops a later one leaves those before it.
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     parser.allow_abbrev = False  # revisions.py reads the command line too
     add = parser.add_argument
     add("--operator", action="append", choices=list(OPERATORS), metavar="ROW", help="several times; default: all")
-    add("--sides", action="append", type=sides_of, metavar="56,56", help="several times; default: 14,14 28,28 56,56")
+    add("--size", action="append", type=size_of, metavar="56,56", help="several times; default: 14,14 28,28 56,56")
     add("--channels", type=int, default=64)
     add("--batch", type=int, default=8)
     add("--heads", type=int, default=1)
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="cpu")
     add("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write raw results")
-    add("--picture", type=Path, metavar="FILE", help="draw time and memory against the number of cells")
+    add("--picture", type=Path, metavar="FILE", help="draw time and memory against the number of positions")
     add("--only-ours", action="store_true", help="operators and the copy, without regular attention")
     add("--quiet", action="store_true", help="show no table")
     add("--against", metavar="REVISION", help="a git revision to compare this tree with")
@@ -83,21 +83,21 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sides_of(text: str) -> tuple[int, ...]:
+def size_of(text: str) -> tuple[int, ...]:
     """Sides of a grid, such as 56,56."""
     return tuple(int(side) for side in text.split(","))
 
 
-def on_grid(sides: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
+def on_grid(size: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
     """Everything on one grid, forward and, if asked for, forward and backward."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     torch.manual_seed(0)
-    grid = torch.randn(arguments.batch, arguments.channels, *sides, dtype=dtype, device=device)
+    grid = torch.randn(arguments.batch, arguments.channels, *size, dtype=dtype, device=device)
     contestants, rivals = [copy_of_the_grid(), *own(arguments, grid)], {}
     if arguments.peers:
         others, rivals = peers_of(arguments, grid)
         contestants += others
-    setting: Row = {"sides": list(sides), "cells": grid[0, 0].numel(), "hardware": machine(device)}
+    setting: Row = {"size": list(size), "positions": grid[0, 0].numel(), "hardware": machine(device)}
     setting["source"] = str(Path(farfield.__file__).resolve())
     setting |= {key: getattr(arguments, key) for key in ("batch", "channels", "heads", "project", "dtype")}
     rows: list[Row] = []

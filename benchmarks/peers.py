@@ -153,7 +153,7 @@ def axial(channels: int, heads: int) -> Peer:
 
 
 def along_lines(part: nn.Module, lines: Tensor, heads: int) -> Tensor:
-    """Softmax attention within lines, `(b, lines, cells, c)`, by the maps of a peer."""
+    """Softmax attention within lines, `(b, lines, positions, c)`, by the maps of a peer."""
     keys, values = part.to_kv.weight.chunk(2)
     q, k, v = (
         (lines @ weight.mT).unflatten(-1, (heads, -1)).transpose(2, 3) for weight in (part.to_q.weight, keys, values)
@@ -163,20 +163,20 @@ def along_lines(part: nn.Module, lines: Tensor, heads: int) -> Tensor:
 
 
 def causal_linear(channels: int, heads: int) -> Peer:
-    """Linear attention in which a cell hears only those before it; ours that is nearest, and hears all, is averaged."""
+    """Linear attention in which a position hears only those before it; ours that is nearest, and hears all, is averaged."""
     if not torch.cuda.is_available():
         raise NoDeviceError("its kernels need a GPU, and there is none")
     from fla.ops.linear_attn import chunk_linear_attn
 
     def module(grid: Tensor) -> Tensor:
-        cells = grid.flatten(2).mT.unflatten(-1, (heads, -1))
-        response, _ = chunk_linear_attn(cells, cells, cells, scale=1.0, normalize=False)
+        positions = grid.flatten(2).mT.unflatten(-1, (heads, -1))
+        response, _ = chunk_linear_attn(positions, positions, positions, scale=1.0, normalize=False)
         return response.flatten(2).mT.unflatten(-1, grid.shape[2:])
 
     def equation(grid: Tensor, asking: Tensor) -> Tensor:
-        cells = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
-        before = torch.arange(cells.shape[2], device=grid.device) <= asking[:, None]
-        return ((cells[:, :, asking] @ cells.mT * before) @ cells).transpose(1, 2).flatten(2)
+        positions = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
+        before = torch.arange(positions.shape[2], device=grid.device) <= asking[:, None]
+        return ((positions[:, :, asking] @ positions.mT * before) @ positions).transpose(1, 2).flatten(2)
 
     rival = trainable(GridAttention(channels, "averaged", heads=heads, project=""))
     return Peer("", Contestant("", module, equation), rival, same=False)

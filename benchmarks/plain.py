@@ -1,7 +1,7 @@
-"""What a `GridAttention` computes, as a textbook writes it: each map at each cell, then the equation.
+"""What a `GridAttention` computes, as a textbook writes it: each map at each position, then the equation.
 
 Nothing here shares a line with the library: this is what its answers are checked against before anything is timed, and
-what a user would otherwise write, to be timed beside it. Cells are `(batch, cells, channels)`, heads `(b, h, n, d)`.
+what a user would otherwise write, to be timed beside it. Positions are `(batch, positions, channels)`, heads `(b, h, n, d)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
 
 
 def dot(q: Tensor, k: Tensor, v: Tensor, w: Tensor, scale: float) -> Tensor:
-    """FA 6, in the order that is linear in the cells."""
+    """FA 6, in the order that is linear in the positions."""
     return q @ (k.mT @ v) / q.shape[-1]
 
 
@@ -67,34 +67,34 @@ EQUATIONS: dict[str, Equation] = {
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def truth(attention: GridAttention, grid: Tensor, asking: Tensor | None = None) -> Tensor:
-    """The response `(b, m, p)` of some cells, or of all of them, in the dtype of the grid.
+    """The response `(b, m, p)` of some positions, or of all of them, in the dtype of the grid.
 
     Args:
         attention: Whose weights are taken, in the grid's dtype.
-        grid: `(b, c, *sides)`.
-        asking: Which cells ask, by their number in the grid; every one by default.
+        grid: `(b, c, *size)`.
+        asking: Which positions ask, by their number in the grid; every one by default.
     """
-    name, sides = attention.operator_name, grid.shape[2:]
-    cells = grid.flatten(2).mT
-    asking = torch.arange(cells.shape[1], device=grid.device) if asking is None else asking
-    answers = answering_cells(name, grid)
+    name, size = attention.operator_name, grid.shape[2:]
+    positions = grid.flatten(2).mT
+    asking = torch.arange(positions.shape[1], device=grid.device) if asking is None else asking
+    answers = answering_positions(name, grid)
     means = name.startswith("kronecker_qkv")
-    q = split(attention.query, answers if means else cells[:, asking], attention.heads)
+    q = split(attention.query, answers if means else positions[:, asking], attention.heads)
     k, v = (split(linear, answers, attention.heads) for linear in (attention.key, attention.value))
     w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
     response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
-    if means:  # each cell adds up the responses of its index on each axis
-        places = torch.unravel_index(asking, sides)
-        parts = response.split(list(sides), 2)
+    if means:  # each position adds up the responses of its index on each axis
+        places = torch.unravel_index(asking, size)
+        parts = response.split(list(size), 2)
         response = sum(part[:, :, at] for part, at in zip(parts, places, strict=True))
         if name == "kronecker_qkv":  # KAN 13: their mean, which each axis has, is counted once
             response = response - sum(part.mean(2, keepdim=True) for part in parts) * (len(parts) - 1) / len(parts)
     response = merged(attention.output, response)
-    return cells[:, asking] + response if attention.residual else response
+    return positions[:, asking] + response if attention.residual else response
 
 
-def answering_cells(name: str, grid: Tensor) -> Tensor:
-    """Cells that answer: all, those that pooling leaves, or the means of the axes."""
+def answering_positions(name: str, grid: Tensor) -> Tensor:
+    """Positions that answer: all, those that pooling leaves, or the means of the axes."""
     rank = grid.dim() - 2
     if name == "softmax_pooled":
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
@@ -105,9 +105,9 @@ def answering_cells(name: str, grid: Tensor) -> Tensor:
     return grid.flatten(2).mT
 
 
-def split(linear: nn.Linear | None, cells: Tensor, heads: int) -> Tensor:
-    """Map cells and split their channels into heads, `(b, h, n, d)`, contiguous."""
-    mapped = cells if linear is None else linear(cells)
+def split(linear: nn.Linear | None, positions: Tensor, heads: int) -> Tensor:
+    """Map positions and split their channels into heads, `(b, h, n, d)`, contiguous."""
+    mapped = positions if linear is None else linear(positions)
     return mapped.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
 
 
@@ -124,7 +124,7 @@ def exact(attention: GridAttention) -> GridAttention:
 
 # ---- what is timed beside the library --------------------------------------------------------------------------------
 class Regular(nn.Module):
-    """Softmax attention on contiguous cells `(b, n, c)`, with the maps of a `GridAttention`.
+    """Softmax attention on contiguous positions `(b, n, c)`, with the maps of a `GridAttention`.
 
     By an explicit matrix and a softmax over its last dimension; or, fused, by `scaled_dot_product_attention`.
     """
@@ -133,11 +133,11 @@ class Regular(nn.Module):
         super().__init__()
         self.attention, self.fused = attention, fused
 
-    def forward(self, cells: Tensor) -> Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """Attend, `(b, n, p)`."""
         attention = self.attention
         maps = (attention.query, attention.key, attention.value)
-        q, k, v = (split(linear, cells, attention.heads) for linear in maps)
+        q, k, v = (split(linear, positions, attention.heads) for linear in maps)
         if self.fused:
             return merged(attention.output, F.scaled_dot_product_attention(q, k, v, scale=attention.scale))
         products = q @ k.mT
@@ -147,7 +147,7 @@ class Regular(nn.Module):
 
 
 class Textbook(nn.Module):
-    """Factorized attention as it is usually written: 1×1 convolutions at each cell, and a loop over heads.
+    """Factorized attention as it is usually written: 1×1 convolutions at each position, and a loop over heads.
 
     With the weights of a `GridAttention` that has all four maps; grids of rank 2.
     """
@@ -159,7 +159,7 @@ class Textbook(nn.Module):
         self.query, self.key, self.value, self.output = (convolution(linear) for linear in linears)
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Attend, `(b, c, *sides)`."""
+        """Attend, `(b, c, *size)`."""
         queries, keys, values = (each(grid).flatten(2) for each in (self.query, self.key, self.value))
         attended = []
         parts = (each.chunk(self.heads, 1) for each in (queries, keys, values))

@@ -15,7 +15,7 @@ from farfield.cost.measuring import device_name, step, take_turns
 from farfield.cost.memory import saved_bytes
 
 Row = dict[str, object]
-# Cells whose responses are compared, drawn at random; gradients are compared on a corner of the grid of such sides.
+# Positions whose responses are compared, drawn at random; gradients are compared on a corner of the grid of such sides.
 ASKED, CORNER = 64, 14
 
 
@@ -25,9 +25,9 @@ class Contestant:
 
     Attributes:
         name: What it is.
-        module: Takes a grid `(b, c, *sides)`; with `flat`, contiguous cells `(b, n, c)`.
-        truth: What it should answer, in float64: `(grid, asking cells) -> (b, m, p)`.
-        flat: Whether it takes and gives cells.
+        module: Takes a grid `(b, c, *size)`; with `flat`, contiguous positions `(b, n, c)`.
+        truth: What it should answer, in float64: `(grid, asking positions) -> (b, m, p)`.
+        flat: Whether it takes and gives positions.
         compiled: Whether it is to be compiled.
         forward_only: Whether it has no part in gradients: a copy, the unit of time.
         twins: Parameters of the module, each with the float64 one that `truth` reads: their gradients are compared too.
@@ -50,8 +50,8 @@ class Contestant:
         laid = grid.detach().flatten(2).mT if self.flat else grid.detach()
         return laid.contiguous().requires_grad_(grid.requires_grad)
 
-    def cells(self, response: Tensor) -> Tensor:
-        """What it answers, as cells."""
+    def positions(self, response: Tensor) -> Tensor:
+        """What it answers, as positions."""
         return response if self.flat else response.flatten(2).mT
 
 
@@ -67,11 +67,11 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def error_of(contestant: Contestant, run: Callable[[Tensor], Tensor], grid: Tensor, *, backward: bool) -> float:
-    """Relative L2 error against the truth: of the responses of some cells, and of the gradient on a corner."""
-    cells = grid[0, 0].numel()
-    asking = torch.randperm(cells, generator=torch.Generator().manual_seed(0))[:ASKED].sort().values.to(grid.device)
+    """Relative L2 error against the truth: of the responses of some positions, and of the gradient on a corner."""
+    positions = grid[0, 0].numel()
+    asking = torch.randperm(positions, generator=torch.Generator().manual_seed(0))[:ASKED].sort().values.to(grid.device)
     with torch.no_grad():
-        found = contestant.cells(run(contestant.input(grid)))[:, asking]
+        found = contestant.positions(run(contestant.input(grid)))[:, asking]
         errors = [distance(found, contestant.truth(grid.detach().double(), asking))]
     if backward and not contestant.forward_only:
         errors.append(gradient_error(contestant, run, grid))
@@ -82,7 +82,7 @@ def gradient_error(contestant: Contestant, run: Callable[[Tensor], Tensor], grid
     """Relative L2 error of the gradients: of a corner of the grid, and of the parameters that have a twin."""
     corner = grid.detach()[(..., *(slice(CORNER) for _ in grid.shape[2:]))].contiguous()
     ours, theirs = contestant.input(corner.requires_grad_()), corner.detach().double().requires_grad_()
-    answer = contestant.cells(run(ours))
+    answer = contestant.positions(run(ours))
     expected = contestant.truth(theirs, torch.arange(answer.shape[1], device=grid.device))
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(grid.device)
     parameters, exact = ([pair[index] for pair in contestant.twins] for index in (0, 1))
@@ -115,7 +115,7 @@ def race(contestants: Sequence[Contestant], grid: Tensor, *, backward: bool = Fa
 
     Args:
         contestants: Of different names.
-        grid: `(b, c, *sides)`, what they attend over.
+        grid: `(b, c, *size)`, what they attend over.
         backward: Whether gradients of the grid and of parameters are computed too.
         repeats: Turns of each, of which the median.
 

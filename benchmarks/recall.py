@@ -1,7 +1,7 @@
 """Recall on grids: how many pairs of a key and a value can each operator hold?
 
     python benchmarks/recall.py --out recall.jsonl
-    python benchmarks/recall.py --out large.jsonl --sides 16,16 8,8,8 --pairs 4 16 64 --only softmax "softmax, scale 1"
+    python benchmarks/recall.py --out large.jsonl --size 16,16 8,8,8 --pairs 4 16 64 --only softmax "softmax, scale 1"
     python benchmarks/recall.py --collect recall.jsonl large.jsonl --picture recall.svg        # runs nothing
 
 Each sample draws some keys, all different, and a random value for each. Key and value stand side by side in a grid that
@@ -57,7 +57,7 @@ import farfield
 
 STEPS, PAIRS, RATES, SEEDS = 1200, (2, 4, 8, 16), (1e-3, 3e-3, 1e-2), (1, 2, 3)
 # What makes two lines the same run.
-IDENTITY = ("operator", "sides", "pairs", "rate", "seed", "steps")
+IDENTITY = ("operator", "size", "pairs", "rate", "seed", "steps")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def run(contestant: str, task: Task, rate: float, seed: int, steps: int) -> dict
 
 def describe(contestant: str, task: Task, rate: float, seed: int, steps: int) -> dict[str, Any]:
     """What makes this run the one that it is, as the line of JSON has it."""
-    values = (contestant, list(task.sides), task.pairs, rate, seed, steps)
+    values = (contestant, list(task.size), task.pairs, rate, seed, steps)
     return dict(zip(IDENTITY, values, strict=True))
 
 
@@ -97,8 +97,8 @@ def run_missing(options: argparse.Namespace) -> None:
     # Without a last line that was cut off.
     options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     done = {identity(line) for line in lines}
-    every = itertools.product(options.seeds, options.sides, options.pairs, options.rates, options.only)
-    runs = [(name, Task(sides, pairs), rate, seed, options.steps) for seed, sides, pairs, rate, name in every]
+    every = itertools.product(options.seeds, options.size, options.pairs, options.rates, options.only)
+    runs = [(name, Task(size, pairs), rate, seed, options.steps) for seed, size, pairs, rate, name in every]
     todo = [each for each in runs if identity(describe(*each)) not in done]
     for each in todo[: options.limit]:
         line = json.dumps(run(*each))
@@ -108,12 +108,12 @@ def run_missing(options: argparse.Namespace) -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-def grid_sides(text: str) -> tuple[int, ...]:
+def grid_size(text: str) -> tuple[int, ...]:
     """Sides of a grid, such as 8,8."""
-    sides = tuple(int(part) for part in text.split(","))
-    if not 1 <= len(sides) <= 3 or min(sides) < 1:
+    size = tuple(int(part) for part in text.split(","))
+    if not 1 <= len(size) <= 3 or min(size) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not one to three sides, such as 8,8")
-    return sides
+    return size
 
 
 def parse() -> argparse.Namespace:
@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="lines of JSON; what they hold is not run again")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="which; all by default")
-    parser.add_argument("--sides", nargs="+", type=grid_sides, default=[(8, 8)], metavar="8,8", help="default: 8,8")
+    parser.add_argument("--size", nargs="+", type=grid_size, default=[(8, 8)], metavar="8,8", help="default: 8,8")
     parser.add_argument("--pairs", nargs="+", type=int, default=PAIRS, help=f"default: {PAIRS}")
     parser.add_argument("--rates", nargs="+", type=float, default=RATES, help=f"default: {RATES}")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help=f"default: {SEEDS}")
@@ -132,9 +132,9 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.out and not options.collect:
         parser.error("--out FILE says where runs are written, --collect FILE… which to read")
-    for sides, pairs in itertools.product(options.sides, options.pairs):
-        if not 1 <= pairs <= Task(sides, pairs).places // 2:
-            parser.error(f"{pairs} pairs: from 1 to {Task(sides, pairs).places // 2} fit in a grid of {sides}")
+    for size, pairs in itertools.product(options.size, options.pairs):
+        if not 1 <= pairs <= Task(size, pairs).places // 2:
+            parser.error(f"{pairs} pairs: from 1 to {Task(size, pairs).places // 2} fit in a grid of {size}")
     return options
 
 

@@ -37,10 +37,10 @@ Curves = dict[str, dict[int, Point]]
 def curves_by_size(lines: list[dict[str, Any]]) -> dict[str, Curves]:
     """The curves of each size of grid and number of steps, under a title."""
     found = {}
-    for _, sides, steps in sorted({(len(line["sides"]), tuple(line["sides"]), line["steps"]) for line in lines}):
-        mine = [line for line in lines if (tuple(line["sides"]), line["steps"]) == (sides, steps)]
+    for _, size, steps in sorted({(len(line["size"]), tuple(line["size"]), line["steps"]) for line in lines}):
+        mine = [line for line in lines if (tuple(line["size"]), line["steps"]) == (size, steps)]
         names = sorted({line["operator"] for line in mine}, key=CONTESTANTS.index)
-        title = f"{' × '.join(map(str, sides))}, {steps:,} steps"
+        title = f"{' × '.join(map(str, size))}, {steps:,} steps"
         found[title] = {name: curve([line for line in mine if line["operator"] == name]) for name in names}
     return found
 
@@ -73,10 +73,10 @@ def table(title: str, curves: Curves) -> str:
     rows.append("| | " + " | ".join(map(str, every)) + " | pairs held | best rates | seeds |")
     rows.append("|---" * (len(every) + 4) + "|")
     for name, points in curves.items():
-        cells = [str(points.get(pairs, "-")) for pairs in every]
+        entries = [str(points.get(pairs, "-")) for pairs in every]
         rates, seeds = zip(*((f"{point.rate:g}", str(len(point.accuracies))) for point in points.values()), strict=True)
-        cells += [held(points), *(each[0] if len(set(each)) == 1 else ", ".join(each) for each in (rates, seeds))]
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+        entries += [held(points), *(each[0] if len(set(each)) == 1 else ", ".join(each) for each in (rates, seeds))]
+        rows.append(f"| {name} | " + " | ".join(entries) + " |")
     for name, shares in (("most frequent value", map(counted, every)), ("chance", [1 / VALUES] * len(every))):
         rows.append(f"| {name} | " + " | ".join(f"{100 * share:.1f}" for share in shares) + " | | | |")
     return "\n".join(rows)

@@ -22,7 +22,7 @@ CONTESTANTS = [*OPERATORS, "softmax, scale 1", "none", "convolution"]
 class Task(NamedTuple):
     """Grids of these sides, with so many pairs."""
 
-    sides: tuple[int, ...]
+    size: tuple[int, ...]
     pairs: int
 
     @property
@@ -38,11 +38,11 @@ class Task(NamedTuple):
     @property
     def places(self) -> int:
         """How many places for a key and what stands to its right there are; a pair needs two of them."""
-        return math.prod(self.sides[:-1]) * (self.sides[-1] // 2)
+        return math.prod(self.size[:-1]) * (self.size[-1] // 2)
 
 
 class Samples(NamedTuple):
-    """Symbols `(n, *sides)`; where the question marks are, as flat indices `(n, pairs)`; their values `(n, pairs)`."""
+    """Symbols `(n, *size)`; where the question marks are, as flat indices `(n, pairs)`; their values `(n, pairs)`."""
 
     grid: Tensor
     marks: Tensor
@@ -54,13 +54,13 @@ def draw_samples(task: Task, count: int, generator: Generator) -> Samples:
     keys = 1 + choose(task.keys, task.pairs, count, generator)
     values = torch.randint(VALUES, (count, task.pairs), generator=generator)
     places = choose(task.places, 2 * task.pairs, count, generator)
-    width, in_row = task.sides[-1], task.sides[-1] // 2
+    width, in_row = task.size[-1], task.size[-1] // 2
     left = places // in_row * width + 2 * (places % in_row)  # of pairs, then of questions, in the order of the keys
-    grid = torch.zeros(count, math.prod(task.sides), dtype=torch.long)
+    grid = torch.zeros(count, math.prod(task.size), dtype=torch.long)
     grid.scatter_(1, left, torch.cat([keys, keys], 1))
     right = torch.cat([1 + task.keys + values, torch.full_like(values, task.symbols - 1)], 1)
     grid.scatter_(1, left + 1, right)
-    return Samples(grid.view(count, *task.sides), left[:, task.pairs :] + 1, values)
+    return Samples(grid.view(count, *task.size), left[:, task.pairs :] + 1, values)
 
 
 def choose(of: int, some: int, count: int, generator: Generator) -> Tensor:
@@ -80,7 +80,7 @@ class Network(nn.Module):
 
     def __init__(self, contestant: str, task: Task) -> None:
         super().__init__()
-        dims = len(task.sides)
+        dims = len(task.size)
         self.embedding = nn.Embedding(task.symbols, CHANNELS)
         self.before = nn.Sequential(block(dims), block(dims))
         self.after = block(dims)
@@ -89,7 +89,7 @@ class Network(nn.Module):
         self.mixer = make_mixer(contestant, dims)
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Scores `(n, values, *sides)` of symbols `(n, *sides)`."""
+        """Scores `(n, values, *size)` of symbols `(n, *size)`."""
         embedded = self.embedding(grid).movedim(-1, 1)
         scores: Tensor = self.scores(self.after(self.mixer(self.before(embedded))))
         return scores

@@ -1,4 +1,4 @@
-"""Results of a race for people: a table, and a picture of time and memory against the number of cells."""
+"""Results of a race for people: a table, and a picture of time and memory against the number of positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farfield.cli.output import Column, Table, joined, megabytes, milliseconds, 
 
 def show(rows: list[Row]) -> None:
     """Write a table for each grid and direction."""
-    for _, group in groupby(rows, key=lambda row: (row["sides"], row["direction"])):
+    for _, group in groupby(rows, key=lambda row: (row["size"], row["direction"])):
         each = [row | {"error_text": verdict(row), "rival_text": rival(row)} for row in group]
         columns = [Column("name", "", left=True), Column("seconds", "time", milliseconds)]
         columns += [Column("copies", "copies", "{:,.2f}".format)]
@@ -38,7 +38,7 @@ def title(row: Row) -> str:
     """What attends, and which way."""
     maps = row["project"] or "none"
     return (
-        f"{joined(row['sides'])} cells, {row['channels']} channels, batch {row['batch']}, heads {row['heads']}, "
+        f"{joined(row['size'])} positions, {row['channels']} channels, batch {row['batch']}, heads {row['heads']}, "
         f"maps {maps}, {row['dtype']}: {row['direction']}"
     )
 
@@ -57,7 +57,7 @@ def rival(row: Row) -> str | None:
 
 
 def picture(rows: list[Row], file: Path) -> None:
-    """Draw time and memory against the number of cells, log-log, with the copy as a dashed line."""
+    """Draw time and memory against the number of positions, log-log, with the copy as a dashed line."""
     import matplotlib.pyplot as plt
 
     directions = list(dict.fromkeys(str(row["direction"]) for row in rows))
@@ -69,18 +69,20 @@ def picture(rows: list[Row], file: Path) -> None:
         for axes, key, scale in zip(panels, ("seconds", "peak_bytes"), (1e3, 1e-6), strict=True):
             for index, name in enumerate([*names, "copy"]):
                 of_name = [row for row in rows if row["name"] == name and row["direction"] == direction and row[key]]
-                points = sorted((row["cells"], scale * row[key]) for row in of_name)
+                points = sorted((row["positions"], scale * row[key]) for row in of_name)
                 if points:
                     axes.plot(*zip(*points, strict=True), label=name, **style(index, name, bool(of_name[0]["rival"])))
-            axes.set(xscale="log", yscale="log", xlabel="cells", ylabel="milliseconds" if scale > 1 else "megabytes")
-            cells = sorted({int(row["cells"]) for row in rows})
-            axes.set_xticks(cells, [f"{number:,}" for number in cells])
+            axes.set(
+                xscale="log", yscale="log", xlabel="positions", ylabel="milliseconds" if scale > 1 else "megabytes"
+            )
+            positions = sorted({int(row["positions"]) for row in rows})
+            axes.set_xticks(positions, [f"{number:,}" for number in positions])
             axes.set_xticks([], minor=True)
             axes.set_title(f"{'time' if scale > 1 else 'peak memory'}, {direction}")
             axes.grid(alpha=0.3, which="both")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(f"{title(rows[0]).split('cells, ')[1].rsplit(':', 1)[0]}\n{rows[0]['hardware']}", fontsize=9)
+    figure.suptitle(f"{title(rows[0]).split('positions, ')[1].rsplit(':', 1)[0]}\n{rows[0]['hardware']}", fontsize=9)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

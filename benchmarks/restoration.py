@@ -25,7 +25,7 @@ from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "care3d.yaml"
 OPERATORS = ["none", "averaged", "siamese", "kronecker_kv", "kronecker_qkv", "factorized_gaussian"]
-# Photons that the brightest cells send.
+# Photons that the brightest positions send.
 CONDITIONS = {"condition_1": 40, "condition_2": 15, "condition_3": 5}
 HELD_BACK = "nuclei_small"
 FLOOR = 3.0
@@ -161,7 +161,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
 
     With attention over the whole stack, and with a plain sliding window of the same tiles and overlap, in which it is
     global in a tile only. In per cent of the range that the restored stack has; a step is how much the sliding window's
-    difference changes from one cell to the next, across a border of tiles and elsewhere.
+    difference changes from one position to the next, across a border of tiles and elsewhere.
     """
     import tifffile
 
@@ -183,9 +183,9 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
             exact = percent * np.abs(restore(network, stack, tile=tile) - whole).max()
             off = percent * (window - whole)
             border, elsewhere = steps(off, tile, [-side % 4 // 2 for side in stack.shape])
-            cells = [f"{exact:.1e}", f"{np.abs(off).mean():.2g}", f"{np.abs(off).max():.2g}"]
-            cells += [f"{border:.2g}", f"{elsewhere:.2g}"]
-            lines.append(f"| `{name}`, {folder.name.rpartition('-')[2]} | {' | '.join(cells)} |")
+            entries = [f"{exact:.1e}", f"{np.abs(off).mean():.2g}", f"{np.abs(off).max():.2g}"]
+            entries += [f"{border:.2g}", f"{elsewhere:.2g}"]
+            lines.append(f"| `{name}`, {folder.name.rpartition('-')[2]} | {' | '.join(entries)} |")
     return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
     restored = torch.empty_like(grid)
     with torch.inference_mode():
         for core in plan.cores:
-            region = plan.passes[-1].halo.around(core, plan.sides)
+            region = plan.passes[-1].halo.around(core, plan.size)
             part = network(grid[(..., *(slice(*span) for span in region))])
             own = (slice(start - first, stop - first) for (start, stop), (first, _) in zip(core, region, strict=True))
             restored[(..., *(slice(*span) for span in core))] = part[(..., *own)]
@@ -205,11 +205,11 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
 
 
 def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:
-    """The mean change from one cell to the next, across a border of tiles and elsewhere."""
+    """The mean change from one position to the next, across a border of tiles and elsewhere."""
     at_border, elsewhere = [], []
-    for axis, (cells, padded) in enumerate(zip(tile, before, strict=True)):
+    for axis, (positions, padded) in enumerate(zip(tile, before, strict=True)):
         change = np.abs(np.diff(field, axis=axis))
-        border = (np.arange(1, field.shape[axis]) + padded) % cells == 0
+        border = (np.arange(1, field.shape[axis]) + padded) % positions == 0
         at_border.append(np.compress(border, change, axis).ravel())
         elsewhere.append(np.compress(~border, change, axis).ravel())
     return float(np.concatenate(at_border).mean()), float(np.concatenate(elsewhere).mean())
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--picture", type=Path, default=Path("restored.png"))
-    parser.add_argument("--tile", type=int, nargs=3, default=(40, 32, 32), help="cells that a tile writes (seams)")
+    parser.add_argument("--tile", type=int, nargs=3, default=(40, 32, 32), help="positions that a tile writes (seams)")
     arguments, options = parser.parse_known_args()
     if arguments.action == "make":
         make(arguments.volumes, arguments.root)

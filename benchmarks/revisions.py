@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What tells a result apart from others.
-KEYS = ("sides", "direction", "name")
+KEYS = ("size", "direction", "name")
 # The ruler of both: seconds and bytes of a revision are taken as this tree takes them.
 RULER = ("measuring.py", "memory.py")
 
@@ -104,7 +104,7 @@ def show(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write both times and their ratio; above 1 this tree is faster."""
     from farfield.cli.output import Column, Table, joined, megabytes, milliseconds, write_table
 
-    columns = [Column("sides", "cells", joined, left=True), Column("direction", "", left=True)]
+    columns = [Column("size", "positions", joined, left=True), Column("direction", "", left=True)]
     columns += [Column("name", "", left=True), Column("seconds_before", arguments.against, milliseconds)]
     columns += [Column("seconds_now", "now", milliseconds), Column("times_as_fast", "times as fast", "{:.2f}".format)]
     columns += [

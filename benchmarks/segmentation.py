@@ -67,10 +67,10 @@ def table(runs: dict[str, list[Path]]) -> str:
         overlaps, accuracies = [miou for _, miou, _ in last], [accuracy for _, _, accuracy in last]
         mean, spread = statistics.mean(overlaps), max(overlaps) - min(overlaps)
         name = f"`{output}`" + ("" if mean >= FLOOR else " (under-trained)")
-        cells = [name, f"{parameters(output):,}", ", ".join(f"{miou:.3f}" for miou in overlaps), f"{mean:.3f}"]
-        cells += [f"{spread:.3f}" if len(last) > 1 else "one seed", f"{statistics.mean(accuracies):.3f}"]
-        cells += [", ".join(f"{minutes(folder):.1f}" for folder in folders)]
-        lines.append(f"| {' | '.join(cells)} |")
+        entries = [name, f"{parameters(output):,}", ", ".join(f"{miou:.3f}" for miou in overlaps), f"{mean:.3f}"]
+        entries += [f"{spread:.3f}" if len(last) > 1 else "one seed", f"{statistics.mean(accuracies):.3f}"]
+        entries += [", ".join(f"{minutes(folder):.1f}" for folder in folders)]
+        lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)
 
 

@@ -97,17 +97,17 @@ def table(runs: dict[str, list[Path]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
     for name, folders in runs.items():
         found = [json.loads((run / "result.json").read_text()) for run in folders]
-        cells = []
+        entries = []
         for part in ("trained", "back"):
             each = [run[f"{part}/epe"] for run in found]
-            cells += [", ".join(f"{value:.2f}" for value in each), f"{statistics.mean(each):.2f}"]
+            entries += [", ".join(f"{value:.2f}" for value in each), f"{statistics.mean(each):.2f}"]
             if part == "back":
-                cells.append(f"{max(each) - min(each):.2f}" if len(each) > 1 else "one seed")
-            cells.append(f"{100 * statistics.mean(run[f'{part}/error_3px'] for run in found):.0f} %")
+                entries.append(f"{max(each) - min(each):.2f}" if len(each) > 1 else "one seed")
+            entries.append(f"{100 * statistics.mean(run[f'{part}/error_3px'] for run in found):.0f} %")
         under = max(run["trained/epe"] for run in found) > FLOOR
         minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
         name = f"{name if name == 'none' else f'`{name}`'}{' (under-trained)' * under}"
-        lines.append(f"| {' | '.join([name, *cells, minutes or 'not counted'])} |")
+        lines.append(f"| {' | '.join([name, *entries, minutes or 'not counted'])} |")
     return "\n".join(lines)
 
 

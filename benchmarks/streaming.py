@@ -1,7 +1,7 @@
 """Seconds and resident memory of attention over volumes on disk: a U-Net over a stack, and bare layers over a grid.
 
-    python benchmarks/streaming.py network --stack blastocyst.tif --sides 95 1024 1024 --tile 96 128 128
-    python benchmarks/streaming.py layer --sides 512 512 512 --channels 8
+    python benchmarks/streaming.py network --stack blastocyst.tif --size 95 1024 1024 --tile 96 128 128
+    python benchmarks/streaming.py layer --size 512 512 512 --channels 8
 
 `network` runs the U-Net of CARE without attention as a plain sliding window, and with siamese attention as a whole, in
 the same tiles and with the same overlap, and prints how many times the work of a core the second takes. `layer` runs
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument(
         "--stack", type=Path, help="a TIFF stack (z, y, x) that is tiled to the sides; else random numbers"
     )
-    parser.add_argument("--sides", type=int, nargs=3, default=(95, 1024, 1024))
-    parser.add_argument("--tile", type=int, nargs=3, default=(96, 128, 128), help="cells that a tile writes")
+    parser.add_argument("--size", type=int, nargs=3, default=(95, 1024, 1024))
+    parser.add_argument("--tile", type=int, nargs=3, default=(96, 128, 128), help="positions that a tile writes")
     parser.add_argument("--channels", type=int, default=8, help="of the grid of a layer")
     parser.add_argument("--operator", action="append", help="of the network or the layers; may be given several times")
     parser.add_argument(
@@ -55,7 +55,7 @@ def main() -> None:
 def network(arguments: argparse.Namespace, folder: Path) -> None:
     """A plain sliding window without attention, then the whole with attention."""
     path = folder / "stack.npy"
-    np.save(path, stack_of(arguments.stack, arguments.sides))
+    np.save(path, stack_of(arguments.stack, arguments.size))
     found = []
     for operator in (None, *(arguments.operator or ["siamese"])):
         found.append(measured(arguments, {"operator": operator, "volume": str(path), "tile": arguments.tile}))
@@ -69,11 +69,11 @@ def network(arguments: argparse.Namespace, folder: Path) -> None:
 def layers(arguments: argparse.Namespace, folder: Path) -> None:
     """Bare layers over a grid on disk."""
     path = folder / "grid.npy"
-    shape = (arguments.channels, *arguments.sides)
+    shape = (arguments.channels, *arguments.size)
     grid = np.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=shape)
     generator = np.random.default_rng(0)
-    for plane in range(arguments.sides[0]):
-        grid[:, plane] = generator.standard_normal((arguments.channels, *arguments.sides[1:]), "float32")
+    for plane in range(arguments.size[0]):
+        grid[:, plane] = generator.standard_normal((arguments.channels, *arguments.size[1:]), "float32")
     grid.flush()
     del grid
     print(f"{' × '.join(map(str, shape))} float32, {4 * math.prod(shape) / 2**30:.1f} GiB", flush=True)
@@ -136,17 +136,17 @@ def most_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def stack_of(path: Path | None, sides: tuple[int, int, int]) -> np.ndarray:
+def stack_of(path: Path | None, size: tuple[int, int, int]) -> np.ndarray:
     """A stack of these sides: a real one, mirrored as often as it takes, between 0 and 1."""
     if path is None:
-        return np.random.default_rng(0).random(sides, "float32")
+        return np.random.default_rng(0).random(size, "float32")
     import tifffile
 
     stack = tifffile.imread(path).astype("float32")
     low, high = np.percentile(stack, [2, 99.8])
     stack = (stack - low) / (high - low)
-    padding = [(0, max(0, wanted - own)) for wanted, own in zip(sides, stack.shape, strict=True)]
-    return np.pad(stack, padding, mode="symmetric")[tuple(slice(wanted) for wanted in sides)]
+    padding = [(0, max(0, wanted - own)) for wanted, own in zip(size, stack.shape, strict=True)]
+    return np.pad(stack, padding, mode="symmetric")[tuple(slice(wanted) for wanted in size)]
 
 
 if __name__ == "__main__":

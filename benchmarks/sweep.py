@@ -248,7 +248,7 @@ def near(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def is_causal(model: nn.Module, path: str, example: Any) -> bool:
-    """Whether the first cell of an attention is deaf to the last, as it is called in the model."""
+    """Whether the first position of an attention is deaf to the last, as it is called in the model."""
     called: list[Any] = []
 
     def hear(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:

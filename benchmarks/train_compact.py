@@ -29,7 +29,7 @@ from farfield.cost import count
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NETWORKS = ["mobilenet_v2", "kanet_qkv", "kanet_kv", "sanet", "zeroed.kanet_qkv", "zeroed.sanet"]
-SIDES = {"imagenette": 128, "cifar10": 32}
+SIZE = {"imagenette": 128, "cifar10": 32}
 STRIDES = {"imagenette": (2, 2, 2, 2, 2), "cifar10": (1, 1, 2, 2, 2)}
 # Of the timed steps, and how often each network is timed, all in turn.
 TIMED_BATCH, TURNS = 16, 9
@@ -65,9 +65,9 @@ def build(name: str, arguments: argparse.Namespace) -> nn.Module:
     return maker(num_classes=10, width=arguments.width, strides=STRIDES[arguments.dataset])
 
 
-def madds(net: nn.Module, side: int) -> int:
-    """Multiply-adds of one image."""
-    return count(net.eval(), (1, 3, side, side)).madds
+def macs(net: nn.Module, side: int) -> int:
+    """MACs of one image."""
+    return count(net.eval(), (1, 3, side, side)).macs
 
 
 def times(nets: dict[str, nn.Module], side: int) -> dict[str, float]:
@@ -94,11 +94,11 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
     """Lay out mean and spread of the last epoch's accuracy, and what a network takes, as Markdown."""
-    side = SIDES[arguments.dataset]
+    side = SIZE[arguments.dataset]
     nets = {name: build(name, arguments) for name in runs}
     step = times(nets, side)
     lines = [
-        f"| network | accuracy of each seed, % | mean, % | spread, points | multiply-adds | a step, beside "
+        f"| network | accuracy of each seed, % | mean, % | spread, points | MACs | a step, beside "
         f"`{next(iter(runs))}` | minutes of a core |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -107,14 +107,14 @@ def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
         each = ", ".join(f"{value:.1f}" for value in last)
         spread = f"{max(last) - min(last):.1f}" if len(last) > 1 else "one seed"
         took = ", ".join(f"{minutes(folder):.0f}" for folder in folders)
-        cells = [
+        entries = [
             f"`{network}`",
             each,
             f"{statistics.mean(last):.1f}",
             spread,
-            f"{madds(nets[network], side) / 1e6:.1f} m",
+            f"{macs(nets[network], side) / 1e6:.1f} m",
         ]
-        lines.append(f"| {' | '.join([*cells, f'{step[network]:.2f}', took])} |")
+        lines.append(f"| {' | '.join([*entries, f'{step[network]:.2f}', took])} |")
     return "\n".join(lines)
 
 
@@ -143,7 +143,7 @@ def list_runs(folders: dict[str, list[Path]]) -> str:
 def main() -> None:
     """Train what is not trained yet, then print the table and draw the curves of what is finished."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", choices=list(SIDES))
+    parser.add_argument("dataset", choices=list(SIZE))
     parser.add_argument("--root", help="folder with train/ and val/")
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])

@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     arguments = parser.parse_args()
     shape = (1, 3, arguments.frames, arguments.side, arguments.side)
-    print("| attention | parameters | multiply-adds, billions | peak, MB | a step, seconds |")
+    print("| attention | parameters | MACs, billions | peak, MB | a step, seconds |")
     print("|---|---|---|---|---|")
     for name in arguments.operators:
         net = models.MODELS[arguments.network](operator=None if name == "none" else name)
         counted = cost.count(net.eval(), shape)
         measured = cost.measure(net.train(), torch.rand(shape), backward=True, repeats=arguments.repeats, warm_up=1)
-        numbers = f"{counted.madds / 1e9:.1f} | {measured.peak_bytes / 1e6:.0f} | {measured.seconds:.1f}"
+        numbers = f"{counted.macs / 1e9:.1f} | {measured.peak_bytes / 1e6:.0f} | {measured.seconds:.1f}"
         print(f"| `{name}` | {counted.parameters:,} | {numbers} |", flush=True)
 
 

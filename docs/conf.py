@@ -30,7 +30,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Cost", "Reference"]
 
-# Marks that the docstrings use for themselves, (b, c, *sides) and |x|, and that reStructuredText would read as markup.
+# Marks that the docstrings use for themselves, (b, c, *size) and |x|, and that reStructuredText would read as markup.
 _MARKS = re.compile(r"(``.*?``)|(?<!\\)([*|])|(?<=\w)(_)(?=\W|$)")
 
 

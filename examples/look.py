@@ -7,7 +7,7 @@ from torch import nn
 from farfield import maps
 from farfield.nn import GridAttention
 
-# A network without weights, whose cells attend by colour alone. Put a trained one here: models.from_pretrained(folder).
+# A network without weights, whose positions attend by colour alone. Put a trained one here: models.from_pretrained(folder).
 network = nn.Sequential(
     nn.AvgPool2d(16),
     GridAttention(3, "softmax", project="", scale=4.0),
@@ -18,12 +18,12 @@ mean, deviation = (statistic(photograph, (1, 2), keepdim=True) for statistic in 
 
 layers = maps.layers(network, ((photograph - mean) / deviation)[None])
 for name, layer in layers.items():
-    print(f"layer {name}: {layer.attention.operator_name}, {tuple(layer.grid.shape[2:])} cells")
+    print(f"layer {name}: {layer.attention.operator_name}, {tuple(layer.grid.shape[2:])} positions")
 
 layer = layers["1"]
-for place, cell in (("sky", (4, 33)), ("temple", (13, 18))):
-    row = maps.attention_row(layer.attention, layer.grid, cell).mean(1)[0]  # (26, 40), the average of its heads
-    print(f"a cell of the {place} takes {row[:13].sum():.0%} of what it takes from the upper half")
+for place, position in (("sky", (4, 33)), ("temple", (13, 18))):
+    row = maps.attention_row(layer.attention, layer.grid, position).mean(1)[0]  # (26, 40), the average of its heads
+    print(f"a position of the {place} takes {row[:13].sum():.0%} of what it takes from the upper half")
 
 layer = layers["2"]
 for slot, mask in enumerate(maps.basis_masks(layer.attention, layer.grid)[0, 0]):  # (slots, 26, 40)

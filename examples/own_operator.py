@@ -7,8 +7,8 @@ from farfield import cost, ops, pad_grids
 from farfield.nn import GridAttention
 
 
-def basis(key, real):
-    """Weigh each answering cell by its positive features; nothing has a peak here."""
+def basis(key, valid):
+    """Weigh each answering position by its positive features; nothing has a peak here."""
     return elu(key) + 1, None
 
 
@@ -25,5 +25,5 @@ small, large = torch.randn(32, 20, 30), torch.randn(32, 48, 16)
 batch, mask = pad_grids([small, large])
 together = attention(batch, mask=mask)
 torch.testing.assert_close(together[0, :, :20, :30], attention(small[None])[0])
-madds = cost.count(attention, (1, 32, 48, 30)).madds
-print(f"{tuple(batch.shape)} in one batch of two sizes; {madds:,} multiply-adds a sample")
+macs = cost.count(attention, (1, 32, 48, 30)).macs
+print(f"{tuple(batch.shape)} in one batch of two sizes; {macs:,} MACs a sample")

@@ -31,7 +31,7 @@ def main():
     dist.all_reduce(gradient)  # each process has its share: the sum is the whole's
     torch.testing.assert_close(gradient, wanted)
 
-    sent = cost.predict(attention, sides=volume.shape[2:]).gathered_bytes
+    sent = cost.predict(attention, size=volume.shape[2:]).gathered_bytes
     if dist.get_rank() == 0:
         held = 4 * volume.numel()
         print(

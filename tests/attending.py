@@ -13,12 +13,12 @@ from farfield.nn import GridAttention
 
 
 def convolved(linear: nn.Module | None, grid: Tensor) -> Tensor:
-    """A 1×1 convolution: the map applied to every cell of the grid."""
+    """A 1×1 convolution: the map applied to every position of the grid."""
     return grid if linear is None else linear(grid.movedim(1, -1)).movedim(-1, 1)
 
 
-def real_or_zero(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Masked cells read as 0."""
+def valid_or_zero(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Masked positions read as 0."""
     return grid if mask is None else grid.masked_fill(~mask[:, None], 0.0)
 
 
@@ -30,17 +30,17 @@ def written_out(
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `attention(grid, context)` means: project every cell, attend by the explicit matrix, project responses."""
+    """What `attention(grid, context)` means: project every position, attend by the explicit matrix, project responses."""
     if context is None:
         context, context_mask = grid, mask
-    grid, context = real_or_zero(grid, mask), real_or_zero(context, context_mask)
+    grid, context = valid_or_zero(grid, mask), valid_or_zero(context, context_mask)
     row, options = attention.operator_name, _options(attention, grid, mask)
     if row == "softmax_pooled":  # by definition: pool, then project
         context, context_mask = explicit.pool(context, context_mask)
         row = "softmax"
     query, key, value = (
-        convolved(linear, cells)
-        for linear, cells in ((attention.query, grid), (attention.key, context), (attention.value, context))
+        convolved(linear, positions)
+        for linear, positions in ((attention.query, grid), (attention.key, context), (attention.value, context))
     )
     response = explicit.attention(row, query, key, value, mask=context_mask, **options)
     norm = attention.coefficient_norm
@@ -61,8 +61,8 @@ def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dic
         options["query_mask"] = mask
     norm = attention.coefficient_norm
     if norm is not None and norm.bias is None:
-        # The asking cells of a masked grid that are not real are no part of a batch norm's batch.
-        asks = explicit.real_cells(grid, mask).flatten(1)
+        # The asking positions of a masked grid that are not valid are no part of a batch norm's batch.
+        asks = explicit.valid_positions(grid, mask).flatten(1)
         options["normalize"] = lambda scores, pairs: products_normed(
             norm, scores, pairs if row in explicit.MEAN_ROWS else pairs & asks[:, None, :, None]
         )
@@ -70,11 +70,11 @@ def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dic
 
 
 def products_normed(norm: nn.Module, scores: Tensor, pairs: Tensor) -> Tensor:
-    """`F.batch_norm` over the heads of E `(b, h, m, n)`, of the pairs of real cells only."""
+    """`F.batch_norm` over the heads of E `(b, h, m, n)`, of the pairs of valid positions only."""
     chosen = pairs.expand(scores.shape[0], 1, *scores.shape[2:])[:, 0]
     if norm.columns:
-        real = chosen[:, None].to(scores.dtype)
-        scores = scores - (scores * real).sum(3, keepdim=True) / real.sum(3, keepdim=True).clamp_min(1)
+        valid = chosen[:, None].to(scores.dtype)
+        scores = scores - (scores * valid).sum(3, keepdim=True) / valid.sum(3, keepdim=True).clamp_min(1)
     flat = scores.movedim(1, -1)[chosen].T[None]  # (1, h, pairs)
     normed = torch.zeros_like(scores.movedim(1, -1))
     normed[chosen] = _batch_norm(norm, flat)[0].T
@@ -82,16 +82,16 @@ def products_normed(norm: nn.Module, scores: Tensor, pairs: Tensor) -> Tensor:
 
 
 def batch_normed(norm: nn.Module, response: Tensor, mask: Tensor | None) -> Tensor:
-    """`F.batch_norm` over the channels of the response, of the real asking cells only; others are left at 0."""
-    chosen = explicit.real_cells(response, mask)
-    flat = response.movedim(1, -1)[chosen].T[None]  # (1, c, cells)
+    """`F.batch_norm` over the channels of the response, of the valid asking positions only; others are left at 0."""
+    chosen = explicit.valid_positions(response, mask)
+    flat = response.movedim(1, -1)[chosen].T[None]  # (1, c, positions)
     normed = torch.zeros_like(response.movedim(1, -1))
     normed[chosen] = _batch_norm(norm, flat)[0].T
     return normed.movedim(-1, 1)
 
 
-def _batch_norm(norm: nn.Module, cells: Tensor) -> Tensor:
+def _batch_norm(norm: nn.Module, positions: Tensor) -> Tensor:
     """torch's own, which also moves the running statistics."""
     return F.batch_norm(
-        cells, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
+        positions, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
     )

@@ -23,17 +23,17 @@ WEIGHT_ROWS = ("siamese", "siamese_local")
 
 
 class Axes(NamedTuple):
-    """How the cells of a grid become axis means: `means` (b, n, Σ sides) averages, `spread` (n, Σ sides) is 0 or 1."""
+    """How the positions of a grid become axis means: `means` (b, n, Σ size) averages, `spread` (n, Σ size) is 0 or 1."""
 
     means: Tensor
     spread: Tensor
     present: Tensor
 
 
-def axes(sides: tuple[int, ...], mask: Tensor) -> Axes:
-    """The averaging matrix of KAN Eq. 14–15, the spreading matrix of KAN Eq. 18 and which indices have a real cell."""
-    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")).flatten(1)
-    blocks = [positions[axis][:, None] == torch.arange(side) for axis, side in enumerate(sides)]
+def axes(size: tuple[int, ...], mask: Tensor) -> Axes:
+    """The averaging matrix of KAN Eq. 14–15, the spreading matrix of KAN Eq. 18 and which indices have a valid position."""
+    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in size), indexing="ij")).flatten(1)
+    blocks = [positions[axis][:, None] == torch.arange(side) for axis, side in enumerate(size)]
     spread = torch.cat(blocks, dim=1).double()  # (n, Σ)
     weights = mask.flatten(1).double()[:, :, None] * spread  # (b, n, Σ)
     counts = weights.sum(dim=1)  # (b, Σ)
@@ -41,26 +41,26 @@ def axes(sides: tuple[int, ...], mask: Tensor) -> Axes:
 
 
 def split(grid: Tensor, heads: int) -> Tensor:
-    """A grid as `(batch, heads, channels a head, cells)`."""
+    """A grid as `(batch, heads, channels a head, positions)`."""
     return grid.flatten(2).unflatten(1, (heads, -1))
 
 
-def real_cells(grid: Tensor, mask: Tensor | None) -> Tensor:
+def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
     """The mask, or all True."""
     return torch.ones(grid.shape[0], *grid.shape[2:], dtype=torch.bool) if mask is None else mask
 
 
-def pool(grid: Tensor, mask: Tensor | None, size: int = 2, kind: str = "max") -> tuple[Tensor, Tensor]:
-    """Windows of `size` per side (ceil mode) reduced over their real cells, and which windows have one."""
-    real = real_cells(grid, mask)
-    sides = tuple(grid.shape[2:])
-    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")).flatten(1)
-    windows = [-(-side // size) for side in sides]
-    index = torch.zeros(math.prod(sides), dtype=torch.long)
+def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -> tuple[Tensor, Tensor]:
+    """Windows of `width` per side (ceil mode) reduced over their valid positions, and which windows have one."""
+    valid = valid_positions(grid, mask)
+    size = tuple(grid.shape[2:])
+    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in size), indexing="ij")).flatten(1)
+    windows = [-(-side // width) for side in size]
+    index = torch.zeros(math.prod(size), dtype=torch.long)
     for axis, count in enumerate(windows):
-        index = index * count + positions[axis] // size
+        index = index * count + positions[axis] // width
     shape = (*grid.shape[:2], math.prod(windows))
-    hidden = ~real.flatten(1)[:, None]
+    hidden = ~valid.flatten(1)[:, None]
     where = index.expand(*shape[:2], -1)
     counts = torch.zeros(shape, dtype=grid.dtype).scatter_add(2, where, (~hidden).to(grid.dtype).expand(*shape[:2], -1))
     if kind == "mean":
@@ -74,7 +74,7 @@ def pool(grid: Tensor, mask: Tensor | None, size: int = 2, kind: str = "max") ->
 
 
 def _softmax(scores: Tensor, answering: Tensor) -> Tensor:
-    """Softmax over the last axis among the answering cells; zeros where there is none. `answering` (b, 1, 1, n)."""
+    """Softmax over the last axis among the answering positions; zeros where there is none. `answering` (b, 1, 1, n)."""
     some = answering.any(dim=-1, keepdim=True)
     masked = torch.where(answering | ~some, scores, -math.inf)
     return torch.where(answering, masked.softmax(dim=-1), 0.0)
@@ -102,16 +102,16 @@ def matrix(
     normalize: Normalize | None = None,
 ) -> Tensor:
     """A of `row`, `(b, h, m, n)`, with `normalize(E, pairs)` between E = scale · KᵀQ and the softmax, if any."""
-    real, asks = real_cells(key, mask), real_cells(query, query_mask)
+    valid, asks = valid_positions(key, mask), valid_positions(query, query_mask)
     query = query.masked_fill(~asks[:, None], 0.0)
     q, k = split(query, heads), split(key, heads)  # (b, h, d, m), (b, h, d, n)
-    answering, asking = real.flatten(1), asks.flatten(1)
+    answering, asking = valid.flatten(1), asks.flatten(1)
     count = answering.sum(dim=1).clamp(min=1)[:, None, None, None]
     answers = answering[:, None, None, :].double()
     if row == "softmax":
         return _softmax_matrix(q, k, answering, asking, scale, normalize)
     if row in AXIS_ROWS:
-        answer_axes = axes(tuple(key.shape[2:]), real)
+        answer_axes = axes(tuple(key.shape[2:]), valid)
         means = k @ answer_axes.means[:, None]  # (b, h, d, Σn)
         gather = answer_axes.means[:, None].transpose(2, 3)  # (b, 1, Σn, n)
         if row == "kronecker_kv":

@@ -94,7 +94,7 @@ def draw(index: int) -> Drawn:
     project = "".join(letter for letter in letters if source.random() < 0.5)
     both = "q" in project and ("k" in project or operator == "siamese_local")
     softmax = ops.OPERATORS[operator].coefficients is softmax_of_products
-    normed = softmax or ops.OPERATORS[operator].asks.side_by_side
+    normed = softmax or ops.OPERATORS[operator].queries_from.side_by_side
     norm = pick(["", "", "training", "evaluation"]) if form != "function" and normed else ""
     return Drawn(
         index=index,
@@ -319,16 +319,16 @@ def in_tiles(module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int
     )
     parts = []
     for origin, slices in tiles(size, cuts):
-        where = {"mask": None if mask is None else mask[(slice(None), *slices)], "origin": origin, "sides": size}
+        where = {"mask": None if mask is None else mask[(slice(None), *slices)], "origin": origin, "size": size}
         parts.append((grid[(slice(None), slice(None), *slices)], where, slices))
     source.shuffle(parts)
     summary = functools.reduce(lambda one, other: one.merge(other), (module.summarize(t, **w) for t, w, _ in parts))
-    asked = None
-    if not module.operator.asks.side_by_side:
-        gathered = (module.gather_asked(tile, **where) for tile, where, _ in parts)
-        asked = functools.reduce(lambda one, other: one.merge(other), gathered)
+    query_sums = None
+    if not module.operator.queries_from.side_by_side:
+        gathered = (module.gather_queries(tile, **where) for tile, where, _ in parts)
+        query_sums = functools.reduce(lambda one, other: one.merge(other), gathered)
     source.shuffle(parts)
-    found = [(slices, module.respond(tile, summary, asked=asked, **where)) for tile, where, slices in parts]
+    found = [(slices, module.respond(tile, summary, query_sums=query_sums, **where)) for tile, where, slices in parts]
     whole = found[0][1].new_zeros(grid.shape[0], found[0][1].shape[1], *size)
     for slices, own in found:
         whole[(slice(None), slice(None), *slices)] = own

@@ -38,9 +38,9 @@ PAIRS = (
 )
 
 
-def name(sides: tuple[int, ...]) -> str:
+def name(size: tuple[int, ...]) -> str:
     """(3, 5) as 3x5."""
-    return "x".join(map(str, sides))
+    return "x".join(map(str, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,8 @@ def to_numpy(value: Any) -> Any:
 
 def draw(
     row: str,
-    asks: tuple[int, ...] = (3, 5),
-    answers: tuple[int, ...] = (4, 3),
+    query_size: tuple[int, ...] = (3, 5),
+    key_size: tuple[int, ...] = (4, 3),
     *,
     batch: int = 2,
     channels: int = 4,
@@ -104,7 +104,7 @@ def draw(
     scale: float | None = None,
     seed: int = 0,
 ) -> Case:
-    """A random call of `row` in float64: value channels are not key channels, masks keep some cells of each sample."""
+    """A random call of `row` in float64: value channels are not key channels, masks keep some positions of each sample."""
     generator = seeded_generator(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -112,28 +112,28 @@ def draw(
 
     options: dict[str, Any] = {"heads": heads}
     query, key, value = (
-        normal(batch, channels, *asks),
-        normal(batch, channels, *answers),
-        normal(batch, values, *answers),
+        normal(batch, channels, *query_size),
+        normal(batch, channels, *key_size),
+        normal(batch, values, *key_size),
     )
     if row in WEIGHT_ROWS:
         options["weight"] = normal(channels)
     if row in SCALED_ROWS and scale is not None:
         options["scale"] = scale
     if masked:
-        options["mask"] = draw_mask(batch, answers, generator)
-        options["query_mask"] = draw_mask(batch, asks, generator)
+        options["mask"] = draw_mask(batch, key_size, generator)
+        options["query_mask"] = draw_mask(batch, query_size, generator)
     return Case(row, query, key, value, options)
 
 
-def draw_mask(batch: int, sides: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """About two cells in three real, one at least in each sample, and the first index of the first axis empty once."""
-    mask = torch.rand(batch, *sides, generator=generator) > 0.35
-    if sides[0] > 1:
+def draw_mask(batch: int, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """About two positions in three valid, one at least in each sample, and the first index of the first axis empty once."""
+    mask = torch.rand(batch, *size, generator=generator) > 0.35
+    if size[0] > 1:
         mask[-1, 0] = False
     flat = mask.flatten(1)
     flat[:, -1] |= ~flat.any(dim=1)
-    return flat.unflatten(1, sides)
+    return flat.unflatten(1, size)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -165,11 +165,11 @@ def leaves(case: Case) -> Case:
 
 
 def tiles(
-    sides: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
+    size: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """(origin, slices) of the tiles that `cuts`, the inner boundaries on each axis, make of a grid."""
     spans = []
-    for side, inner in zip(sides, cuts, strict=True):
+    for side, inner in zip(size, cuts, strict=True):
         edges = (0, *inner, side)
         spans.append(list(itertools.pairwise(edges)))
     for tile in itertools.product(*spans):

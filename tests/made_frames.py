@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-SIDES = (40, 70)
+SIZE = (40, 70)
 
 
-def made_pair(seed: int, sides: tuple[int, int] = SIDES, near: int = 9) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def made_pair(seed: int, size: tuple[int, int] = SIZE, near: int = 9) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(left, right, disparity): a noisy wall at disparity 3 and before it a square at `near`."""
     random = np.random.default_rng(seed)
-    height, width = sides
-    disparity = np.full(sides, 3, np.float32)
+    height, width = size
+    disparity = np.full(size, 3, np.float32)
     disparity[height // 4 : height // 2, width // 3 : width // 3 + height // 2] = near
-    left = random.integers(0, 256, (*sides, 3), dtype=np.uint8)
-    right = random.integers(0, 256, (*sides, 3), dtype=np.uint8)
+    left = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+    right = random.integers(0, 256, (*size, 3), dtype=np.uint8)
     # Far ones first: near ones hide them.
     for value in np.unique(disparity):
         rows, columns = np.nonzero(disparity == value)
@@ -46,11 +46,11 @@ def write_pfm(path: Path, disparity: np.ndarray, *, big: bool = False, scale: st
     return path
 
 
-def make_sceneflow(root: Path, scenes: Iterable[str], *, sides: tuple[int, int] = SIDES, number: int = 1) -> Path:
+def make_sceneflow(root: Path, scenes: Iterable[str], *, size: tuple[int, int] = SIZE, number: int = 1) -> Path:
     """Write frames of the scenes, `TRAIN/A/0000`, in Scene Flow's layout, and return the root."""
     for place, scene in enumerate(scenes):
         for index in range(number):
-            left, right, disparity = made_pair(100 * place + index, sides)
+            left, right, disparity = made_pair(100 * place + index, size)
             name = f"{index:04}"
             write_image(root / "frames_cleanpass" / scene / "left" / f"{name}.png", left)
             write_image(root / "frames_cleanpass" / scene / "right" / f"{name}.png", right)

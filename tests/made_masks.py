@@ -35,7 +35,7 @@ def save_mask(path: Path, labels: np.ndarray) -> None:
 
 
 def make_voc(
-    root: Path, lists: Mapping[str, int] | None = None, *, sides: Sequence[int] = (48, 64), named: bool = True
+    root: Path, lists: Mapping[str, int] | None = None, *, size: Sequence[int] = (48, 64), named: bool = True
 ) -> Path:
     """Write a folder in VOC's layout with lists of so many images each, and return it."""
     (root / "ImageSets" / "Segmentation").mkdir(parents=True)
@@ -44,7 +44,7 @@ def make_voc(
         ids = [f"{name}_{place}" for place in range(number)]
         (root / "ImageSets" / "Segmentation" / f"{name}.txt").write_text("\n".join(ids) + "\n")
         for place, each in enumerate(ids):
-            image, labels = make_pair(1000 * len(name) + place, sides[0] + place, sides[1])
+            image, labels = make_pair(1000 * len(name) + place, size[0] + place, size[1])
             Image.fromarray(image).save(root / "JPEGImages" / f"{each}.jpg")
             save_mask(root / "SegmentationClass" / f"{each}.png", labels)
     if named:

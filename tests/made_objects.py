@@ -62,7 +62,7 @@ def make_coco(
     splits: dict[str, int] | None = None,
     *,
     kinds: Sequence[str] = ("polygon", "rle", "compressed"),
-    sides: tuple[int, int] = (64, 80),
+    size: tuple[int, int] = (64, 80),
     empty: int = 0,
     crowd: bool = False,
 ) -> Path:
@@ -81,7 +81,7 @@ def make_coco(
         (root / split).mkdir()
         images, annotations = [], []
         for place in range(number + empty):
-            height, width = sides[0] + place, sides[1]
+            height, width = size[0] + place, size[1]
             image, objects = make_scene(1000 * len(split) + place, height, width, 3 if place < number else 0)
             name = f"{split}_{place}.png"
             Image.fromarray(image).save(root / split / name)
@@ -134,8 +134,8 @@ class Oracle(nn.Module):
                 "scores": torch.from_numpy(random.random(len(entries))).float(),
             }
             if masks:
-                sides = (0, 1, *pixels.shape[:2])
-                found["masks"] = torch.stack([entry[2] for entry in entries]) if entries else torch.zeros(sides)
+                size = (0, 1, *pixels.shape[:2])
+                found["masks"] = torch.stack([entry[2] for entry in entries]) if entries else torch.zeros(size)
             order = found["scores"].argsort(descending=True)
             self.found[int(pixels.astype(int).sum())] = {name: value[order] for name, value in found.items()}
 

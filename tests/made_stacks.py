@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import tifffile
 
-SIDES = (10, 24, 20)
+SIZE = (10, 24, 20)
 
 
-def made_pair(seed: int, sides: tuple[int, ...] = SIDES) -> tuple[np.ndarray, np.ndarray]:
+def made_pair(seed: int, size: tuple[int, ...] = SIZE) -> tuple[np.ndarray, np.ndarray]:
     """(noisy, clean), both uint16 with an offset of 100."""
     random = np.random.default_rng(seed)
-    places = np.stack(np.meshgrid(*(np.arange(side) for side in sides), indexing="ij"), -1)
-    clean = np.zeros(sides)
+    places = np.stack(np.meshgrid(*(np.arange(side) for side in size), indexing="ij"), -1)
+    clean = np.zeros(size)
     for _ in range(6):
-        centre = random.uniform(0, sides)
+        centre = random.uniform(0, size)
         clean += np.exp(-((places - centre) ** 2).sum(-1) / 8)
-    noisy = clean + random.normal(0, 0.2, sides)
+    noisy = clean + random.normal(0, 0.2, size)
     return tuple(np.clip(100 + 200 * stack, 0, None).astype(np.uint16) for stack in (noisy, clean))
 
 
@@ -48,7 +48,7 @@ def make_root(root: Path, *, sources: tuple[str, ...] = ("low",)) -> Path:
 def make_npz(path: Path, number: int, source: tuple[int, ...], target: tuple[int, ...], dtype: str = "float32") -> Path:
     """Write CARE's npz: X (number, 1, *source), Y (number, 1, *target), axes SCZYX."""
     random = np.random.default_rng(number)
-    arrays = [(200 * random.random((number, 1, *sides))).astype(dtype) for sides in (source, target)]
+    arrays = [(200 * random.random((number, 1, *size))).astype(dtype) for size in (source, target)]
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, X=arrays[0], Y=arrays[1], axes="SC" + "ZYX"[-len(source) :])
     return path

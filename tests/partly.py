@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# Operators that have little in common: a softmax over cells, over axis means that ask and answer, none at all.
+# Operators that have little in common: a softmax over positions, over axis means that ask and answer, none at all.
 UNLIKE = ("softmax", "kronecker_qkv", "siamese")
 
 

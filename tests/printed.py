@@ -14,7 +14,7 @@ def network(name: str, convention: str = "paper") -> cost.Cost:
     """The cost of a named network at 224 x 224, one image."""
     with torch.device("meta"):
         net = models.MODELS[name]().eval()
-    return cost.predict(net, channels=3, sides=(224, 224), convention=convention)
+    return cost.predict(net, channels=3, size=(224, 224), convention=convention)
 
 
 def millions(number: float, digits: int = 0) -> str:

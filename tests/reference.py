@@ -1,7 +1,7 @@
-"""Every equation of the papers again, as plain float64 loops over cells.
+"""Every equation of the papers again, as plain float64 loops over positions.
 
 Written from the papers (KAN, SAN, FA) and never from the library, slow on purpose, and read only by tests. A grid is an
-array `(batch, channels, *sides)`, a mask an array `(batch, *sides)` that is True where a cell is real. A masked cell is
+array `(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked position is
 never read.
 """
 
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Cell = tuple[int, ...]
+Position = tuple[int, ...]
 Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
 
 
-def _real(mask: Mask) -> list[Cell]:
-    """The positions of one sample's real cells, in grid order."""
-    return [cell for cell in np.ndindex(mask.shape) if mask[cell]]
+def _valid(mask: Mask) -> list[Position]:
+    """The positions of one sample's valid positions, in grid order."""
+    return [position for position in np.ndindex(mask.shape) if mask[position]]
 
 
 def _softmax(scores: Sequence[float]) -> Array:
@@ -52,12 +52,12 @@ def _each_head(
 ) -> Array:
     """Split the channels into heads in order, operate on each sample and head alone, concatenate (FA Eq. 5)."""
     query, key, value = (np.asarray(grid, dtype=np.float64) for grid in (query, key, value))
-    batch, channels, *sides = query.shape
+    batch, channels, *size = query.shape
     mask = np.ones((batch, *key.shape[2:]), bool) if mask is None else mask
-    query_mask = np.ones((batch, *sides), bool) if query_mask is None else query_mask
+    query_mask = np.ones((batch, *size), bool) if query_mask is None else query_mask
     weight = np.ones(channels) if weight is None else np.asarray(weight, dtype=np.float64)
     d, p = channels // heads, value.shape[1] // heads
-    out = np.zeros((batch, p * heads, *sides))
+    out = np.zeros((batch, p * heads, *size))
     for sample in range(batch):
         for h in range(heads):
             out[sample, h * p : (h + 1) * p] = head(
@@ -82,21 +82,23 @@ def softmax(
 ) -> Array:
     """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
-        cells = _real(real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+        positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            out[:, *i] = _attend(q[:, *i], [k[:, *j] for j in cells], [v[:, *j] for j in cells], scale, v.shape[0])
+            out[:, *i] = _attend(
+                q[:, *i], [k[:, *j] for j in positions], [v[:, *j] for j in positions], scale, v.shape[0]
+            )
         return out
 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
 
-def _windows(real: Mask, size: tuple[int, ...]) -> list[list[Cell]]:
-    """The real cells of each pooling window, stride = size, ceil mode (7 → 4); windows without one are left out."""
+def _windows(valid: Mask, size: tuple[int, ...]) -> list[list[Position]]:
+    """The valid positions of each pooling window, stride = size, ceil mode (7 → 4); windows without one are left out."""
     windows = []
-    for window in np.ndindex(*(-(-side // step) for side, step in zip(real.shape, size, strict=True))):
-        members = [j for j in _real(real) if all(j[a] // size[a] == window[a] for a in range(real.ndim))]
+    for window in np.ndindex(*(-(-side // step) for side, step in zip(valid.shape, size, strict=True))):
+        members = [j for j in _valid(valid) if all(j[a] // size[a] == window[a] for a in range(valid.ndim))]
         if members:
             windows.append(members)
     return windows
@@ -115,12 +117,12 @@ def softmax_pooled(
 ) -> Array:
     """KAN Table 2 ("+Pool", Wang et al. 2018): `softmax` whose keys and values are pooled first, channel by channel."""
 
-    def pooled(grid: Array, members: list[Cell]) -> Array:
+    def pooled(grid: Array, members: list[Position]) -> Array:
         vectors = np.stack([grid[:, *j] for j in members])
         return vectors.max(axis=0) if kind == "max" else vectors.mean(axis=0)
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
-        windows = _windows(real, (size,) * real.ndim if isinstance(size, int) else size)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+        windows = _windows(valid, (size,) * valid.ndim if isinstance(size, int) else size)
         keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -131,12 +133,12 @@ def softmax_pooled(
 
 
 def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of cells at a time."""
+    """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of positions at a time."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            for j in _real(real):
+            for j in _valid(valid):
                 out[:, *i] += float(k[:, *j] @ q[:, *i]) / k.shape[0] * v[:, *j]
         return out
 
@@ -144,14 +146,14 @@ def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | 
 
 
 def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of real answering cells."""
+    """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of valid answering positions."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
-        cells = _real(real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+        positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            for j in cells:
-                out[:, *i] += float(k[:, *j] @ q[:, *i]) / len(cells) * v[:, *j]
+            for j in positions:
+                out[:, *i] += float(k[:, *j] @ q[:, *i]) / len(positions) * v[:, *j]
         return out
 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
@@ -160,9 +162,9 @@ def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Ma
 def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 3 and 8: the context Σ_j v_j k_jᵀ first, combined by q_i, divided by d, the channels of the basis."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
         context = np.zeros((v.shape[0], k.shape[0]))
-        for j in _real(real):
+        for j in _valid(valid):
             context += np.outer(v[:, *j], k[:, *j])
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -173,12 +175,14 @@ def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: 
 
 
 def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """FA Eq. 4 and §3.2.2: softmax over the cells of each basis channel, and over the channels of each asking cell."""
+    """FA Eq. 4 and §3.2.2: softmax over the positions of each basis channel, and over the channels of each asking position."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
-        cells = _real(real)
-        values = [v[:, *j] for j in cells]
-        context = [_weighted(_softmax([float(k[r, *j]) for j in cells]), values, v.shape[0]) for r in range(k.shape[0])]
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+        positions = _valid(valid)
+        values = [v[:, *j] for j in positions]
+        context = [
+            _weighted(_softmax([float(k[r, *j]) for j in positions]), values, v.shape[0]) for r in range(k.shape[0])
+        ]
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             out[:, *i] = _weighted(_softmax(q[:, *i]), context, v.shape[0])
@@ -187,40 +191,40 @@ def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
 
-def _axis_vectors(grid: Array, real: Mask) -> list[Array | None]:
-    """KAN Eq. 14–15 for one sample: for each axis, for each of its indices, the mean of that slice's real cells."""
+def _axis_vectors(grid: Array, valid: Mask) -> list[Array | None]:
+    """KAN Eq. 14–15 for one sample: for each axis, for each of its indices, the mean of that slice's valid positions."""
     vectors: list[Array | None] = []
-    for axis, side in enumerate(real.shape):
+    for axis, side in enumerate(valid.shape):
         for index in range(side):
-            members = [grid[:, *j] for j in _real(real) if j[axis] == index]
+            members = [grid[:, *j] for j in _valid(valid) if j[axis] == index]
             vectors.append(sum(members) / len(members) if members else None)
     return vectors
 
 
 def axis_means(grid: Array, mask: Mask | None = None) -> Array:
-    """KAN Eq. 14–15: the axes' mean matrices side by side, `(batch, channels, Σ sides)`; 0 where no cell is real."""
+    """KAN Eq. 14–15: the axes' mean matrices side by side, `(batch, channels, Σ size)`; 0 where no position is valid."""
     mask = np.ones((grid.shape[0], *grid.shape[2:]), bool) if mask is None else mask
     zeros = np.zeros(grid.shape[1])
     return np.stack(
         [
-            np.stack([zeros if vector is None else vector for vector in _axis_vectors(sample, real)], axis=1)
-            for sample, real in zip(grid, mask, strict=True)
+            np.stack([zeros if vector is None else vector for vector in _axis_vectors(sample, valid)], axis=1)
+            for sample, valid in zip(grid, mask, strict=True)
         ]
     )
 
 
-def outer_sum(vectors: Array, sides: tuple[int, ...]) -> Array:
-    """KAN Eq. 18: Y[:, x_1, …, x_r] = Σ_a vectors of axis a at x_a; `vectors` is `(batch, channels, Σ sides)`."""
-    out = np.zeros((*vectors.shape[:2], *sides))
-    for cell in np.ndindex(*sides):
-        for axis, index in enumerate(cell):
-            out[:, :, *cell] += vectors[:, :, sum(sides[:axis]) + index]
+def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
+    """KAN Eq. 18: Y[:, x_1, …, x_r] = Σ_a vectors of axis a at x_a; `vectors` is `(batch, channels, Σ size)`."""
+    out = np.zeros((*vectors.shape[:2], *size))
+    for position in np.ndindex(*size):
+        for axis, index in enumerate(position):
+            out[:, :, *position] += vectors[:, :, sum(size[:axis]) + index]
     return out
 
 
-def _axis_answers(k: Array, v: Array, real: Mask) -> tuple[list[Array], list[Array]]:
-    """Keys and values of the axes' indices that have a real cell."""
-    pairs = zip(_axis_vectors(k, real), _axis_vectors(v, real), strict=True)
+def _axis_answers(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
+    """Keys and values of the axes' indices that have a valid position."""
+    pairs = zip(_axis_vectors(k, valid), _axis_vectors(v, valid), strict=True)
     present = [(key, value) for key, value in pairs if key is not None and value is not None]
     return [key for key, _ in present], [value for _, value in present]
 
@@ -228,10 +232,10 @@ def _axis_answers(k: Array, v: Array, real: Mask) -> tuple[list[Array], list[Arr
 def kronecker_kv(
     query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None, scale: float = 1.0
 ) -> Array:
-    """KAN Eq. 16: attn(X, C, C), every cell asks, the axes' means answer."""
+    """KAN Eq. 16: attn(X, C, C), every position asks, the axes' means answer."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
-        keys, values = _axis_answers(k, v, real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+        keys, values = _axis_answers(k, v, valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
@@ -252,8 +256,8 @@ def kronecker_qkv_literal(
 ) -> Array:
     """KAN Eq. 17–18: attn(C, C, C), the axes' means ask too, their responses are added by outer sum."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, asks: Mask, _w: Array) -> Array:
-        keys, values = _axis_answers(k, v, real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, asks: Mask, _w: Array) -> Array:
+        keys, values = _axis_answers(k, v, valid)
         asking = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, asks)]
         responses = np.stack([_attend(vector, keys, values, scale, v.shape[0]) for vector in asking], axis=1)
         return outer_sum(responses[None], q.shape[1:])[0]
@@ -280,10 +284,10 @@ def kronecker_qkv(
     out = literal.copy()
     for sample in range(len(query)):
         asks = np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample]
-        cells = _real(asks)
+        positions = _valid(asks)
         for channel in range(value.shape[1]):
-            total = sum(literal[sample, channel, *cell] for cell in cells)
-            once = total / len(cells) / rank if cells else 0.0
+            total = sum(literal[sample, channel, *position] for position in positions)
+            once = total / len(positions) / rank if positions else 0.0
             out[sample, channel] -= (rank - 1) * once
     return out
 
@@ -303,12 +307,12 @@ def siamese(
 ) -> Array:
     """SAN Eq. 5, its first line: response_i = (1/N) Σ_j v_j (q_i + k_j)ᵀ w."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, w: Array) -> Array:
-        cells = _real(real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, w: Array) -> Array:
+        positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            for j in cells:
-                out[:, *i] += v[:, *j] * siamese_similarity(q[:, *i], k[:, *j], w) / len(cells)
+            for j in positions:
+                out[:, *i] += v[:, *j] * siamese_similarity(q[:, *i], k[:, *j], w) / len(positions)
         return out
 
     return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
@@ -319,12 +323,12 @@ def siamese_local(
 ) -> Array:
     """SAN Eq. 5's local term alone (SAN Table 6): response_i = v̄ (wᵀ q_i)."""
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, w: Array) -> Array:
-        cells = _real(real)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, w: Array) -> Array:
+        positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            for j in cells:
-                out[:, *i] += v[:, *j] * float(w @ q[:, *i]) / len(cells)
+            for j in positions:
+                out[:, *i] += v[:, *j] * float(w @ q[:, *i]) / len(positions)
         return out
 
     return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
@@ -341,12 +345,12 @@ def elu_linear(query: Array, key: Array, value: Array, *, heads: int = 1, mask: 
     def feature(vector: Array) -> Array:
         return np.where(vector > 0, vector, np.expm1(np.minimum(vector, 0))) + 1
 
-    def head(q: Array, k: Array, v: Array, real: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            scores = [float(feature(q[:, *i]) @ feature(k[:, *j])) for j in _real(real)]
+            scores = [float(feature(q[:, *i]) @ feature(k[:, *j])) for j in _valid(valid)]
             out[:, *i] = _weighted(
-                [score / sum(scores) for score in scores], [v[:, *j] for j in _real(real)], v.shape[0]
+                [score / sum(scores) for score in scores], [v[:, *j] for j in _valid(valid)], v.shape[0]
             )
         return out
 

@@ -63,12 +63,12 @@ def normal(name: str, *shape: int) -> Tensor:
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
-def image(*sides: int, batch: int = 2) -> Callable[[nn.Module], Any]:
+def image(*size: int, batch: int = 2) -> Callable[[nn.Module], Any]:
     """A network of images or volumes."""
     channels = {"unet": 1}
 
     def run(net: Any) -> Any:
-        return net(normal("input", batch, channels.get(net.config["model"].partition("_")[0], 3), *sides))
+        return net(normal("input", batch, channels.get(net.config["model"].partition("_")[0], 3), *size))
 
     return run
 
@@ -88,8 +88,8 @@ def adversaries(net: Any) -> Any:
 def words(net: Any) -> Any:
     """A language model, on two texts, one of them padded."""
     tokens = (uniform("words", (2, 12)) * net.config["vocabulary"]).long()
-    real = torch.arange(12) < torch.tensor([[12], [9]])
-    return net(tokens, mask=real)
+    valid = torch.arange(12) < torch.tensor([[12], [9]])
+    return net(tokens, mask=valid)
 
 
 def photograph(net: Any) -> Any:
@@ -230,16 +230,16 @@ def module_cases() -> dict[str, tuple[str, dict[str, Any]]]:
 def run_module(module: nn.Module) -> list[np.ndarray]:
     """What a module gives for an image, with a mask and a context where it takes them, and for a volume."""
     kind, image = type(module).__name__, normal("image", 2, 8, 6, 4)
-    real, volume = uniform("mask", (2, 6, 4)) < 0.7, normal("volume", 1, 8, 2, 4, 6)
+    valid, volume = uniform("mask", (2, 6, 4)) < 0.7, normal("volume", 1, 8, 2, 4, 6)
     module = module.double().eval()
     with torch.no_grad():
         if kind == "TransformerLayer":
             tokens = image.flatten(2).mT
-            given = [module(tokens), module(tokens, mask=real.flatten(1))]
+            given = [module(tokens), module(tokens, mask=valid.flatten(1))]
         else:
             given = [module(image)]
         if kind == "GridAttention":
-            given += [module(image, mask=real), module(volume)]
+            given += [module(image, mask=valid), module(volume)]
             if module.operator_name not in KEYLESS:
                 given.append(module(image, normal("context", 2, 8, 4, 2)))
     return [shortened(each) for each in given]

@@ -22,7 +22,7 @@ from grids import relative_error
 
 ROWS = tuple(ops.OPERATORS)
 COMPRESSING = tuple(row for row in ROWS if row not in ("softmax", "softmax_pooled", "dot"))
-SIDES = (11, 10, 6)
+SIZE = (11, 10, 6)
 # Parts of the first side of 11, by the number of processes; then boxes that lie anywhere, by two cuts.
 CUTS = {2: (4, 7), 4: (1, 5, 2, 3)}
 BOXES = {
@@ -45,8 +45,8 @@ def build(row: str, project: str = "qkvo", **options: Any) -> GridAttention:
 def compare(layer: GridAttention, region: tuple[slice, ...], masked: bool, **place: Any) -> dict[str, float]:
     """How far response, gradient of the part and summed gradients of the parameters are from those of the whole."""
     torch.manual_seed(1)
-    grid, cotangent = (torch.randn(2, 4, *SIDES, dtype=torch.float64) for _ in range(2))
-    mask = torch.rand(2, *SIDES) > 0.3 if masked else None
+    grid, cotangent = (torch.randn(2, 4, *SIZE, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(2, *SIZE) > 0.3 if masked else None
     whole, part = grid.clone().requires_grad_(), grid[(..., *region)].clone().requires_grad_()
     parameters = list(layer.parameters())
     want = layer(whole, mask=mask)
@@ -56,8 +56,8 @@ def compare(layer: GridAttention, region: tuple[slice, ...], masked: bool, **pla
     found = list(torch.autograd.grad(got, [part, *parameters], cotangent[(..., *region)]))
     for gradient in found[1:]:
         distributed.all_reduce(gradient)
-    real = torch.ones_like(got[:, 0], dtype=torch.bool) if own is None else own
-    errors = {"response": relative_error(got.movedim(1, -1)[real], want[(..., *region)].movedim(1, -1)[real])}
+    valid = torch.ones_like(got[:, 0], dtype=torch.bool) if own is None else own
+    errors = {"response": relative_error(got.movedim(1, -1)[valid], want[(..., *region)].movedim(1, -1)[valid])}
     errors["grid"] = relative_error(found[0], wanted[0][(..., *region)])
     names = [name for name, _ in layer.named_parameters()]
     # Some biases of keys cancel: their gradient is 0, and what is left is rounding of the others.
@@ -102,20 +102,20 @@ def sent(row: str) -> tuple[int, int]:
 
     sharding.all_gather = listening
     try:
-        part = torch.randn(3, 4, 2, *SIDES[1:])
-        _, sides = place_of_part(part)
+        part = torch.randn(3, 4, 2, *SIZE[1:])
+        _, size = place_of_part(part)
         sharded_attention(layer, part)
     finally:
         sharding.all_gather = all_gather
-    [size] = sizes
-    return size, cost.predict(layer, sides=sides, batch=3).gathered_bytes
+    [sent_bytes] = sizes
+    return sent_bytes, cost.predict(layer, size=size, batch=3).gathered_bytes
 
 
 def of_dtensors(row: str, world: int) -> dict[str, float]:
     """A distributed tensor, split on its third side of 6, unevenly for four processes."""
     layer, mesh = build(row), init_device_mesh("cpu", (world,))
     torch.manual_seed(2)
-    grid = torch.randn(2, 4, *SIDES, dtype=torch.float64)
+    grid = torch.randn(2, 4, *SIZE, dtype=torch.float64)
     spread = DTensor.from_local(grid, mesh, [torch.distributed.tensor.Replicate()]).redistribute(placements=[Shard(4)])
     leaf = spread.detach().requires_grad_()
     response = sharded_attention(layer, leaf)
@@ -138,7 +138,7 @@ def work(rank: int, world: int, folder: str) -> None:
     slab, box = regions(world, rank)
     found: dict[str, Any] = {"refused": refusals()}
     for row in COMPRESSING:
-        origin = {"origin": tuple(each.start or 0 for each in box), "sides": SIDES}
+        origin = {"origin": tuple(each.start or 0 for each in box), "size": SIZE}
         normed = build(row, "vo", coefficient_norm=True).eval()
         found[row] = {
             "slabs": compare(build(row), slab, False),
@@ -172,7 +172,7 @@ def twice(rank: int, world: int, folder: str) -> None:
         distributed.init_process_group("gloo", f"file://{folder}/store{attempt}", world_size=world, rank=rank)
         group = weakref.ref(distributed.group.WORLD)
         torch.manual_seed(3)
-        grid = torch.randn(world, 4, *SIDES[:2], dtype=torch.float64)
+        grid = torch.randn(world, 4, *SIZE[:2], dtype=torch.float64)
         normed = build("siamese", "v", coefficient_norm=True)
         batch = normed(grid[rank : rank + 1])
         parts = sharded_attention(build("siamese", "v"), grid[:, :, rank::world])
@@ -188,17 +188,17 @@ def misused(rank: int) -> dict[str, Callable[[], Any]]:
     layer, other = GridAttention(4, "siamese"), GridAttention(4, "siamese", heads=2)
     factorized, pooling = GridAttention(4, "factorized"), GridAttention(4, "softmax_pooled")
     part, wide, double = torch.randn(1, 4, 3, 3), torch.randn(1, 4, 5, 3), GridAttention(4, "siamese").double()
-    where: dict[str, Any] = {"origin": (3 * rank, 0), "sides": (6, 3)}
+    where: dict[str, Any] = {"origin": (3 * rank, 0), "size": (6, 3)}
 
     def one_of(first: Any, second: Any) -> Any:
         return second if rank else first
 
     batch = one_of(part, part.repeat(2, 1, 1, 1))
     return {
-        "one origin": lambda: sharded_attention(layer, part, origin=(0, 0), sides=(6, 3)),
+        "one origin": lambda: sharded_attention(layer, part, origin=(0, 0), size=(6, 3)),
         "overlap": lambda: sharded_attention(layer, one_of(wide, part), **where),
-        "gap": lambda: sharded_attention(layer, part, origin=(4 * rank, 0), sides=(7, 3)),
-        "sides": lambda: sharded_attention(layer, part, origin=where["origin"], sides=(6 + rank, 3)),
+        "gap": lambda: sharded_attention(layer, part, origin=(4 * rank, 0), size=(7, 3)),
+        "size": lambda: sharded_attention(layer, part, origin=where["origin"], size=(6 + rank, 3)),
         "batch at origins": lambda: sharded_attention(layer, batch, **where),
         "batch": lambda: sharded_attention(layer, batch),
         "operator": lambda: sharded_attention(one_of(layer, factorized), part, **where),

@@ -122,7 +122,7 @@ def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> Non
     with (tmp_path / "src" / "farfield" / "ops" / "table.py").open("a", encoding="utf-8") as table:
         table.write('\nOPERATORS["averaged"] = Operator(coefficients=queries, basis=keys, per=channel)\n')
     script, file = tmp_path / "benchmarks" / "operators.py", tmp_path / "found.json"
-    arguments = [*SMALL, "--sides", "5,4", "--operator", "averaged", "--operator", "siamese", "--json", str(file)]
+    arguments = [*SMALL, "--size", "5,4", "--operator", "averaged", "--operator", "siamese", "--json", str(file)]
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
@@ -142,15 +142,15 @@ def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    arguments = [*SMALL, "--heads", "2", "--sides", "4,5", "--sides", "8,8", "--backward", "--peers"]
+    arguments = [*SMALL, "--heads", "2", "--size", "4,5", "--size", "8,8", "--backward", "--peers"]
     arguments += ["--operator", "siamese", "--operator", "kronecker_kv", "--json", str(file), "--picture", str(picture)]
     main(monkeypatch, "operators.py", *arguments)
     text = capsys.readouterr().out
     rows = json.loads(file.read_text(encoding="utf-8"))
     peers = ["timm NonLocalAttn", "timm Attention2d", "ImageLinearAttention", "AxialAttention"]
-    for sides in ([4, 5], [8, 8]):
+    for size in ([4, 5], [8, 8]):
         for direction in ("forward", "forward and backward"):
-            group = {row["name"]: row for row in rows if (row["sides"], row["direction"]) == (sides, direction)}
+            group = {row["name"]: row for row in rows if (row["size"], row["direction"]) == (size, direction)}
             assert list(group)[:5] == ["copy", "plain", "SDPA", "siamese", "kronecker_kv"]
             assert len(group) == 5 + 2 * len(peers)
             for name, row in group.items():
@@ -169,7 +169,7 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
                 assert peer["plain_times"] is None
     assert text.count("flash-linear-attention") == (0 if torch.cuda.is_available() else 1)
     assert "kronecker_kv (another function)" in text
-    assert "4 × 5 cells, 8 channels, batch 2, heads 2, maps v, float32: forward and backward" in text
+    assert "4 × 5 positions, 8 channels, batch 2, heads 2, maps v, float32: forward and backward" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -183,7 +183,7 @@ def test_large_grids_leave_out_what_squares_them() -> None:
 @pytest.mark.slow
 def test_operators_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    arguments = [*SMALL, "--sides", "8,8", "--operator", "siamese", "--mode", "eager", "--mode", "compiled"]
+    arguments = [*SMALL, "--size", "8,8", "--operator", "siamese", "--mode", "eager", "--mode", "compiled"]
     run("operators.py", *arguments, "--backward", "--only-ours", "--json", str(file), "--quiet")
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert [row["name"] for row in rows] == 2 * ["copy", "siamese", "siamese compiled"]
@@ -212,7 +212,7 @@ def test_against_a_revision(tmp_path: Path) -> None:
     with (tmp_path / "src" / "farfield" / "nn" / "attention.py").open("a", encoding="utf-8") as attention:
         attention.write(SLOW)
     file = tmp_path / "found.json"
-    arguments = [*SMALL, "--sides", "5,4", "--operator", "siamese", "--rounds", "1", "--json", str(file)]
+    arguments = [*SMALL, "--size", "5,4", "--operator", "siamese", "--rounds", "1", "--json", str(file)]
     text = run("operators.py", *arguments, "--against", "HEAD", folder=tmp_path / "benchmarks")
     copy, siamese = json.loads(file.read_text(encoding="utf-8"))
     assert (copy["name"], siamese["name"]) == ("copy", "siamese")
@@ -321,7 +321,7 @@ def test_a_sliding_window_is_the_whole_but_for_attention() -> None:
         assert found.shape == stack.shape
         off = found - whole
         assert (np.abs(off).max() > 1e-3 * np.ptp(whole)) == seams
-    # A field that is constant in each tile, the padded cells before it counted, changes at borders alone.
+    # A field that is constant in each tile, the padded positions before it counted, changes at borders alone.
     field = np.broadcast_to((np.arange(47) + 1) // 16, stack.shape).astype(np.float32)
     border, elsewhere = restoration.steps(field, (8, 48, 16), [0, 0, 1])
     assert (border, elsewhere) == (1, 0)

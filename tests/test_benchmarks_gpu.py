@@ -122,7 +122,7 @@ def test_what_fails_or_takes_too_long_is_written_down_and_the_rest_goes_on(
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-RACED = {"name": "siamese", "sides": [8, 8], "direction": "forward", "error": 3e-7, "right": True, "seconds": 0.0125}
+RACED = {"name": "siamese", "size": [8, 8], "direction": "forward", "error": 3e-7, "right": True, "seconds": 0.0125}
 RACED |= {"copies": 1.75, "rival_times": None, "same": None, "peak_bytes": 2_500_000, "hardware": "beads"}
 RACED |= {"channels": 8, "batch": 2, "heads": 1, "dtype": "float32", "project": "v"}
 PEER = RACED | {"name": "timm", "rival_times": 3.5, "same": True, "peak_bytes": None}

@@ -43,14 +43,13 @@ def test_the_lines_of_both_figures_are_the_papers_numbers() -> None:
 
     lines = fa_figures.module_lines()
     dense, linear = (
-        dict(zip(fa_figures.SIDES, lines[f"formula: {name}"][2], strict=True))
-        for name in ("conventional", "factorized")
+        dict(zip(fa_figures.SIZE, lines[f"formula: {name}"][2], strict=True)) for name in ("conventional", "factorized")
     )
     assert f"{dense[64].activation_bytes / linear[64].activation_bytes:.0f}x" == "17x"
     assert f"{dense[128].activation_bytes / 1e9:.2f}" == "1.09"
-    assert f"{int(dense[256].madds / 1e9)}" == "412"
+    assert f"{int(dense[256].macs / 1e9)}" == "412"
     base = fa_figures.bert_lines()["formula: base, conventional"][2]
-    one = cost.predict_module("CA-Tfm", channels=768, cells=512, basis=768, width=768, heads=12)
+    one = cost.predict_module("CA-Tfm", channels=768, positions=512, basis=768, width=768, heads=12)
     assert base[fa_figures.LENGTHS.index(512)].activation_bytes == 12 * one.activation_bytes
 
 

@@ -33,8 +33,8 @@ def module(name: str) -> ModuleType:
     return __import__(name)
 
 
-def draw(sides: tuple[int, ...], pairs: int, count: int = 50, seed: int = 1) -> tuple[Any, Any]:
-    task = module("recall_task").Task(sides, pairs)
+def draw(size: tuple[int, ...], pairs: int, count: int = 50, seed: int = 1) -> tuple[Any, Any]:
+    task = module("recall_task").Task(size, pairs)
     return task, module("recall_task").draw_samples(task, count, Generator().manual_seed(seed))
 
 
@@ -43,7 +43,7 @@ def read_sample(task: Any, grid: Tensor) -> tuple[dict[int, int], dict[int, int]
     """Of one sample, by a walk over its places: key -> value, and key -> flat index of its question mark."""
     given: dict[int, int] = {}
     asked: dict[int, int] = {}
-    rows = grid.reshape(-1, task.sides[-1]).tolist()
+    rows = grid.reshape(-1, task.size[-1]).tolist()
     for index, row in enumerate(rows):
         for column in range(0, len(row) - 1, 2):
             left, right = row[column : column + 2]
@@ -61,10 +61,10 @@ def read_sample(task: Any, grid: Tensor) -> tuple[dict[int, int], dict[int, int]
     return given, asked
 
 
-@pytest.mark.parametrize(("sides", "pairs"), TASKS)
-def test_every_question_has_its_keys_value(sides: tuple[int, ...], pairs: int) -> None:
-    task, samples = draw(sides, pairs)
-    assert samples.grid.shape == (50, *sides)
+@pytest.mark.parametrize(("size", "pairs"), TASKS)
+def test_every_question_has_its_keys_value(size: tuple[int, ...], pairs: int) -> None:
+    task, samples = draw(size, pairs)
+    assert samples.grid.shape == (50, *size)
     assert task.symbols == 2 + task.keys + 4
     assert task.keys == (8 if pairs <= 4 else 2 * pairs)
     for grid, marks, values in zip(*samples, strict=True):
@@ -105,16 +105,16 @@ class Oracle(nn.Module):
             else:
                 for key, place in asked.items():
                     row[given[key], place] = 1
-        return scores.view(len(grid), 4, *self.task.sides)
+        return scores.view(len(grid), 4, *self.task.size)
 
 
-@pytest.mark.parametrize(("sides", "pairs"), [((8, 8), 4), ((4, 4, 4), 8)])
+@pytest.mark.parametrize(("size", "pairs"), [((8, 8), 4), ((4, 4, 4), 8)])
 def test_recall_is_right_and_counting_is_as_right_as_its_line(
-    sides: tuple[int, ...], pairs: int, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, ...], pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = module("recall_task")
     monkeypatch.setattr(tasks, "TESTED", 1000)
-    task = tasks.Task(sides, pairs)
+    task = tasks.Task(size, pairs)
     assert tasks.evaluate(Oracle(task, counts=False), task)[0] == 1
     right, loss = tasks.evaluate(Oracle(task, counts=True), task)
     assert right == pytest.approx(tasks.counted(pairs), abs=4 * (0.25 / 1000) ** 0.5)
@@ -168,10 +168,10 @@ def test_only_question_marks_are_scored() -> None:
         assert torch.equal(found[sample, :, pair], scores[sample, :, samples.marks[sample, pair]])
 
 
-@pytest.mark.parametrize("sides", [(12,), (4, 4), (2, 4, 4)], ids=str)
-def test_every_contestant_learns(sides: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("size", [(12,), (4, 4), (2, 4, 4)], ids=str)
+def test_every_contestant_learns(size: tuple[int, ...]) -> None:
     tasks = module("recall_task")
-    task = tasks.Task(sides, 2)
+    task = tasks.Task(size, 2)
     for name in tasks.CONTESTANTS:
         net = tasks.Network(name, task)
         # At the first step only the output has a gradient: it is zero.
@@ -190,12 +190,12 @@ def test_a_run_is_a_line_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "recall.jsonl"
-    options = ["--out", out, "--only", "siamese", "none", "--sides", "4,4", "--pairs", 2, "--rates", 0.01, "--steps", 8]
+    options = ["--out", out, "--only", "siamese", "none", "--size", "4,4", "--pairs", 2, "--rates", 0.01, "--steps", 8]
     main(monkeypatch, *options, "--seeds", 1, "--limit", 1)
     assert "| siamese | " in capsys.readouterr().out
     text = out.read_text()
     line = json.loads(text)
-    same = {"operator": "siamese", "sides": [4, 4], "pairs": 2, "rate": 0.01, "seed": 1, "steps": 8}
+    same = {"operator": "siamese", "size": [4, 4], "pairs": 2, "rate": 0.01, "seed": 1, "steps": 8}
     assert line == line | same
     assert 0 <= line["accuracy"] <= 1 < line["loss"] + 1
     assert set(line["versions"]) == {"farfield", "torch", "python"}
@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     for options, text in (
         (["--out", tmp_path / "a", "--pairs", 17], "17 pairs: from 1 to 16 fit in a grid of (8, 8)"),
-        (["--out", tmp_path / "a", "--sides", "8,8,8,8"], "not one to three sides"),
+        (["--out", tmp_path / "a", "--size", "8,8,8,8"], "not one to three sides"),
         ([], "--out FILE says where runs are written"),
     ):
         with pytest.raises(SystemExit):
@@ -236,7 +236,7 @@ def test_the_loss_of_a_run_that_diverged_is_none(monkeypatch: pytest.MonkeyPatch
 
 # ---- tables and pictures ---------------------------------------------------------------------------------------------
 def line(operator: str, pairs: int, rate: float, seed: int, accuracy: float, **other: Any) -> dict[str, Any]:
-    same = {"operator": operator, "sides": [8, 8], "pairs": pairs, "rate": rate, "seed": seed, "steps": 1200}
+    same = {"operator": operator, "size": [8, 8], "pairs": pairs, "rate": rate, "seed": seed, "steps": 1200}
     return same | {"accuracy": accuracy} | other
 
 
@@ -247,8 +247,8 @@ LINES = [
     line("softmax", 4, 0.01, 1, 1.0),
     line("softmax", 8, 0.01, 1, 0.7),
     line("none", 4, 0.001, 1, 0.42),
-    line("siamese", 16, 0.001, 1, 0.95, sides=[4, 4, 4]),
-    line("siamese", 16, 0.001, 1, 0.85, sides=[4, 4, 4], steps=5000),
+    line("siamese", 16, 0.001, 1, 0.95, size=[4, 4, 4]),
+    line("siamese", 16, 0.001, 1, 0.85, size=[4, 4, 4], steps=5000),
 ]
 
 

@@ -16,7 +16,7 @@ from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops import OPERATORS, Operator, pooled
 from farfield.ops.call import project_queries
-from farfield.ops.table import cell, keys, queries
+from farfield.ops.table import keys, position, queries
 from partly import partly
 
 PROJECTS = ("", "v", "q", "qk", "qkv", "o", "vo", "qkvo")
@@ -45,8 +45,8 @@ class Small(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         grid = self.norm(self.depthwise(self.convolution(image))).relu()  # (b, 8, 5, 4)
-        cells = grid.flatten(2).mT  # (b, 20, 8)
-        attended = F.scaled_dot_product_attention(cells, cells, cells)
+        positions = grid.flatten(2).mT  # (b, 20, 8)
+        attended = F.scaled_dot_product_attention(positions, positions, positions)
         return self.linear(attended @ torch.ones(8, 8)).mean(1)
 
 
@@ -59,7 +59,7 @@ def by_hand(batch: int) -> int:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_count_by_hand(batch: int) -> None:
     found = cost.count(Small(), (batch, 3, 9, 7))
-    assert found.madds == by_hand(batch)
+    assert found.macs == by_hand(batch)
     assert found.weights == 8 * 3 * 9 + 8 * 9 + 8 * 5
     assert found.parameters == found.weights + 8 + 5 + 2 * 8
     # The outputs of the convolutions and the norm, and of the linear map, in float32.
@@ -73,7 +73,7 @@ def test_count_by_module() -> None:
     assert found.by_module["0"] == by_hand(1)
     assert found.by_module["0.convolution"] == 20 * 8 * 3 * 9
     assert found.by_module["1.0"] == found.by_module["1"] == 5 * 7
-    assert found.madds == by_hand(1) + 35
+    assert found.macs == by_hand(1) + 35
 
 
 def test_count_leaves_the_module_alone() -> None:
@@ -94,17 +94,17 @@ def test_count_takes_tensors_and_several_inputs() -> None:
         def forward(self, left: Tensor, right: Tensor) -> Tensor:
             return left @ right
 
-    assert cost.count(Two(), [(2, 3, 4), (2, 4, 5)]).madds == 2 * 3 * 4 * 5
-    assert cost.count(Two(), (torch.zeros(2, 3, 4), (2, 4, 5))).madds == 2 * 3 * 4 * 5
+    assert cost.count(Two(), [(2, 3, 4), (2, 4, 5)]).macs == 2 * 3 * 4 * 5
+    assert cost.count(Two(), (torch.zeros(2, 3, 4), (2, 4, 5))).macs == 2 * 3 * 4 * 5
     words = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 2))
-    assert cost.count(words, torch.zeros(1, 6, dtype=torch.long)).madds == 6 * 8 * 2
+    assert cost.count(words, torch.zeros(1, 6, dtype=torch.long)).macs == 6 * 8 * 2
     assert cost.count(nn.Linear(8, 2).double(), (3, 8)).activation_bytes == 8 * 3 * 2
 
 
 def test_count_of_a_shared_module_counts_its_parameters_once() -> None:
     linear = nn.Linear(6, 6)
     found = cost.count(nn.Sequential(linear, linear), (1, 6))
-    assert (found.madds, found.weights, found.parameters) == (72, 36, 42)
+    assert (found.macs, found.weights, found.parameters) == (72, 36, 42)
 
 
 def test_count_refuses_what_depends_on_values() -> None:
@@ -122,32 +122,32 @@ def test_count_refuses_what_depends_on_values() -> None:
 
 def test_count_sees_the_moments_of_a_norm_in_training() -> None:
     module = attention("softmax", heads=4, coefficient_norm=True)
-    inference, training = cost.count(module, (2, 16, 6, 6)).madds, cost.count(module.train(), (2, 16, 6, 6)).madds
-    assert inference == cost.predict(module, sides=(6, 6), batch=2).madds < training
-    # Never the N x N matrix: the difference grows with the cells, not with their square.
-    larger = cost.count(module, (2, 16, 12, 12)).madds - cost.predict(module, sides=(12, 12), batch=2).madds
+    inference, training = cost.count(module, (2, 16, 6, 6)).macs, cost.count(module.train(), (2, 16, 6, 6)).macs
+    assert inference == cost.predict(module, size=(6, 6), batch=2).macs < training
+    # Never the N x N matrix: the difference grows with the positions, not with their square.
+    larger = cost.count(module, (2, 16, 12, 12)).macs - cost.predict(module, size=(12, 12), batch=2).macs
     assert larger < 5 * (training - inference)
 
 
 def test_costs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        cost.predict("dot", channels=8, sides=(4,)).madds = 0  # type: ignore[misc]
+        cost.predict("dot", channels=8, size=(4,)).macs = 0  # type: ignore[misc]
 
 
 # ---- predict: the formula is what executes ---------------------------------------------------------------------------
-SIDES = ((9,), (5, 6), (4, 3, 5))
+SIZE = ((9,), (5, 6), (4, 3, 5))
 
 
 @pytest.mark.parametrize("heads", partly([1, 4], [4]))
 @pytest.mark.parametrize("row", OPERATORS)
 def test_the_formula_is_what_executes(row: str, heads: int) -> None:
-    for project, sides in itertools.product(projects(row), SIDES):
+    for project, size in itertools.product(projects(row), SIZE):
         module = attention(row, heads=heads, project=project)
-        counted = cost.count(module, (3, 16, *sides))
-        predicted = cost.predict(row, channels=16, sides=sides, batch=3, heads=heads, project=project)
-        assert predicted.madds == counted.madds, (project, sides)
+        counted = cost.count(module, (3, 16, *size))
+        predicted = cost.predict(row, channels=16, size=size, batch=3, heads=heads, project=project)
+        assert predicted.macs == counted.macs, (project, size)
         assert (predicted.parameters, predicted.weights) == (counted.parameters, counted.weights), project
-        assert predicted == cost.predict(module, sides=sides, batch=3)
+        assert predicted == cost.predict(module, size=size, batch=3)
 
 
 @pytest.mark.parametrize("row", OPERATORS)
@@ -157,8 +157,8 @@ def test_the_formula_is_what_executes_with_other_channels(row: str) -> None:
     for width, heads, output in itertools.product((4, 24), (1, 2, 4), ("", "o")):
         project = letters.replace("o", output)
         module = attention(row, heads=heads, project=project, value_channels=width, bias=False, **narrow)
-        counted, predicted = cost.count(module, (2, 16, 5, 7)), cost.predict(module, sides=(5, 7), batch=2)
-        assert predicted.madds == counted.madds, (width, heads, project)
+        counted, predicted = cost.count(module, (2, 16, 5, 7)), cost.predict(module, size=(5, 7), batch=2)
+        assert predicted.macs == counted.macs, (width, heads, project)
         assert (predicted.parameters, predicted.weights) == (counted.parameters, counted.weights)
 
 
@@ -166,11 +166,11 @@ def test_the_formula_is_what_executes_with_other_channels(row: str) -> None:
 def test_a_norm_adds_its_shift_and_a_residual_nothing(row: str, heads: int, shift: int) -> None:
     """Where slots are few beside the channels, the shift is one slot more; else it is added and not multiplied."""
     plain, normed = attention(row, heads=heads), attention(row, heads=heads, coefficient_norm=True, residual=True)
-    assert cost.count(plain, (1, 16, 5, 5)).madds + shift == cost.count(normed, (1, 16, 5, 5)).madds
-    assert cost.predict(normed, sides=(5, 5)).madds == cost.count(normed, (1, 16, 5, 5)).madds
-    found = cost.predict(normed, sides=(5, 5))
-    assert found.parameters == cost.predict(plain, sides=(5, 5)).parameters + 2 * 16
-    assert found.weights == cost.predict(plain, sides=(5, 5)).weights
+    assert cost.count(plain, (1, 16, 5, 5)).macs + shift == cost.count(normed, (1, 16, 5, 5)).macs
+    assert cost.predict(normed, size=(5, 5)).macs == cost.count(normed, (1, 16, 5, 5)).macs
+    found = cost.predict(normed, size=(5, 5))
+    assert found.parameters == cost.predict(plain, size=(5, 5)).parameters + 2 * 16
+    assert found.weights == cost.predict(plain, size=(5, 5)).weights
 
 
 @pytest.mark.parametrize("row", OPERATORS)
@@ -178,9 +178,9 @@ def test_coefficients_are_those_of_the_row(row: str) -> None:
     module = GridAttention(8, row, heads=2, project="v").eval()
     grid = torch.randn(3, 8, 4, 6)
     summary = module.summarize(grid)
-    queries = project_queries(module.call_for(grid), module.operator.asks.gather(grid))
+    queries = project_queries(module.call_for(grid), module.operator.queries_from.gather(grid))
     found = module.operator.coefficients(queries, summary)
-    assert found.numel() == cost.predict(module, sides=(4, 6), batch=3).coefficients
+    assert found.numel() == cost.predict(module, size=(4, 6), batch=3).coefficients
 
 
 @pytest.mark.parametrize("project", ["", "v"])
@@ -189,7 +189,7 @@ def test_coefficients_are_those_of_the_row(row: str) -> None:
 def test_activation_bytes_are_real(row: str, heads: int, project: str) -> None:
     module = GridAttention(16, row, heads=heads, project=project).eval()
     grid = torch.randn(2, 16, 20, 24, requires_grad=True)
-    predicted = cost.predict(module, sides=(20, 24), batch=2).activation_bytes
+    predicted = cost.predict(module, size=(20, 24), batch=2).activation_bytes
     with LiveBytes() as live:
         kept = module(grid)
     assert kept.shape == grid.shape
@@ -199,7 +199,7 @@ def test_activation_bytes_are_real(row: str, heads: int, project: str) -> None:
 
 def test_only_dot_holds_the_square() -> None:
     for row in OPERATORS:
-        small, large = (cost.predict(row, channels=8, sides=(side,)).activation_bytes for side in (512, 1024))
+        small, large = (cost.predict(row, channels=8, size=(side,)).activation_bytes for side in (512, 1024))
         assert large > 3.9 * small if row == "dot" else large < 2.1 * small
 
 
@@ -216,31 +216,31 @@ def test_a_network_is_counted_in_the_convention() -> None:
             # Twice the same module, and once on a context, which is counted as it executes.
             return self.squeeze(self.attention(grid, context=grid[..., :2]) + self.attention(grid))
 
-    net, cells = Net().eval(), 5 * 6
-    printed = cost.predict(net, channels=3, sides=(5, 6), batch=2, convention="paper").madds
-    crossed = cost.count(net.attention, [(2, 8, 5, 6), (2, 8, 5, 2)]).madds
-    outside = cells * 3 * 8 * 9 + 8 * 4 * 2 + 2 * cells * 8
-    assert printed == 2 * (outside + 2 * (cells * 64 + 4 * cells * 8)) + crossed
-    assert cost.predict(net, channels=3, sides=(5, 6), batch=2) == cost.count(net, (2, 3, 5, 6))
+    net, positions = Net().eval(), 5 * 6
+    printed = cost.predict(net, channels=3, size=(5, 6), batch=2, convention="paper").macs
+    crossed = cost.count(net.attention, [(2, 8, 5, 6), (2, 8, 5, 2)]).macs
+    outside = positions * 3 * 8 * 9 + 8 * 4 * 2 + 2 * positions * 8
+    assert printed == 2 * (outside + 2 * (positions * 64 + 4 * positions * 8)) + crossed
+    assert cost.predict(net, channels=3, size=(5, 6), batch=2) == cost.count(net, (2, 3, 5, 6))
 
 
 # ---- predict: errors -------------------------------------------------------------------------------------------------
 def test_operators_of_the_table_are_found_by_what_they_are() -> None:
     same = dataclasses.replace(OPERATORS["averaged"])
-    assert cost.predict(same, channels=8, sides=(5,)) == cost.predict("averaged", channels=8, sides=(5,))
+    assert cost.predict(same, channels=8, size=(5,)) == cost.predict("averaged", channels=8, size=(5,))
 
 
 def test_an_operator_of_ones_own_has_no_formula() -> None:
-    own = Operator(coefficients=queries, basis=keys, per=cell, score="ones")
-    video = dataclasses.replace(OPERATORS["softmax_pooled"], answers=pooled((1, 2, 2)))
+    own = Operator(coefficients=queries, basis=keys, per=position, score="ones")
+    video = dataclasses.replace(OPERATORS["softmax_pooled"], keys_from=pooled((1, 2, 2)))
     for operator in (own, video):
         with pytest.raises(
             LookupError, match=r"cost.predict: an operator of one's own has no formula; fix: cost.count\("
         ):
-            cost.predict(operator, channels=8, sides=(4, 5, 6))
+            cost.predict(operator, channels=8, size=(4, 5, 6))
         with pytest.raises(LookupError, match="no formula"):
-            cost.predict(attention(operator, 8), sides=(4, 5, 6))
-        assert cost.count(attention(operator, 8), (1, 8, 4, 5, 6)).madds > 0
+            cost.predict(attention(operator, 8), size=(4, 5, 6))
+        assert cost.count(attention(operator, 8), (1, 8, 4, 5, 6)).macs > 0
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,9 @@ def test_an_operator_of_ones_own_has_no_formula() -> None:
         ),
         ("dot", {"heads": 0}, ValueError, "cost.predict: heads must be a whole number from 1, got 0"),
         ("dot", {"batch": 0}, ValueError, "cost.predict: batch must be a whole number from 1, got 0"),
-        ("dot", {"sides": (5, 0)}, ValueError, r"cost.predict: sides\[1\] must be a whole number from 1, got 0"),
-        ("dot", {"sides": (5.0,)}, ValueError, r"cost.predict: sides\[0\] must be a whole number from 1, got 5.0"),
-        ("dot", {"sides": ()}, ValueError, "cost.predict: sides must have one number a side, got none"),
+        ("dot", {"size": (5, 0)}, ValueError, r"cost.predict: sides\[1\] must be a whole number from 1, got 0"),
+        ("dot", {"size": (5.0,)}, ValueError, r"cost.predict: sides\[0\] must be a whole number from 1, got 5.0"),
+        ("dot", {"size": ()}, ValueError, "cost.predict: sides must have one number a side, got none"),
         ("dot", {"channels": None}, ValueError, "cost.predict: it needs the grid's channels; fix: channels="),
         ("dot", {"project": "vq"}, ValueError, "cost.predict: project='vq' must be letters of \"qkvo\""),
         ("siamese_local", {"project": "qkv"}, ValueError, 'siamese_local reads no keys; fix: project="qv"'),
@@ -268,7 +268,7 @@ def test_an_operator_of_ones_own_has_no_formula() -> None:
     ],
 )
 def test_errors_of_predict(operator: str, options: dict[str, object], kind: type[Exception], text: str) -> None:
-    arguments = {"channels": 16, "sides": (5, 6)} | options
+    arguments = {"channels": 16, "size": (5, 6)} | options
     with pytest.raises(kind, match=text):
         cost.predict(operator, **arguments)  # type: ignore[arg-type]
 

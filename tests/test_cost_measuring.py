@@ -162,5 +162,5 @@ def test_operators_keep_no_more_than_they_form(row: str) -> None:
     """What a row keeps is part of what it forms, its input, and copies of them that the kernels ask for."""
     attention = GridAttention(16, row, heads=2, project="v")
     grid = torch.randn(2, 16, 20, 24, requires_grad=True)
-    formed = cost.predict(attention, sides=(20, 24), batch=2).activation_bytes
+    formed = cost.predict(attention, size=(20, 24), batch=2).activation_bytes
     assert cost.saved_bytes(attention, grid) <= 2 * (formed + grid.nbytes)

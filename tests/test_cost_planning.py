@@ -10,23 +10,23 @@ import torch
 from farfield import ShapeError, cost
 from farfield.cost import planning
 from farfield.cost.measuring import TURN, compare
-from farfield.cost.planning import Setting, crossover, formed_of, is_quick, madds_of, reduced, replayed
+from farfield.cost.planning import Setting, crossover, formed_of, is_quick, macs_of, reduced, replayed
 from farfield.nn import GridAttention
 from farfield.nn.tracing import LiveBytes
 from farfield.ops import OPERATORS
 
-SIDES = (7, 9)
+SIZE = (7, 9)
 
 
 def plans(**options: object) -> dict[str, cost.Plan]:
-    settings = {"channels": 12, "sides": SIDES, "batch": 3} | options
+    settings = {"channels": 12, "size": SIZE, "batch": 3} | options
     return {plan.operator: plan for plan in cost.plan(**settings)}  # type: ignore[arg-type]
 
 
 def peak_of(row: str, *, training: bool, **options: object) -> int:
     """Bytes of the grid, the parameters and all that a real pass makes, at the peak."""
     attention = GridAttention(12, row, **options).eval()  # type: ignore[arg-type]
-    grid = torch.randn(3, 12, *SIDES, requires_grad=True)
+    grid = torch.randn(3, 12, *SIZE, requires_grad=True)
     gradient = torch.randn_like(grid)
     with LiveBytes() as live, torch.set_grad_enabled(training):
         response = attention(grid)
@@ -43,24 +43,24 @@ def test_a_plan_is_what_runs(heads: int, project: str) -> None:
     assert list(found) == list(OPERATORS)
     for row, plan in found.items():
         options = {"heads": heads, "project": OPERATORS[row].projections(project)}
-        madds = cost.count(GridAttention(12, row, **options).eval(), (3, 12, *SIDES)).madds
-        assert plan.forward.madds == madds
-        assert plan.training.madds >= 2 * madds
+        macs = cost.count(GridAttention(12, row, **options).eval(), (3, 12, *SIZE)).macs
+        assert plan.forward.macs == macs
+        assert plan.training.macs >= 2 * macs
         assert plan.forward.bytes == peak_of(row, training=False, **options)
         assert plan.training.bytes == peak_of(row, training=True, **options)
         assert plan.forward.seconds is plan.training.seconds is plan.fits is None
 
 
-def check_scaled(row: str, sides: tuple[int, ...]) -> None:
-    setting = Setting(row, 12, 2, OPERATORS[row].projections("qkvo"), 1, sides)
+def check_scaled(row: str, size: tuple[int, ...]) -> None:
+    setting = Setting(row, 12, 2, OPERATORS[row].projections("qkvo"), 1, size)
     for training in (False, True):
         exact = replayed(setting, training=training)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "REPLAYED_CELLS", 4096)
+            patch.setattr(planning, "REPLAYED_POSITIONS", 4096)
             ours = replayed(setting, training=training)
-        # What does not grow with the cells, and the axes, which grow more slowly, weigh little by then.
+        # What does not grow with the positions, and the axes, which grow more slowly, weigh little by then.
         assert ours.bytes == pytest.approx(exact.bytes, rel=0.15)
-        assert ours.madds == pytest.approx(exact.madds, rel=0.05)
+        assert ours.macs == pytest.approx(exact.macs, rel=0.05)
 
 
 @pytest.mark.parametrize("row", ["softmax_pooled", "kronecker_qkv", "factorized_gaussian"])
@@ -69,46 +69,46 @@ def test_a_scaled_plan_is_near_the_whole(row: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sides", [(9000,), (112, 90), (24, 20, 18)])
+@pytest.mark.parametrize("size", [(9000,), (112, 90), (24, 20, 18)])
 @pytest.mark.parametrize("row", OPERATORS)
-def test_every_scaled_plan_is_near_the_whole(row: str, sides: tuple[int, ...]) -> None:
-    check_scaled(row, sides)
+def test_every_scaled_plan_is_near_the_whole(row: str, size: tuple[int, ...]) -> None:
+    check_scaled(row, size)
 
 
 def test_reduced_grids_are_small_enough() -> None:
     for row in OPERATORS:
-        for batch, sides in ((64, (1024, 1024)), (1, (1 << 20,)), (2, (256, 256, 256)), (3, (7, 5))):
-            sample = reduced(Setting(row, 64, 1, "v", batch, sides), is_quick)
-            assert sample.cost().madds <= planning.TIMED_MADDS
+        for batch, size in ((64, (1024, 1024)), (1, (1 << 20,)), (2, (256, 256, 256)), (3, (7, 5))):
+            sample = reduced(Setting(row, 64, 1, "v", batch, size), is_quick)
+            assert sample.cost().macs <= planning.TIMED_MACS
             assert sample.cost().activation_bytes <= planning.TIMED_BYTES
-            assert len(sample.sides) == len(sides)
+            assert len(sample.size) == len(size)
     small = Setting("siamese", 8, 1, "v", 3, (7, 5))
     assert reduced(small, is_quick) == small
     assert reduced(small, lambda each: each.batch == 1) == Setting("siamese", 8, 1, "v", 1, (7, 5))
-    # One cell, however heavy.
-    assert reduced(Setting("averaged", 1 << 14, 1, "qkvo", 8, (4, 3)), is_quick).sides == (1, 1)
+    # One position, however heavy.
+    assert reduced(Setting("averaged", 1 << 14, 1, "qkvo", 8, (4, 3)), is_quick).size == (1, 1)
 
 
 @pytest.mark.long
 def test_fits_to_the_byte() -> None:
-    forward, training = (replayed(Setting("siamese", 12, 1, "v", 3, SIDES), training=each) for each in (False, True))
+    forward, training = (replayed(Setting("siamese", 12, 1, "v", 3, SIZE), training=each) for each in (False, True))
     assert plans(memory=forward.bytes)["siamese"].fits is True
     assert plans(memory=forward.bytes - 1)["siamese"].fits is False
     assert plans(memory=training.bytes, backward=True)["siamese"].fits is True
     assert plans(memory=training.bytes - 1, backward=True)["siamese"].fits is False
 
 
-@pytest.mark.parametrize(("rank", "sides"), [(1, 90), (2, 30), (3, 12)])
-@pytest.mark.parametrize("number", [madds_of, formed_of])
+@pytest.mark.parametrize(("rank", "size"), [(1, 90), (2, 30), (3, 12)])
+@pytest.mark.parametrize("number", [macs_of, formed_of])
 @pytest.mark.parametrize("project", ["", "v", "qkvo"])
-def test_crossovers_are_the_last_change(rank: int, sides: int, number: object, project: str) -> None:
+def test_crossovers_are_the_last_change(rank: int, size: int, number: object, project: str) -> None:
     heads = 4
     for row in OPERATORS:
         regular, setting = (
             Setting(name, 16, heads, OPERATORS[name].projections(project), 8, (1,) * rank) for name in ("softmax", row)
         )
         cheaper = []
-        for side in range(1, sides):
+        for side in range(1, size):
             ours, theirs = (
                 number(Setting(each.row, 16, heads, each.project, 1, (side,) * rank))  # type: ignore[operator]
                 for each in (setting, regular)
@@ -120,29 +120,29 @@ def test_crossovers_are_the_last_change(rank: int, sides: int, number: object, p
         else:
             first = round(found ** (1 / rank))
             assert first**rank == found
-            assert first < sides
+            assert first < size
             assert all(cheaper[first - 1 :]), row
             assert first == 1 or not cheaper[first - 2], row
 
 
 def test_known_crossovers() -> None:
-    found = plans(channels=64, sides=(14, 14), project="")
+    found = plans(channels=64, size=(14, 14), project="")
     # N·c² < N²·c from N > c on, 81 being the first square.
-    assert found["factorized"].cheaper_madds == found["averaged"].cheaper_madds == 81
+    assert found["factorized"].cheaper_macs == found["averaged"].cheaper_macs == 81
     # (2s)² < s⁴: three on each side.
-    assert found["kronecker_qkv"].cheaper_madds == 9
-    assert found["softmax"].cheaper_madds is None
+    assert found["kronecker_qkv"].cheaper_macs == 9
+    assert found["softmax"].cheaper_macs is None
     # It forms the matrix.
-    assert found["dot"].cheaper_madds is found["dot"].cheaper_bytes is None
+    assert found["dot"].cheaper_macs is found["dot"].cheaper_bytes is None
 
 
 @pytest.mark.slow
 def test_seconds_grow_as_the_work() -> None:
-    small, large = (plans(sides=(side, side), batch=1, device="cpu") for side in (16, 512))
+    small, large = (plans(size=(side, side), batch=1, device="cpu") for side in (16, 512))
     for plan in small.values():
         assert 0 < plan.forward.seconds < 10  # type: ignore[operator]
         assert 0 < plan.training.seconds < 10  # type: ignore[operator]
-    # 1,024 times the cells; the bounds leave room for a machine that does other things meanwhile.
+    # 1,024 times the positions; the bounds leave room for a machine that does other things meanwhile.
     growth = {row: large[row].forward.seconds / plan.forward.seconds for row, plan in small.items()}  # type: ignore[operator]
     assert growth["softmax"] > 1000
     assert 2 < growth["siamese"] < growth["softmax"]
@@ -152,8 +152,8 @@ def test_seconds_grow_as_the_work() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"sides": ()}, ValueError, "cost.plan: sides must have one number a side, got none."),
-        ({"sides": (5, 0)}, ValueError, "cost.plan: sides[1] must be a whole number from 1, got 0."),
+        ({"size": ()}, ValueError, "cost.plan: sides must have one number a side, got none."),
+        ({"size": (5, 0)}, ValueError, "cost.plan: sides[1] must be a whole number from 1, got 0."),
         ({"channels": 0}, ValueError, "cost.plan: channels must be a whole number from 1, got 0."),
         ({"memory": 0}, ValueError, "cost.plan: memory must be a whole number from 1, got 0."),
         ({"heads": 5}, ShapeError, "cost.plan: heads=5 does not divide the 12 channels of the grid; try heads=4."),
@@ -181,6 +181,6 @@ def test_how_long_turns_last_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
         return compare(contestants, **options)
 
     monkeypatch.setattr(planning, "compare", watched)
-    cost.plan(channels=4, sides=(10**9,), device="cpu")
+    cost.plan(channels=4, size=(10**9,), device="cpu")
     # The contestants of both passes; how fast the device multiplies and copies is measured as in `compare`.
     assert sorted(asked) == [planning.TURN_SECONDS] * 2 + [TURN] * 2

@@ -38,8 +38,8 @@ def _slightly_more(query: torch.Tensor, summary: ops.Summary) -> torch.Tensor:
     return summary.count.clamp_min(1) * 1.001
 
 
-def _peakless(key: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    basis, peak = table.exponentials(key, real)
+def _peakless(key: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    basis, peak = table.exponentials(key, valid)
     return basis, peak * 1.0001
 
 
@@ -49,9 +49,9 @@ def _peakless(key: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torc
         ("averaged", {"per": _slightly_more}),
         ("siamese", {"per": _slightly_more}),
         ("factorized_gaussian", {"basis": _peakless}),
-        ("kronecker_kv", {"asks": ops.AXES}),
-        ("dot", {"per": table.cell}),
-        ("softmax", {"answers": ops.grid.POOLED}),
+        ("kronecker_kv", {"queries_from": ops.AXES}),
+        ("dot", {"per": table.position}),
+        ("softmax", {"keys_from": ops.grid.POOLED}),
     ],
 )
 def test_a_mistake_is_seen(row: str, change: dict, monkeypatch: pytest.MonkeyPatch) -> None:

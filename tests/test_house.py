@@ -193,7 +193,14 @@ def test_every_row_has_its_whole(row: str) -> None:
 
 def functions(operator: ops.Operator) -> list[object]:
     """What a row is made of; a partial function, which equals nothing but itself, as its parts."""
-    parts = (operator.coefficients, operator.basis, operator.per, operator.score, *operator.answers, *operator.asks)
+    parts = (
+        operator.coefficients,
+        operator.basis,
+        operator.per,
+        operator.score,
+        *operator.keys_from,
+        *operator.queries_from,
+    )
     return [(part.func, part.args, part.keywords) if isinstance(part, partial) else part for part in parts]
 
 
@@ -206,14 +213,14 @@ def test_every_row_pickles(row: str) -> None:
 
 @pytest.mark.parametrize("row", ops.OPERATORS)
 def test_every_row_has_a_cost_formula(row: str) -> None:
-    small, large = (cost.predict(row, channels=16, sides=(side, side)) for side in (14, 28))
-    assert 0 < small.madds < large.madds
+    small, large = (cost.predict(row, channels=16, size=(side, side)) for side in (14, 28))
+    assert 0 < small.macs < large.macs
 
 
 def table_rows(page: str) -> dict[str, list[str]]:
-    """First cell, without its backticks -> the other cells, of every table row of a page whose first cell is code."""
+    """First entry, without its backticks -> the other entries, of every table row of a page whose first entry is code."""
     found = re.findall(r"^\| *`([^`]+)` *\|(.+)\|$", read(page), flags=re.MULTILINE)
-    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in found}
+    return {name: [entry.strip() for entry in rest.split("|")] for name, rest in found}
 
 
 @pytest.mark.parametrize("page", ["docs/guide/operators.md", "README.md"])
@@ -227,9 +234,9 @@ def test_costs_in_the_documentation_are_the_papers(row: str, page: str, column: 
     formula = re.sub(r" */ *", "/", table_rows(page)[row][column])
     for written, python in {"²": "**2", "^": "**", " ": "*"}.items():
         formula = formula.replace(written, python)
-    sides = (14, 12)
+    size = (14, 12)
     sizes = {"N": 14 * 12, "S": 14 + 12, "rank": 2, "c": 16, "h": 1}
-    assert eval(formula, sizes) == cost.predict(row, channels=16, sides=sides, project="", convention="paper").madds
+    assert eval(formula, sizes) == cost.predict(row, channels=16, size=size, project="", convention="paper").macs
 
 
 def test_every_row_has_a_section_in_the_documentation() -> None:

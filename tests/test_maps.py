@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import explicit
-from attending import _options, convolved, real_or_zero
+from attending import _options, convolved, valid_or_zero
 from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
@@ -48,12 +48,12 @@ def matrix(
     """The explicit `(b, h, *m, *n)` of what the module computes with these grids."""
     if context is None:
         context, context_mask = grid, mask
-    grid, answering = real_or_zero(grid, mask), real_or_zero(context, context_mask)
+    grid, answering = valid_or_zero(grid, mask), valid_or_zero(context, context_mask)
     row, options = attention.operator_name, _options(attention, grid, mask)
-    real = explicit.real_cells(context, context_mask)
+    valid = explicit.valid_positions(context, context_mask)
     windows = None
     if row == "softmax_pooled":
-        windows = window_shares(real)
+        windows = window_shares(valid)
         (answering, context_mask), row = explicit.pool(context, context_mask), "softmax"
     query, key = convolved(attention.query, grid), convolved(attention.key, answering)
     found = explicit.matrix(row, query, key, mask=context_mask, **options)
@@ -62,43 +62,43 @@ def matrix(
     return found.unflatten(3, context.shape[2:]).unflatten(2, grid.shape[2:])
 
 
-def window_shares(real: Tensor) -> Tensor:
-    """`(b, windows, n)`: the share of each cell in its window of 2 cells a side, even among the real ones."""
-    sides = real.shape[1:]
-    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")).flatten(1) // 2
+def window_shares(valid: Tensor) -> Tensor:
+    """`(b, windows, n)`: the share of each position in its window of 2 positions a side, even among the valid ones."""
+    size = valid.shape[1:]
+    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in size), indexing="ij")).flatten(1) // 2
     index = torch.zeros_like(positions[0])
-    for axis, side in enumerate(sides):
+    for axis, side in enumerate(size):
         index = index * -(-side // 2) + positions[axis]
     members = (
-        torch.nn.functional.one_hot(index, math.prod(-(-side // 2) for side in sides)).T * real.flatten(1)[:, None]
+        torch.nn.functional.one_hot(index, math.prod(-(-side // 2) for side in size)).T * valid.flatten(1)[:, None]
     )
     return members.double() / members.sum(-1, keepdim=True).clamp_min(1)
 
 
-def cells_of(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The first, a middle and the last cell."""
-    return [(0,) * len(sides), tuple(side // 2 for side in sides), tuple(side - 1 for side in sides)]
+def positions_of(size: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The first, a middle and the last position."""
+    return [(0,) * len(size), tuple(side // 2 for side in size), tuple(side - 1 for side in size)]
 
 
-def at(found: Tensor, cell: tuple[int, ...]) -> Tensor:
-    return found[(slice(None), slice(None), *cell)]
+def at(found: Tensor, position: tuple[int, ...]) -> Tensor:
+    return found[(slice(None), slice(None), *position)]
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("asks", "answers"), PAIRS, ids=lambda sides: name(sides))
+@pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
 @pytest.mark.parametrize("row", ROWS)
 def test_row_is_that_of_the_explicit_matrix(
-    row: str, asks: tuple[int, ...], answers: tuple[int, ...], masked: bool
+    row: str, query_size: tuple[int, ...], key_size: tuple[int, ...], masked: bool
 ) -> None:
     attention, generator = build(row, scale=0.7 if row in SCALED_ROWS else 1.0), seeded_generator(1)
-    grid, context = torch.randn(2, 4, *asks).double(), torch.randn(2, 4, *answers).double()
+    grid, context = torch.randn(2, 4, *query_size).double(), torch.randn(2, 4, *key_size).double()
     masks = {}
     if masked:
-        masks = {"mask": draw_mask(2, asks, generator), "context_mask": draw_mask(2, answers, generator)}
+        masks = {"mask": draw_mask(2, query_size, generator), "context_mask": draw_mask(2, key_size, generator)}
     expected = matrix(attention, grid, context, **masks)
-    for cell in cells_of(asks):
-        assert_close(maps.attention_row(attention, grid, cell, context=context, **masks), at(expected, cell))
+    for position in positions_of(query_size):
+        assert_close(maps.attention_row(attention, grid, position, context=context, **masks), at(expected, position))
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
@@ -110,10 +110,12 @@ def test_row_of_self_attention(row: str, heads: int, norm: bool) -> None:
     mask = draw_mask(2, (3, 5), seeded_generator(2))
     for options in ({}, {"mask": mask}):
         expected = matrix(attention, grid, **options)
-        for cell in cells_of((3, 5)):
-            # The helper leaves the products of asking cells that are not real out of its norm, at 0.
-            asks = mask[(slice(None), *cell)] if norm and options else slice(None)
-            assert_close(maps.attention_row(attention, grid, cell, **options)[asks], at(expected, cell)[asks])
+        for position in positions_of((3, 5)):
+            # The helper leaves the products of asking positions that are not valid out of its norm, at 0.
+            query_size = mask[(slice(None), *position)] if norm and options else slice(None)
+            assert_close(
+                maps.attention_row(attention, grid, position, **options)[query_size], at(expected, position)[query_size]
+            )
 
 
 # Max pooling is not linear in the values.
@@ -136,13 +138,13 @@ def test_rows_sum_to_one_or_the_rank(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_masked_cells_hold_does_not_matter(row: str) -> None:
+def test_what_masked_positions_hold_does_not_matter(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
     mask = draw_mask(2, (3, 5), seeded_generator(4))
     poisoned = grid.masked_fill(~mask[:, None], math.nan)
-    for cell in ((0, 0), (2, 4)):  # of the last sample the first is masked itself
-        expected = maps.attention_row(attention, grid, cell, mask=mask)
-        assert torch.equal(maps.attention_row(attention, poisoned, cell, mask=mask), expected)
+    for position in ((0, 0), (2, 4)):  # of the last sample the first is masked itself
+        expected = maps.attention_row(attention, grid, position, mask=mask)
+        assert torch.equal(maps.attention_row(attention, poisoned, position, mask=mask), expected)
         assert expected.isfinite().all()
     if row in BASIS_ROWS:
         assert torch.equal(
@@ -151,7 +153,7 @@ def test_what_masked_cells_hold_does_not_matter(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_sample_without_a_real_cell_takes_nothing(row: str) -> None:
+def test_a_sample_without_a_valid_position_takes_nothing(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
     mask = torch.ones(2, 3, 5, dtype=torch.bool)
     mask[1] = False
@@ -231,32 +233,32 @@ def test_memory_grows_with_the_grid_alone(row: str) -> None:
 
 # ---- basis masks -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("sides", [(7,), (3, 5), (2, 3, 4)], ids=name)
+@pytest.mark.parametrize("size", [(7,), (3, 5), (2, 3, 4)], ids=name)
 @pytest.mark.parametrize("row", BASIS_ROWS)
-def test_basis_masks_by_their_definition(row: str, sides: tuple[int, ...], masked: bool) -> None:
-    attention, grid = build(row), torch.randn(2, 4, *sides).double()
-    mask = draw_mask(2, sides, seeded_generator(6)) if masked else None
+def test_basis_masks_by_their_definition(row: str, size: tuple[int, ...], masked: bool) -> None:
+    attention, grid = build(row), torch.randn(2, 4, *size).double()
+    mask = draw_mask(2, size, seeded_generator(6)) if masked else None
     found = maps.basis_masks(attention, grid, mask=mask)
-    real = explicit.real_cells(grid, mask).flatten(1)[:, None, None]  # (b, 1, 1, n)
-    key = explicit.split(convolved(attention.key, real_or_zero(grid, mask)), 2) if attention.key else None
-    cells = real.sum(-1, keepdim=True).double()
+    valid = explicit.valid_positions(grid, mask).flatten(1)[:, None, None]  # (b, 1, 1, n)
+    key = explicit.split(convolved(attention.key, valid_or_zero(grid, mask)), 2) if attention.key else None
+    positions = valid.sum(-1, keepdim=True).double()
     if row == "factorized_gaussian":
-        expected = key.masked_fill(~real, -math.inf).softmax(-1)
+        expected = key.masked_fill(~valid, -math.inf).softmax(-1)
     elif row == "factorized":
-        expected = key / 2 * real
+        expected = key / 2 * valid
     elif row == "averaged":
-        expected = key / cells * real
+        expected = key / positions * valid
     else:
-        expected = (real / cells).expand(2, 2, 1, -1)
+        expected = (valid / positions).expand(2, 2, 1, -1)
         if row != "siamese_local":
             w = torch.ones(4).double() if attention.weight is None else attention.weight
             scores = (key * w.unflatten(0, (2, 2))[:, :, None]).sum(2, keepdim=True)
-            expected = torch.cat([expected, scores / cells * real], 2)
-    assert_close(found, expected.unflatten(3, sides))
+            expected = torch.cat([expected, scores / positions * valid], 2)
+    assert_close(found, expected.unflatten(3, size))
 
 
 @pytest.mark.parametrize("row", ["factorized_gaussian", "factorized", "averaged"])
-def test_masks_mixed_by_a_cells_coefficients_are_its_row(row: str) -> None:
+def test_masks_mixed_by_a_positions_coefficients_are_its_row(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
     query = explicit.split(convolved(attention.query, grid), 2)[..., 7]
     coefficients = query.softmax(2) if row == "factorized_gaussian" else query
@@ -264,7 +266,7 @@ def test_masks_mixed_by_a_cells_coefficients_are_its_row(row: str) -> None:
     assert_close(mixed, maps.attention_row(attention, grid, (1, 2)))
 
 
-def elu_plus_one(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
+def elu_plus_one(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
     return torch.nn.functional.elu(key) + 1, None
 
 
@@ -274,13 +276,13 @@ def own_query(query: Tensor, summary: Any) -> Tensor:
 
 @pytest.mark.parametrize("like", ["averaged", "factorized_gaussian"])
 @pytest.mark.parametrize(
-    "answers", [pooled(2, "max"), pooled(2, "mean"), ALL, AXES], ids=["max", "mean", "all", "axes"]
+    "key_size", [pooled(2, "max"), pooled(2, "mean"), ALL, AXES], ids=["max", "mean", "all", "axes"]
 )
-def test_an_operator_of_ones_own(answers: Any, like: str) -> None:
-    own = Operator(coefficients=own_query, basis=elu_plus_one, per=OPERATORS[like].per, answers=answers)
+def test_an_operator_of_ones_own(key_size: Any, like: str) -> None:
+    own = Operator(coefficients=own_query, basis=elu_plus_one, per=OPERATORS[like].per, key_size=key_size)
     attention, grid = build(own), torch.randn(2, 4, 3, 5).double()
     mask = draw_mask(2, (3, 5), seeded_generator(7))
-    query = explicit.split(convolved(attention.query, real_or_zero(grid, mask)), 2)[..., 7]
+    query = explicit.split(convolved(attention.query, valid_or_zero(grid, mask)), 2)[..., 7]
     masks = maps.basis_masks(attention, grid, mask=mask)
     assert masks.shape == (2, 2, 2, 3, 5)
     mixed = torch.einsum("bhr,bhryx->bhyx", query, masks)
@@ -289,41 +291,41 @@ def test_an_operator_of_ones_own(answers: Any, like: str) -> None:
 
 # ---- axis maps -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("asks", "answers"), PAIRS, ids=lambda sides: name(sides))
+@pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
 @pytest.mark.parametrize("row", AXIS_ROWS)
 def test_axis_maps_are_the_explicit_softmax(
-    row: str, asks: tuple[int, ...], answers: tuple[int, ...], masked: bool
+    row: str, query_size: tuple[int, ...], key_size: tuple[int, ...], masked: bool
 ) -> None:
     attention, generator = build(row, scale=1.3), seeded_generator(8)
-    grid, context = torch.randn(2, 4, *asks).double(), torch.randn(2, 4, *answers).double()
-    mask = draw_mask(2, asks, generator) if masked else None
-    context_mask = draw_mask(2, answers, generator) if masked else None
-    ask = explicit.axes(asks, explicit.real_cells(grid, mask))
-    answer = explicit.axes(answers, explicit.real_cells(context, context_mask))
-    query = explicit.split(convolved(attention.query, real_or_zero(grid, mask)), 2)
-    # The mean of projected cells; cells that are not real take no part in it.
-    key = explicit.split(convolved(attention.key, real_or_zero(context, context_mask)), 2) @ answer.means[:, None]
+    grid, context = torch.randn(2, 4, *query_size).double(), torch.randn(2, 4, *key_size).double()
+    mask = draw_mask(2, query_size, generator) if masked else None
+    context_mask = draw_mask(2, key_size, generator) if masked else None
+    ask = explicit.axes(query_size, explicit.valid_positions(grid, mask))
+    answer = explicit.axes(key_size, explicit.valid_positions(context, context_mask))
+    query = explicit.split(convolved(attention.query, valid_or_zero(grid, mask)), 2)
+    # The mean of projected positions; positions that are not valid take no part in it.
+    key = explicit.split(convolved(attention.key, valid_or_zero(context, context_mask)), 2) @ answer.means[:, None]
     if row in MEAN_ROWS:
         query = query @ ask.means[:, None]
     scores = 1.3 * query.mT @ key
     expected = scores.masked_fill(~answer.present[:, None, None], -math.inf).softmax(-1)
     options = {"context": context, "mask": mask, "context_mask": context_mask}
-    for cell in cells_of(asks):
+    for position in positions_of(query_size):
         if row in MEAN_ROWS:
-            places = [sum(asks[:axis]) + index for axis, index in enumerate(cell)]
+            places = [sum(query_size[:axis]) + index for axis, index in enumerate(position)]
         else:
-            places = [int(torch.arange(math.prod(asks)).reshape(asks)[cell])]
-        assert_close(maps.axis_maps(attention, grid, cell, **options), expected[:, :, places])
+            places = [int(torch.arange(math.prod(query_size)).reshape(query_size)[position])]
+        assert_close(maps.axis_maps(attention, grid, position, **options), expected[:, :, places])
     if row in MEAN_ROWS:
         assert_close(maps.axis_maps(attention, grid, **options), expected)
 
 
 @pytest.mark.parametrize("row", AXIS_ROWS)
-def test_axis_maps_spread_over_their_cells_are_the_row(row: str) -> None:
-    """A row or column of an image shares its weight evenly; where means ask, the parts of a cell are added."""
+def test_axis_maps_spread_over_their_positions_are_the_row(row: str) -> None:
+    """A row or column of an image shares its weight evenly; where means ask, the parts of a position are added."""
     attention, grid = build(row, coefficient_norm=True), torch.randn(2, 4, 3, 5).double()
     weights = maps.axis_maps(attention, grid, (2, 1)).sum(2)
-    if row == "kronecker_qkv":  # less half of the mean of all cells
+    if row == "kronecker_qkv":  # less half of the mean of all positions
         weights = weights - sum(part.mean(2) for part in maps.axis_maps(attention, grid).split((3, 5), 2)) / 2
     rows, columns = weights.split((3, 5), -1)
     spread = rows[..., :, None] / 5 + columns[..., None, :] / 3
@@ -334,14 +336,14 @@ def test_axis_maps_spread_over_their_cells_are_the_row(row: str) -> None:
 GRID = torch.zeros(1, 4, 3, 5)
 
 
-@pytest.mark.parametrize("cell", [(3, 0), (0, 5), (-1, 0), (1,), (1, 1, 1)], ids=str)
-def test_cell_outside_the_grid(cell: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("position", [(3, 0), (0, 5), (-1, 0), (1,), (1, 1, 1)], ids=str)
+def test_position_outside_the_grid(position: tuple[int, ...]) -> None:
     attention = GridAttention(4, "kronecker_qkv")
     for function in (maps.attention_row, maps.axis_maps):
         with pytest.raises(ShapeError) as raised:
-            function(attention, GRID, cell)
+            function(attention, GRID, position)
         assert str(raised.value) == (
-            f"{function.__name__}: cell {cell} does not lie in a grid of sides (3, 5).\n"
+            f"{function.__name__}: position {position} does not lie in a grid of size (3, 5).\n"
             "  fix: one index from 0 on each axis; the middle is (1, 2)."
         )
 
@@ -362,8 +364,8 @@ def test_what_is_no_attention(function: Any) -> None:
         (
             "basis_masks",
             "softmax",
-            "basis_masks: softmax has no basis, each cell is a slot of its own; "
-            "fix: maps.attention_row for what one cell takes from each.",
+            "basis_masks: softmax has no basis, each position is a slot of its own; "
+            "fix: maps.attention_row for what one position takes from each.",
         ),
         (
             "basis_masks",
@@ -386,7 +388,7 @@ def test_what_is_no_attention(function: Any) -> None:
         (
             "axis_maps",
             "kronecker_kv",
-            "axis_maps: under kronecker_kv every cell asks for itself; "
+            "axis_maps: under kronecker_kv every position asks for itself; "
             "fix: name one, axis_maps(attention, grid, (1, 2)).",
         ),
     ],

@@ -41,7 +41,7 @@ def _shifted(case: Case, field: str, shift: torch.Tensor) -> Case:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_loops_never_read_a_masked_cell(row: str) -> None:
+def test_loops_never_read_a_masked_position(row: str) -> None:
     case = draw(row, masked=True, heads=2)
     hidden = ~case.options["mask"][:, None]
     poisoned = case.replace(
@@ -52,7 +52,7 @@ def test_loops_never_read_a_masked_cell(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_no_real_cell_answers_zero(row: str) -> None:
+def test_no_valid_position_answers_zero(row: str) -> None:
     case = draw(row, masked=True)
     case.options["mask"][0] = False
     for form in (case.loops(), case.explicit()):
@@ -61,9 +61,9 @@ def test_no_real_cell_answers_zero(row: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max", "mean"])
-@pytest.mark.parametrize("sides", [(7,), (5, 4), (3, 1, 2)], ids=name)
-def test_pooling_loops_are_the_explicit_pooling(sides: tuple, kind: str) -> None:
-    case = draw("softmax_pooled", (4,), sides, masked=True)
+@pytest.mark.parametrize("size", [(7,), (5, 4), (3, 1, 2)], ids=name)
+def test_pooling_loops_are_the_explicit_pooling(size: tuple, kind: str) -> None:
+    case = draw("softmax_pooled", (4,), size, masked=True)
     options = {"heads": 1, "mask": case.options["mask"].numpy(), "kind": kind}
     got = reference.softmax_pooled(case.query.numpy(), case.key.numpy(), case.value.numpy(), **options)
     value, _ = explicit.pool(case.value, case.options["mask"], kind=kind)

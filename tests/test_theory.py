@@ -49,7 +49,7 @@ def identity(side):
 
 
 def kronecker(row, column, structure):
-    """The explicit covariance of vec(Xᵀ), the cells row by row."""
+    """The explicit covariance of vec(Xᵀ), the positions row by row."""
     if structure == "product":
         return torch.kron(row, column)
     return torch.kron(row, identity(len(column))) + torch.kron(identity(len(row)), column)
@@ -63,15 +63,15 @@ def flat(distribution):
     return MultivariateNormal(distribution.loc.flatten(), explicit(distribution))
 
 
-def feature_map(side_or_sides, make, structure="sum"):
+def feature_map(side_or_size, make, structure="sum"):
     """A feature map as KAN models it: the mean an outer sum, the covariances from `make`."""
-    h, w = side_or_sides
+    h, w = side_or_size
     mean = outer_sum(torch.randn(h, dtype=torch.float64), torch.randn(w, dtype=torch.float64))
     return MatrixNormal(mean, make(h), make(w), structure)
 
 
 def assert_moments(samples, mean, matrix):
-    """Sample mean and covariance of flat samples (n, cells) lie within 6 standard errors of the exact ones."""
+    """Sample mean and covariance of flat samples (n, positions) lie within 6 standard errors of the exact ones."""
     count, variances = len(samples), matrix.diagonal()
     assert ((samples.mean(0) - mean).abs() <= 6 * (variances / count).sqrt()).all()
     error = ((variances[:, None] * variances + matrix.square()) / count).sqrt()
@@ -79,9 +79,9 @@ def assert_moments(samples, mean, matrix):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("sides", [(1, 1), (1, 5), (4, 1), (3, 4), (7, 2)])
-def test_density_entropy_and_variance_are_those_of_the_explicit_covariance(structure, sides):
-    h, w = sides
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 1), (3, 4), (7, 2)])
+def test_density_entropy_and_variance_are_those_of_the_explicit_covariance(structure, size):
+    h, w = size
     matrix = MatrixNormal(torch.randn(h, w, dtype=torch.float64), covariance(h), covariance(w), structure)
     vector = flat(matrix)
     value = torch.randn(6, h, w, dtype=torch.float64)
@@ -211,11 +211,11 @@ def test_gradients_of_batches_broadcast_over_samples():
     torch.testing.assert_close(column.grad, total, **EXACT)
 
 
-SIDES = [(3, 3), (4, 2), (2, 5), (1, 3)]
+SIZE = [(3, 3), (4, 2), (2, 5), (1, 3)]
 
 
 def averaging(h, w):
-    """Matrices that take the cells, row by row, to the average row and to the average column."""
+    """Matrices that take the positions, row by row, to the average row and to the average column."""
     row = torch.kron(torch.full((1, h), 1 / h, dtype=torch.float64), identity(w))
     column = torch.kron(identity(h), torch.full((1, w), 1 / w, dtype=torch.float64))
     return row, column
@@ -229,10 +229,10 @@ def printed(matrix):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("sides", SIDES)
-def test_averages_are_linear_images_of_the_explicit_normal(structure, sides):
-    matrix = feature_map(sides, covariance, structure)
-    for average, image in zip(averages(matrix), averaging(*sides), strict=True):
+@pytest.mark.parametrize("size", SIZE)
+def test_averages_are_linear_images_of_the_explicit_normal(structure, size):
+    matrix = feature_map(size, covariance, structure)
+    for average, image in zip(averages(matrix), averaging(*size), strict=True):
         torch.testing.assert_close(average.mean, image @ matrix.loc.flatten(), **EXACT)
         torch.testing.assert_close(average.covariance_matrix, image @ explicit(matrix) @ image.T, **EXACT)
 
@@ -245,9 +245,9 @@ def test_averages_have_the_printed_means_and_keep_batches():
     assert row.batch_shape == column.batch_shape == reconstruct(row, column).batch_shape == (6,)
 
 
-@pytest.mark.parametrize("sides", SIDES)
-def test_printed_equations_4_and_5_hold_for_diagonal_covariances_only(sides):
-    matrix = feature_map(sides, diagonal)
+@pytest.mark.parametrize("size", SIZE)
+def test_printed_equations_4_and_5_hold_for_diagonal_covariances_only(size):
+    matrix = feature_map(size, diagonal)
     for average, expected in zip(averages(matrix), printed(matrix), strict=True):
         torch.testing.assert_close(average.covariance_matrix, expected, **EXACT)
     matrix = feature_map((3, 3), correlated)
@@ -258,20 +258,20 @@ def test_printed_equations_4_and_5_hold_for_diagonal_covariances_only(sides):
 
 
 @pytest.mark.parametrize("make", [diagonal, covariance])
-@pytest.mark.parametrize("sides", SIDES)
-def test_theorem_1_by_moments(sides, make):
-    h, w = sides
-    matrix = feature_map(sides, make)
+@pytest.mark.parametrize("size", SIZE)
+def test_theorem_1_by_moments(size, make):
+    h, w = size
+    matrix = feature_map(size, make)
     row, column = averages(matrix)
     rebuilt = reconstruct(row, column)
     # X̃ is a linear image of the independent rows r₁ … r_h and columns c₁ … c_w, one after another.
     independent = torch.block_diag(*[row.covariance_matrix] * h, *[column.covariance_matrix] * w)
-    cells = identity(h * w).unflatten(0, (h, w))
+    positions = identity(h * w).unflatten(0, (h, w))
     columns = torch.zeros(h, w, w, h, dtype=torch.float64)
     for i in range(h):
         for j in range(w):
             columns[i, j, j, i] = 1
-    image = torch.cat([cells.flatten(0, 1), columns.flatten(2).flatten(0, 1)], 1)
+    image = torch.cat([positions.flatten(0, 1), columns.flatten(2).flatten(0, 1)], 1)
     torch.testing.assert_close(explicit(rebuilt), image @ independent @ image.T, **EXACT)
     assert rebuilt.structure == "sum"
     torch.testing.assert_close(rebuilt.loc, matrix.loc + matrix.loc.mean(), **EXACT)
@@ -291,10 +291,10 @@ def test_normalised_means_are_kept():
     torch.testing.assert_close(reconstruct(*averages(matrix)).loc, matrix.loc, **EXACT)
 
 
-@pytest.mark.parametrize("sides", SIDES)
-def test_equation_7_holds_for_squares_and_has_a_form_for_rectangles(sides):
-    h, w = sides
-    matrix = feature_map(sides, diagonal)
+@pytest.mark.parametrize("size", SIZE)
+def test_equation_7_holds_for_squares_and_has_a_form_for_rectangles(size):
+    h, w = size
+    matrix = feature_map(size, diagonal)
     rebuilt = reconstruct(*averages(matrix)).variance.sum()
     torch.testing.assert_close(rebuilt, explicit(reconstruct(*averages(matrix))).trace(), **EXACT)
     row, column = matrix.row_covariance.trace(), matrix.column_covariance.trace()
@@ -322,10 +322,10 @@ def test_scaled_covariance_holds_for_the_trace_only():
 
 def test_rows_and_columns_have_the_marginals_of_section_3_2():
     matrix = feature_map((3, 2), diagonal)
-    cells = explicit(matrix).unflatten(0, (3, 2)).unflatten(2, (3, 2))
+    positions = explicit(matrix).unflatten(0, (3, 2)).unflatten(2, (3, 2))
     row, column = matrix.row_covariance, matrix.column_covariance
-    torch.testing.assert_close(cells[1, :, 1, :], row[1, 1] * identity(2) + column, **EXACT)
-    torch.testing.assert_close(cells[:, 1, :, 1], column[1, 1] * identity(3) + row, **EXACT)
+    torch.testing.assert_close(positions[1, :, 1, :], row[1, 1] * identity(2) + column, **EXACT)
+    torch.testing.assert_close(positions[:, 1, :, 1], column[1, 1] * identity(3) + row, **EXACT)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

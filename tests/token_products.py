@@ -12,26 +12,26 @@ EPS = torch.finfo(torch.float64).eps
 ROWS = ("factorized_gaussian", "softmax", "dot", "factorized", "averaged", "siamese_ones")
 
 
-def matrix(row: str, query: Tensor, key: Tensor, real: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """The implied N×N matrix of `(b, h, m, d)` and `(b, h, n, d)`; `real` `(b, n)`, a cell masked gets no weight."""
-    if real is None:
-        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
-    if row == "factorized_gaussian":  # FA Eq. 4: C = softmax over channels, B = softmax over cells
+def matrix(row: str, query: Tensor, key: Tensor, valid: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """The implied N×N matrix of `(b, h, m, d)` and `(b, h, n, d)`; `valid` `(b, n)`, a position masked gets no weight."""
+    if valid is None:
+        valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+    if row == "factorized_gaussian":  # FA Eq. 4: C = softmax over channels, B = softmax over positions
         coefficients = query.exp() / query.exp().sum(-1, keepdim=True)  # (b, h, m, d)
-        basis = key.exp() * real[:, None, :, None]
+        basis = key.exp() * valid[:, None, :, None]
         basis = basis / basis.sum(2, keepdim=True).clamp_min(1e-300)  # (b, h, n, d)
         return coefficients @ basis.transpose(2, 3)
-    grids = (cells.transpose(2, 3).flatten(1, 2) for cells in (query, key))
-    return explicit.matrix(row, *grids, heads=query.shape[1], mask=real, scale=scale if row == "softmax" else 1.0)
+    grids = (positions.transpose(2, 3).flatten(1, 2) for positions in (query, key))
+    return explicit.matrix(row, *grids, heads=query.shape[1], mask=valid, scale=scale if row == "softmax" else 1.0)
 
 
 def product(
-    row: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None, scale: float = 1.0
+    row: str, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
     """The responses `(b, h, m, c)`."""
-    if real is not None:
-        key, value = (torch.where(real[:, None, :, None], cells, 0) for cells in (key, value))
-    return matrix(row, query, key, real, scale) @ value
+    if valid is not None:
+        key, value = (torch.where(valid[:, None, :, None], positions, 0) for positions in (key, value))
+    return matrix(row, query, key, valid, scale) @ value
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

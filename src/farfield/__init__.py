@@ -6,7 +6,7 @@ The names below load when they are first asked for, so that ``import farfield`` 
 - ``nn``: ``GridAttention`` and the blocks of the papers
 - ``models``: the compact networks, ``MODELS``, ``from_pretrained``
 - ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)
-- ``maps``: which cells one cell attends to
+- ``maps``: which positions one position attends to
 - ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
 - ``sharding``: ``sharded_attention``, for grids spread over processes

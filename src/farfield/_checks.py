@@ -35,13 +35,13 @@ def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> Looku
 
 
 def check_grid(caller: str, name: str, grid: Tensor) -> None:
-    """Refuse what is not a floating-point grid `(batch, channels, *sides)` with at least one cell."""
+    """Refuse what is not a floating-point grid `(batch, channels, *size)` with at least one position."""
     if not isinstance(grid, Tensor):
-        raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *sides), got {type(grid).__name__}.")
+        raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}.")
     if grid.dim() < 3:
         fix = f"give it its sides, e.g. {name}.unsqueeze(-1) or {name}.unflatten(-1, (height, width))."
         raise shape_error(
-            caller, f"{name} must be (batch, channels, *sides) with one side at least.", fix, **{name: grid}
+            caller, f"{name} must be (batch, channels, *size) with one side at least.", fix, **{name: grid}
         )
     if not grid.is_floating_point():
         raise TypeError(f"{caller}: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
@@ -66,16 +66,16 @@ def check_same_kind(caller: str, **tensors: Tensor) -> None:
 
 
 def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None:
-    """Refuse a mask that is not a boolean grid `(batch, *sides)` of the grid it belongs to."""
+    """Refuse a mask that is not a boolean grid `(batch, *size)` of the grid it belongs to."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"{caller}: {name} must be boolean, True where a cell is real, got {mask.dtype}; fix: {name} > 0."
+            f"{caller}: {name} must be boolean, True where a position is valid, got {mask.dtype}; fix: {name} > 0."
         )
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
-        fix = f"one value a cell, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
-        raise shape_error(caller, f"{name} must be (batch, *sides) of {owner}.", fix, **{name: mask, owner: grid})
+        fix = f"one value a position, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
+        raise shape_error(caller, f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
     if mask.device != grid.device:
         raise ValueError(
             f"{caller}: {name} must be on the device of {owner}, {grid.device}, got {mask.device}; "
@@ -119,7 +119,7 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
         raise shape_error(caller, problem, projection_fix(key, query.shape[1]), query=query, key=key)
     if key.shape[2:] != value.shape[2:]:
         raise shape_error(
-            caller, "key and value must have the same sides.", "take both from one grid.", key=key, value=value
+            caller, "key and value must have the same size.", "take both from one grid.", key=key, value=value
         )
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         fix = "repeat the smaller one, e.g. key.expand(len(query), *key.shape[1:])."
@@ -134,17 +134,17 @@ def projection_fix(grid: Tensor, channels: int) -> str:
 
 
 def check_place(
-    caller: str, grid: Tensor, origin: Sequence[int] | None, sides: Sequence[int] | None
+    caller: str, grid: Tensor, origin: Sequence[int] | None, size: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return where a tile lies as `(origin, sides)`, None for a whole grid; refuse a tile that sticks out."""
-    if origin is None and sides is None:
+    """Return where a tile lies as `(origin, size)`, None for a whole grid; refuse a tile that sticks out."""
+    if origin is None and size is None:
         return None
-    if origin is None or sides is None:
-        raise ValueError(f"{caller}: a tile says where it lies by both origin and sides, got {origin=}, {sides=}.")
-    place = tuple(origin), tuple(sides)
+    if origin is None or size is None:
+        raise ValueError(f"{caller}: a tile says where it lies by both origin and size, got {origin=}, {size=}.")
+    place = tuple(origin), tuple(size)
     tile = tuple(grid.shape[2:])
     if not len(place[0]) == len(place[1]) == len(tile):
-        raise ShapeError(f"{caller}: origin and sides must have one number a side, got {origin=}, {sides=} for {tile}.")
-    if any(start < 0 or start + size > side for start, size, side in zip(place[0], tile, place[1], strict=True)):
-        raise ShapeError(f"{caller}: a tile of sides {tile} at {origin=} does not lie inside a grid of {sides=}.")
+        raise ShapeError(f"{caller}: origin and size must have one number a side, got {origin=}, {size=} for {tile}.")
+    if any(start < 0 or start + length > side for start, length, side in zip(place[0], tile, place[1], strict=True)):
+        raise ShapeError(f"{caller}: a tile of size {tile} at {origin=} does not lie inside a grid of {size=}.")
     return place

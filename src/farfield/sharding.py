@@ -1,6 +1,6 @@
 """Attention over a grid that is spread over processes: each summarizes its part, one all-gather, merge, respond.
 
-A process holds a part of the grid and never more. What it sends is its summary, whose size does not depend on the cells
+A process holds a part of the grid and never more. What it sends is its summary, whose size does not depend on the positions
 (for the Kronecker rows: on the sides alone), so that attention over the whole costs one small message a layer.
 """
 
@@ -36,10 +36,10 @@ def sharded_attention(
     mask: Bool[Tensor, " b *m"] | None = None,
     dim: int = 0,
     origin: Sequence[int] | None = None,
-    sides: Sequence[int] | None = None,
+    size: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Let every cell of this process's part of a grid attend to the whole grid.
+    """Let every position of this process's part of a grid attend to the whole grid.
 
     `respond(part, merge over processes of summarize(part))`
 
@@ -50,10 +50,10 @@ def sharded_attention(
     Args:
         layer: The attention, the same on every process.
         grid: This process's part; parts may differ in sides. Or a `DTensor` split on one side.
-        mask: The part's real cells.
+        mask: The part's valid positions.
         dim: Which side is split, where parts follow each other in the order of ranks; read if `origin` is not given.
-        origin: The part's first index on each side; with `sides` parts may lie anywhere.
-        sides: Of the whole.
+        origin: The part's first index on each side; with `size` parts may lie anywhere.
+        size: Of the whole.
         group: The processes; by default all.
 
     Returns:
@@ -67,9 +67,9 @@ def sharded_attention(
             What one process refuses, or where they differ, is an error of the same text on all of them.
 
     Cost:
-        The multiply-adds of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each
+        The MACs of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each
         process; a few hundred bytes before, by which the processes agree (not in a compiled graph, which needs
-        `origin` and `sides`).
+        `origin` and `size`).
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -86,15 +86,15 @@ def sharded_attention(
     """
     if isinstance(grid, DTensor):
         return of_dtensor(layer, grid, mask)
-    if torch.compiler.is_compiling() and origin is not None and sides is not None:
-        place = tuple(origin), tuple(sides)  # a graph holds no talk about facts
+    if torch.compiler.is_compiling() and origin is not None and size is not None:
+        place = tuple(origin), tuple(size)  # a graph holds no talk about facts
     else:
-        place = agree(layer, grid, mask, dim, origin, sides, group)
-    where = {"origin": place[0], "sides": place[1]}
+        place = agree(layer, grid, mask, dim, origin, size, group)
+    where = {"origin": place[0], "size": place[1]}
     summary = layer.summarize(grid, mask=mask, **where)
-    asked = None if layer.operator.asks.side_by_side else layer.gather_asked(grid, mask=mask, **where)
-    whole = gather_and_merge(summary, asked, group)
-    return layer.respond(grid, whole.summary, mask=mask, asked=whole.asked, **where)
+    query_sums = None if layer.operator.queries_from.side_by_side else layer.gather_queries(grid, mask=mask, **where)
+    whole = gather_and_merge(summary, query_sums, group)
+    return layer.respond(grid, whole.summary, mask=mask, query_sums=whole.query_sums, **where)
 
 
 class Whole(NamedTuple):
@@ -102,26 +102,28 @@ class Whole(NamedTuple):
 
     Attributes:
         summary: Of the whole.
-        asked: Sums that ask, for operators that ask with sums.
+        query_sums: Sums that ask, for operators that ask with sums.
     """
 
     summary: Summary
-    asked: Gathered | None
+    query_sums: Gathered | None
 
 
-def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group: ProcessGroup | None = None) -> Whole:
+def all_gather_summary(
+    summary: Summary, query_sums: Gathered | None = None, *, group: ProcessGroup | None = None
+) -> Whole:
     """Merge the summaries of all processes, by one all-gather through which gradients flow.
 
     Args:
         summary: Of this process's part, of one shape on all processes.
-        asked: Its sums that ask, from `GridAttention.gather_asked`, for operators that ask with sums.
+        query_sums: Its sums that ask, from `GridAttention.gather_queries`, for operators that ask with sums.
         group: The processes; by default all.
 
     Returns:
         The same on every process, up to rounding that is the same too.
 
     Raises:
-        ValueError: If slots are cells, so that their number is that of the cells.
+        ValueError: If slots are positions, so that their number is that of the positions.
         ShapeError: If the processes' summaries differ in shape or dtype; the same error on all of them.
 
     Cost:
@@ -132,7 +134,7 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
     def describe() -> str:
         if summary.side_by_side:
             raise ValueError("all_gather_summary: this summary is the grid itself; fix: an operator that compresses.")
-        parts = parts_of(summary, asked).items()
+        parts = parts_of(summary, query_sums).items()
         return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
 
     said = gather_facts("all_gather_summary", describe, group)
@@ -141,18 +143,18 @@ def all_gather_summary(summary: Summary, asked: Gathered | None = None, *, group
             f"all_gather_summary: the processes must have summaries of one shape and dtype.\n{list_by_rank(said)}\n"
             f"  fix: the same layer, batch and dtype on all of them."
         )
-    return gather_and_merge(summary, asked, group)
+    return gather_and_merge(summary, query_sums, group)
 
 
-def parts_of(summary: Summary, asked: Gathered | None) -> dict[str, Tensor]:
+def parts_of(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
     """The tensors that a process sends, by name."""
     named: dict[str, Tensor] = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
-    return named if asked is None else named | {"asked": asked.cells, "askers": asked.real}
+    return named if query_sums is None else named | {"asked": query_sums.positions, "askers": query_sums.valid}
 
 
-def gather_and_merge(summary: Summary, asked: Gathered | None, group: ProcessGroup | None) -> Whole:
+def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: ProcessGroup | None) -> Whole:
     """`all_gather_summary` of processes that have agreed."""
-    named = parts_of(summary, asked)
+    named = parts_of(summary, query_sums)
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in named.values()))
     message = torch.cat([part.to(dtype).flatten() for part in named.values()])
     gathered = all_gather(message, group)  # (processes, numbers)
@@ -162,14 +164,14 @@ def gather_and_merge(summary: Summary, asked: Gathered | None, group: ProcessGro
         parts = {
             name: piece.view_as(part).to(part.dtype) for (name, part), piece in zip(named.items(), pieces, strict=True)
         }
-        sums = Gathered(parts.pop("asked"), parts.pop("askers")) if asked is not None else None
+        sums = Gathered(parts.pop("asked"), parts.pop("askers")) if query_sums is not None else None
         if "peak" in parts:  # it cancels
             parts["peak"] = parts["peak"].detach()
         other = summary._replace(**parts)
         if merged is None:
             merged = Whole(other, sums)
         else:
-            both = None if merged.asked is None else merged.asked.merge(cast(Gathered, sums))
+            both = None if merged.query_sums is None else merged.query_sums.merge(cast(Gathered, sums))
             merged = Whole(merged.summary.merge(other), both)
     return cast(Whole, merged)
 
@@ -178,12 +180,12 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
     """Say where this process's part lies, where parts follow each other on one side in the order of ranks.
 
     Args:
-        grid: The part, `(batch, channels, *sides)`.
+        grid: The part, `(batch, channels, *size)`.
         dim: Which of its sides is split, from 0.
         group: The processes; by default all.
 
     Returns:
-        Origin of the part, sides of the whole.
+        Origin of the part, size of the whole.
 
     Raises:
         ShapeError: If the parts differ in anything but that side.
@@ -199,7 +201,7 @@ class Part(NamedTuple):
     """What a process says of its part, by which all agree.
 
     Attributes:
-        shape: `(batch, channels, *sides)`.
+        shape: `(batch, channels, *size)`.
         dim: Which side is split; None if the process says where its part lies.
         place: Where; None if it does not say.
         layer: What the layer is, in one line.
@@ -219,22 +221,22 @@ def agree(
     mask: Tensor | None,
     dim: int,
     origin: Sequence[int] | None,
-    sides: Sequence[int] | None,
+    size: Sequence[int] | None,
     group: ProcessGroup | None,
 ) -> Place:
     """Tell the processes what this one is about to send, and return where its part lies in a grid that all make."""
 
     def describe() -> Part:
         check(layer)
-        place = check_input(layer, grid, mask, origin, sides)
+        place = check_input(layer, grid, mask, origin, size)
         line = " ".join(repr(layer).split())
         return Part(tuple(grid.shape), check_dim(grid, dim) if place is None else None, place, line, grid.dtype)
 
     parts = gather_facts("sharded_attention", describe, group)
     check_same(ValueError, "one layer", [part.layer for part in parts], "build it alike on all of them.")
     check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], "part.to(dtype), layer.to(dtype).")
-    says = ["no origin and sides" if part.place is None else "origin and sides" for part in parts]
-    check_same(ValueError, "origin and sides, or none of them", says, "give them on all, or leave them out on all.")
+    says = ["no origin and size" if part.place is None else "origin and size" for part in parts]
+    check_same(ValueError, "origin and size, or none of them", says, "give them on all, or leave them out on all.")
     return lay_out(parts, distributed.get_rank(group))
 
 
@@ -265,25 +267,25 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
         return cast(Place, places[own])
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
         listed = list_by_rank(shapes)
-        raise ShapeError(f"sharded_attention: parts may differ on side {dim} alone.\n{listed}\n  fix: origin=, sides=.")
-    origin, sides = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
+        raise ShapeError(f"sharded_attention: parts may differ on side {dim} alone.\n{listed}\n  fix: origin=, size=.")
+    origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
-    sides[dim] = sum(shape[dim + 2] for shape in shapes)
-    return tuple(origin), tuple(sides)
+    size[dim] = sum(shape[dim + 2] for shape in shapes)
+    return tuple(origin), tuple(size)
 
 
 def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
     """Refuse parts, each inside the whole, that overlap or leave a gap: every position must lie in one part."""
-    origins, (whole, *_) = [origin for origin, _ in places], [sides for _, sides in places]
-    check_same(ShapeError, "the same sides of the whole", [sides for _, sides in places], "sides=, those of the whole.")
+    origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
+    check_same(ShapeError, "the same size of the whole", [size for _, size in places], "size=, those of the whole.")
     starts = torch.tensor(origins, device="cpu")
     ends = starts + torch.tensor(sizes, device="cpu")
     meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
     pairs = meet.triu(1).nonzero().tolist()
-    missing = math.prod(whole) - sum(math.prod(size) for size in sizes)
+    missing = math.prod(whole) - sum(math.prod(each) for each in sizes)
     if pairs or missing:
         problem = f"ranks {pairs[0][0]} and {pairs[0][1]} overlap" if pairs else f"{missing} positions are in no part"
-        listed = list_by_rank(f"{size} at origin {origin}" for size, origin in zip(sizes, origins, strict=True))
+        listed = list_by_rank(f"{own} at origin {origin}" for own, origin in zip(sizes, origins, strict=True))
         raise ShapeError(
             f"sharded_attention: each position of {whole} must be in one part, but {problem}.\n{listed}\n"
             f"  fix: origin=, the first index of each process's own part on each side (place_of_part says it where "
@@ -300,8 +302,8 @@ def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTen
             f"fix: grid.redistribute(placements=[Shard(2)])."
         )
     part = grid.to_local()
-    real = mask.to_local() if isinstance(mask, DTensor) else mask
-    response = sharded_attention(layer, part, mask=real, dim=placements[0].dim - 2, group=mesh.get_group())
+    valid = mask.to_local() if isinstance(mask, DTensor) else mask
+    response = sharded_attention(layer, part, mask=valid, dim=placements[0].dim - 2, group=mesh.get_group())
     shape = torch.Size((response.shape[0], response.shape[1], *grid.shape[2:]))
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(response, mesh, placements, run_check=False, shape=shape, stride=strides)

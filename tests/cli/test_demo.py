@@ -48,7 +48,7 @@ def test_costs_are_those_of_both_networks(run):
     kanet, mobilenet = run[2]["networks"]
     assert (kanet["network"], mobilenet["network"]) == demo.TRAINED
     assert (kanet["full_weights"], mobilenet["full_weights"]) == (3_448_448, 3_469_760)
-    assert kanet["full_madds"] < mobilenet["full_madds"]
+    assert kanet["full_macs"] < mobilenet["full_macs"]
     assert kanet["held_out"] == mobilenet["held_out"] == 360
 
 
@@ -57,8 +57,8 @@ def test_table_2_is_whole_and_measured(run):
     assert len(rows) == 12
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
     assert [row["speed_up"] for row in rows if row["operator"] == "softmax"] == [1, 1, 1]
-    # To the paper's two decimals, which it cuts off in two cells and rounds in the others.
-    assert all(abs(row["madds"] / 1e6 - float(row["printed_madds"][:-1])) < 0.01 for row in rows)
+    # To the paper's two decimals, which it cuts off in two positions and rounds in the others.
+    assert all(abs(row["macs"] / 1e6 - float(row["printed_macs"][:-1])) < 0.01 for row in rows)
 
 
 def test_saved_network_has_the_accuracy_that_is_told(run):
@@ -84,7 +84,7 @@ def test_a_demo_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
         ("results.json", "results.part", "attention.part"), "mine"
     )
-    picture.write(tmp_path / "attention.png", sides=(8, 12), cell=(6, 7))
+    picture.write(tmp_path / "attention.png", size=(8, 12), position=(6, 7))
     assert (tmp_path / "attention.part").read_text() == "mine"
 
 
@@ -106,10 +106,10 @@ def test_features_tell_no_place_and_panels_hold_attention_rows():
     panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.SAYS}
     for name, total in (("softmax", 1), ("softmax_pooled", 1), ("kronecker_kv", 1), ("kronecker_qkv", 1)):
         assert panels[name].weights.sum() == pytest.approx(total, abs=1e-5)
-    cell = panels["softmax"].weights[15, 14]
-    assert cell == pytest.approx(panels["softmax"].weights.max())
+    position = panels["softmax"].weights[15, 14]
+    assert position == pytest.approx(panels["softmax"].weights.max())
     assert panels["averaged"].weights.min() < 0 < panels["siamese"].weights[15, 14]
-    assert min(panels.values(), key=lambda panel: panel.madds).name == "siamese"
+    assert min(panels.values(), key=lambda panel: panel.macs).name == "siamese"
 
 
 def test_runs_again_in_the_same_folder(run, monkeypatch, capsys):

@@ -98,26 +98,37 @@ def test_layers_are_listed(runs: Path, photograph: Path) -> None:
         "operator": "factorized_gaussian",
         "heads": 4,
         "channels": 8,
-        "sides": [32, 48],
+        "size": [32, 48],
     }
 
 
 def test_rows_are_those_of_the_network_on_the_photograph(runs: Path, photograph: Path) -> None:
-    options = ("--model", runs, "--image", photograph, "--cell", "0,0", "--cell", "59,89", "--cell", "30,30")
+    options = (
+        "--model",
+        runs,
+        "--image",
+        photograph,
+        "--position",
+        "0,0",
+        "--position",
+        "59,89",
+        "--position",
+        "30,30",
+    )
     screen = run(*options)
-    for text in (f"{LAYER} · factorized_gaussian · 16 × 24 cells · the average of its heads", "15,23", "maps.png"):
+    for text in (f"{LAYER} · factorized_gaussian · 16 × 24 positions · the average of its heads", "15,23", "maps.png"):
         assert text in screen
     with Image.open("maps.png") as figure:
         assert figure.width > figure.height > 200
         assert len(figure.convert("RGB").getcolors(1 << 24)) > 1000
     told = json.loads(run(*options, "--json"))
     assert [one["pixel"] for one in told] == [[0, 0], [59, 89], [30, 30]]
-    assert [one["cell"] for one in told] == [[0, 0], [15, 23], [8, 8]]
+    assert [one["position"] for one in told] == [[0, 0], [15, 23], [8, 8]]
     trained = load(str(runs))
     image = torch.from_numpy(np.array(Image.open(photograph))).permute(2, 0, 1)
     layer = maps.layers(trained.network, trained.prepare(image, None))[LAYER]
     for one in told:
-        row = maps.attention_row(layer.attention, layer.grid, one["cell"])[0]
+        row = maps.attention_row(layer.attention, layer.grid, one["position"])[0]
         assert torch.allclose(torch.tensor(one["row"]), row.mean(0), atol=1e-7)
         assert one["sum"] == pytest.approx(1, abs=1e-5)
         assert one["largest"] == pytest.approx(float(row.mean(0).max()), abs=1e-7)
@@ -236,8 +247,8 @@ def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch
         "config.yaml builds its network by my_networks.build_tiny, which is no network of farfield's; "
         "fix: if you trust it: --network my_networks.build_tiny." in text
     )
-    screen = run(*options, "--network", "my_networks.build_tiny", "--cell", "10,10")
-    assert "1 · siamese · 56 × 84 cells · one head" in screen
+    screen = run(*options, "--network", "my_networks.build_tiny", "--position", "10,10")
+    assert "1 · siamese · 56 × 84 positions · one head" in screen
     for wrong, told in (
         ("my_networks.bild", "--network my_networks.bild cannot be imported"),
         ("no_such_module.build", "--network no_such_module.build cannot be imported"),
@@ -324,7 +335,7 @@ def test_data_of_such_a_run(sent: Path, photograph: Path) -> None:
     for arguments, text in (
         ({"image_size": 10**6}, "sent/config.yaml: image_size is 1000000, and 8,192 at most is built; "),
         ({"image_size": "wide"}, "sent/config.yaml does not describe data of this version: "),
-        ({"sides": 3}, "sent/config.yaml does not describe data of this version: "),
+        ({"size": 3}, "sent/config.yaml does not describe data of this version: "),
     ):
         described["data"] = {"class_path": "farfield.data.classify.Digits", "init_args": arguments}
         sent.write_text(json.dumps(described))
@@ -348,25 +359,28 @@ def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> N
     ("words", "text"),
     [
         (
-            ("--cell", "60,0"),
-            "--cell 60,0 does not lie in photo.png, which has 60 rows and 90 columns of pixels; "
-            "fix: the row comes first: --cell 0,60.",
+            ("--position", "60,0"),
+            "--position 60,0 does not lie in photo.png, which has 60 rows and 90 columns of pixels; "
+            "fix: the row comes first: --position 0,60.",
         ),
-        (("--cell", "60,90"), "fix: from 0,0 to 59,89."),
-        (("--cell", "3"), "'3' is not a pixel: its row and column from 0, such as 120,80"),
+        (("--position", "60,90"), "fix: from 0,0 to 59,89."),
+        (("--position", "3"), "'3' is not a pixel: its row and column from 0, such as 120,80"),
         (
-            ("--cell", "1,1", "--layer", "rows.3.0.attentoin"),
+            ("--position", "1,1", "--layer", "rows.3.0.attentoin"),
             f'--layer: no attention layer "rows.3.0.attentoin"; nearest: {LAYER}',
         ),
-        (("--cell", "1,1", "--head", "4"), f"--head 4: {LAYER} has 4; fix: --head 0 to 3, or leave it out."),
+        (("--position", "1,1", "--head", "4"), f"--head 4: {LAYER} has 4; fix: --head 0 to 3, or leave it out."),
         (("--basis", "--slot", "2"), "--slot 2: a head has 2 slots; fix: --slot 0 to 1, or leave it out."),
-        (("--basis", "--cell", "1,1"), "--cell, --basis, --norms and --health show one thing each; give one of them"),
-        (("--norms", "--health"), "--cell, --basis, --norms and --health show one thing each; give one of them"),
         (
-            ("--cell", "1,1", "--output", "maps.doc"),
+            ("--basis", "--position", "1,1"),
+            "--position, --basis, --norms and --health show one thing each; give one of them",
+        ),
+        (("--norms", "--health"), "--position, --basis, --norms and --health show one thing each; give one of them"),
+        (
+            ("--position", "1,1", "--output", "maps.doc"),
             "--output maps.doc: a figure cannot be .doc; it can be .png, .pdf, .svg.",
         ),
-        (("--size", "0", "--cell", "1,1"), "'0' is not a whole number from 1"),
+        (("--size", "0", "--position", "1,1"), "'0' is not a whole number from 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -382,7 +396,7 @@ def test_bad_images(runs: Path, photograph: Path) -> None:
         assert f"{name} is no image that can be read" in refused("--model", runs, "--image", name)
     assert "there is no image none.png." in refused("--model", runs, "--image", "none.png")
     assert "give a photograph" in refused("--model", runs)
-    assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--cell", "1,1")
+    assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--position", "1,1")
 
 
 def test_bad_models(photograph: Path) -> None:
@@ -417,7 +431,7 @@ def test_a_figure_does_not_replace_the_photograph(runs: Path, photograph: Path) 
     before = photograph.read_bytes()
     Path("link.png").symlink_to(photograph)
     for output in (photograph, Path("link.png")):
-        said = refused("--model", runs, "--image", photograph, "--cell", "0,0", "--output", output)
+        said = refused("--model", runs, "--image", photograph, "--position", "0,0", "--output", output)
         assert said.startswith(
             f"farfield maps: {output} would replace {photograph}, which is read; nothing was written."
         )

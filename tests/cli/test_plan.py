@@ -26,21 +26,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.long
 def test_plan_as_json(run: Any) -> None:
-    options = "--channels 16 --sides 12,10 --batch 2 --heads 2 --project qkvo --memory 100kB --backward --no-time"
+    options = "--channels 16 --size 12,10 --batch 2 --heads 2 --project qkvo --memory 100kB --backward --no-time"
     rows = json.loads(run(f"{options} --json"))
-    expected = cost.plan(channels=16, sides=(12, 10), batch=2, heads=2, project="qkvo", memory=100_000, backward=True)
+    expected = cost.plan(channels=16, size=(12, 10), batch=2, heads=2, project="qkvo", memory=100_000, backward=True)
     assert [row["operator"] for row in rows] == list(OPERATORS)
     for row, plan in zip(rows, expected, strict=True):
         assert row == {
             "operator": plan.operator,
             "fits": plan.fits,
-            "madds_forward": plan.forward.madds,
+            "macs_forward": plan.forward.macs,
             "bytes_forward": plan.forward.bytes,
             "seconds_forward": None,
-            "madds_training": plan.training.madds,
+            "macs_training": plan.training.macs,
             "bytes_training": plan.training.bytes,
             "seconds_training": None,
-            "cheaper_madds": plan.cheaper_madds,
+            "cheaper_macs": plan.cheaper_macs,
             "cheaper_bytes": plan.cheaper_bytes,
         }
     assert {row["fits"] for row in rows} == {True, False}
@@ -48,22 +48,22 @@ def test_plan_as_json(run: Any) -> None:
 
 @pytest.mark.long
 def test_plan_for_people(run: Any) -> None:
-    text = run("--channels 16 --sides 12,10 --memory 60KiB --no-time")
-    assert text.startswith("12 × 10 cells, 16 channels, 1 head, maps v, batch 1, a forward pass in 0.06MB")
+    text = run("--channels 16 --size 12,10 --memory 60KiB --no-time")
+    assert text.startswith("12 × 10 positions, 16 channels, 1 head, maps v, batch 1, a forward pass in 0.06MB")
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1]}
     assert lines["siamese"][1] == "yes"
     assert lines["dot"][1] == "no"
     assert " time " not in text
     assert "N = 25" in text  # averaged: N > 16
-    text = run("--channels 16 --sides 4 --no-time")
+    text = run("--channels 16 --size 4 --no-time")
     assert " fits " not in text
 
 
 @pytest.mark.long
 def test_plan_with_times(run: Any) -> None:
-    rows = list(csv.DictReader(io.StringIO(run("--channels 8 --sides 6,6 --csv"))))
+    rows = list(csv.DictReader(io.StringIO(run("--channels 8 --size 6,6 --csv"))))
     assert all(float(row["seconds_forward"]) > 0 and float(row["seconds_training"]) > 0 for row in rows)
-    text = run("--channels 8 --sides 6,6")
+    text = run("--channels 8 --size 6,6")
     assert "Time: estimated from a short run on cpu." in text
     assert "ms" in text
 
@@ -79,15 +79,15 @@ def test_memory(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--sides 4", "the following arguments are required: --channels"),
-        ("--channels 8", "the following arguments are required: --sides"),
-        ("--channels 8 --sides 4 --memory lots", "argument --memory: 'lots' is not a memory: bytes, or a number and"),
-        ("--channels 8 --sides 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory"),
-        ("--channels 8 --sides 4 --memory 0", "argument --memory: '0' is not a memory"),
-        ("--channels 8 --sides 4,0", "argument --sides: '4,0' is not sides"),
-        ("--channels 8 --sides 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),
-        ("--channels 8 --sides 4 --project x", "farfield plan: cost.plan: project='x' must be letters of"),
-        ("--channels 8 --sides 4 --device abacus", "farfield plan: Expected one of cpu, cuda, "),
+        ("--size 4", "the following arguments are required: --channels"),
+        ("--channels 8", "the following arguments are required: --size"),
+        ("--channels 8 --size 4 --memory lots", "argument --memory: 'lots' is not a memory: bytes, or a number and"),
+        ("--channels 8 --size 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory"),
+        ("--channels 8 --size 4 --memory 0", "argument --memory: '0' is not a memory"),
+        ("--channels 8 --size 4,0", "argument --size: '4,0' is not sides"),
+        ("--channels 8 --size 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),
+        ("--channels 8 --size 4 --project x", "farfield plan: cost.plan: project='x' must be letters of"),
+        ("--channels 8 --size 4 --device abacus", "farfield plan: Expected one of cpu, cuda, "),
     ],
 )
 def test_plan_refuses(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:

@@ -92,8 +92,8 @@ def test_unknown_command(fails: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["cost", "--sides", "56,x"], "argument --sides: '56,x' is not sides: whole numbers from 1 joined by commas"),
-        (["cost", "--sides", "56,0"], "argument --sides: '56,0' is not sides"),
+        (["cost", "--size", "56,x"], "argument --size: '56,x' is not sides: whole numbers from 1 joined by commas"),
+        (["cost", "--size", "56,0"], "argument --size: '56,0' is not sides"),
         (["cost", "--channels", "0"], "argument --channels: '0' is not a whole number from 1"),
         (["cost", "--channels", "eight"], "argument --channels: 'eight' is not a whole number from 1"),
         (["cost", "--json", "--csv"], "argument --csv: not allowed with argument --json"),
@@ -104,7 +104,7 @@ def test_unknown_command(fails: Any) -> None:
         (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
         (["cost", "--heads", "3"], "farfield cost: cost.predict: heads=3 does not divide the 8 channels of query"),
         (["cost", "--project", "vx"], "farfield cost: cost.predict: project='vx' must be letters of \"qkvo\""),
-        (["measure", "--device", "abacus", "--sides", "4"], "farfield measure: Expected one of cpu, cuda, "),
+        (["measure", "--device", "abacus", "--size", "4"], "farfield measure: Expected one of cpu, cuda, "),
     ],
 )
 def test_bad_arguments(fails: Any, arguments: list[str], text: str) -> None:
@@ -168,16 +168,16 @@ def test_a_reader_that_leaves_early_is_no_error(form: list[str]) -> None:
 def test_operators_lists_every_row(run: Any) -> None:
     assert list(tables.OPERATORS) == list(OPERATORS)
     text = run("operators")
-    for row, cells in tables.OPERATORS.items():
+    for row, positions in tables.OPERATORS.items():
         [line] = [line for line in text.splitlines() if line.split()[:1] == [row]]
-        assert all(cell in line for cell in cells)
+        assert all(position in line for position in positions)
     assert [row["operator"] for row in json.loads(run("operators", "--json"))] == list(OPERATORS)
 
 
 @pytest.mark.parametrize("row", OPERATORS)
 def test_operators_says_how_summaries_merge(row: str) -> None:
     operator, (_, slots, merging, _) = OPERATORS[row], tables.OPERATORS[row]
-    assert (merging == "stand side by side") == (operator.basis is None and operator.answers.side_by_side)
+    assert (merging == "stand side by side") == (operator.basis is None and operator.keys_from.side_by_side)
     key = torch.ones(1, 1, 1 if operator.score else 5, 3)
     number = None if operator.basis is None else operator.basis(key, torch.ones(1, 1, 1, 3))[0].shape[2]
     assert {"one": 1, "two": 2, "one a key channel": 5}.get(slots) == number
@@ -190,7 +190,7 @@ def test_operators_says_how_the_cost_grows(row: str) -> None:
     def grown(side: int) -> float:
         return float(eval(rule, {"N": side**2, "S": 2 * side, "c": 16, "h": 1}))
 
-    small, large = (cost.predict(row, channels=16, sides=(side, side), project="").madds for side in (64, 128))
+    small, large = (cost.predict(row, channels=16, size=(side, side), project="").macs for side in (64, 128))
     assert large / small == pytest.approx(grown(128) / grown(64), rel=1e-6)
 
 
@@ -198,18 +198,18 @@ def test_operators_says_how_the_cost_grows(row: str) -> None:
 @pytest.mark.long
 def test_models(run: Any) -> None:
     names = ["kanet_qkv", "sanet"]
-    asked = [part for name in names for part in ("--model", name)]
-    rows = json.loads(run("models", *asked, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
+    query_sums = [part for name in names for part in ("--model", name)]
+    rows = json.loads(run("models", *query_sums, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
     assert [row["model"] for row in rows] == names
     for row in rows:
         with torch.device("meta"):
             net = models.CLASSIFIERS[row["model"]](num_classes=10, width=0.5).eval()
         counted = cost.count(net, (1, 3, 64, 64))
-        assert (row["madds_executed"], row["weights"]) == (counted.madds, counted.weights)
-        assert row["madds_paper"] == cost.predict(net, channels=3, sides=(64, 64), convention="paper").madds
+        assert (row["macs_executed"], row["weights"]) == (counted.macs, counted.weights)
+        assert row["macs_paper"] == cost.predict(net, channels=3, size=(64, 64), convention="paper").macs
         assert row["parameters"] == sum(parameter.numel() for parameter in net.parameters())
         # What the papers print is of 224 pixels and 1,000 classes.
-        assert row["madds_printed"] is None
+        assert row["macs_printed"] is None
         assert row["weights_printed"] is None
 
 
@@ -224,17 +224,17 @@ def test_models_beside_what_the_papers_print(run: Any) -> None:
 
 
 def test_printed_networks_are_the_papers() -> None:
-    weights, madds = (literals("test_network_tables", f"PRINTED_{what}") for what in ("PARAMETERS", "MADDS"))
+    weights, macs = (literals("test_network_tables", f"PRINTED_{what}") for what in ("PARAMETERS", "MACS"))
     assert set(printed.NETWORKS) <= set(models.CLASSIFIERS)
     for name, text in weights.items():
         assert printed.NETWORKS[name].parameters == text
-    for name, text in madds.items():
-        assert printed.NETWORKS[name].madds == text
+    for name, text in macs.items():
+        assert printed.NETWORKS[name].macs == text
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
 def test_cost_prints_kan_table_2(run: Any) -> None:
-    text = run("cost", "--channels", "8", "--sides", "56,56")
+    text = run("cost", "--channels", "8", "--size", "56,56")
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["softmax"][1:9] == words("157.55m 157.55m 0.00% 0.00% 1,262.8MB 1,262.6MB 0.00% 0.00%")
     assert lines["softmax_pooled"][1:9] == words("39.39m 39.39m 75.00% 75.00% 318.7MB 318.7MB 74.76% 74.76%")
@@ -250,7 +250,7 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
 
 
 def test_cost_prints_san_table_2(run: Any) -> None:
-    arguments = words("cost --channels 128 --sides 28,28 --batch 32 --project= --operator softmax --operator siamese")
+    arguments = words("cost --channels 128 --size 28,28 --batch 32 --project= --operator softmax --operator siamese")
     text = run(*arguments)
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["siamese"][1:8] == words("0.40m 0.40m 99.74% 33.88MB 33.88MB 88.78% 88.78%")
@@ -259,30 +259,28 @@ def test_cost_prints_san_table_2(run: Any) -> None:
 
 
 def test_cost_without_a_table_of_a_paper(run: Any) -> None:
-    text = run("cost", "--channels", "12", "--sides", "9,7,5", "--heads", "2", "--project", "qkvo")
+    text = run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo")
     assert "printed" not in text.lower()
-    rows = json.loads(
-        run("cost", "--channels", "12", "--sides", "9,7,5", "--heads", "2", "--project", "qkvo", "--json")
-    )
+    rows = json.loads(run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo", "--json"))
     for row in rows:
         name = row["operator"]
         maps = "qvo" if name == "siamese_local" else "qkvo"
-        options = {"channels": 12, "sides": (9, 7, 5), "heads": 2, "project": maps}
+        options = {"channels": 12, "size": (9, 7, 5), "heads": 2, "project": maps}
         ours, paper = (cost.predict(name, convention=each, **options) for each in ("farfield", "paper"))
-        assert (row["madds_executed"], row["madds_paper"]) == (ours.madds, paper.madds)
+        assert (row["macs_executed"], row["macs_paper"]) == (ours.macs, paper.macs)
         assert row["memory_paper"] == 8 * paper.activation_bytes or row["paper"] == "SAN"
         assert row["parameters"] == paper.parameters
-        assert row["madds_printed"] is None
+        assert row["macs_printed"] is None
 
 
 def test_printed_operators_are_the_papers() -> None:
     kan, san = literals("test_operator_tables", "KAN_TABLE_2"), literals("test_operator_tables", "SAN_TABLE_2")
-    assert {cell: tuple(row[:4]) for cell, row in printed.KAN_TABLE_2.items()} == kan
-    assert {cell: (row.madds, row.memory, row.memory_saving) for cell, row in printed.SAN_TABLE_2.items()} == san
+    assert {position: tuple(row[:4]) for position, row in printed.KAN_TABLE_2.items()} == kan
+    assert {position: (row.macs, row.memory, row.memory_saving) for position, row in printed.SAN_TABLE_2.items()} == san
 
 
 def test_csv_is_as_json(run: Any) -> None:
-    arguments = ["cost", "--sides", "14,14", "--operator", "softmax", "--operator", "kronecker_kv"]
+    arguments = ["cost", "--size", "14,14", "--operator", "softmax", "--operator", "kronecker_kv"]
     rows = list(csv.DictReader(io.StringIO(run(*arguments, "--csv"))))
     raw = json.loads(run(*arguments, "--json"))
     assert [row["operator"] for row in rows] == ["softmax", "kronecker_kv"]
@@ -291,14 +289,14 @@ def test_csv_is_as_json(run: Any) -> None:
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
 def test_measure(run: Any) -> None:
-    rows = json.loads(run("measure", "--sides", "12", "--sides", "4,5", "--repeats", "2", "--batch", "2", "--json"))
-    assert [(row["sides"], row["operator"]) for row in rows] == [
-        (sides, name) for sides in ([12], [4, 5]) for name in OPERATORS
+    rows = json.loads(run("measure", "--size", "12", "--size", "4,5", "--repeats", "2", "--batch", "2", "--json"))
+    assert [(row["size"], row["operator"]) for row in rows] == [
+        (size, name) for size in ([12], [4, 5]) for name in OPERATORS
     ]
-    found = {(len(row["sides"]), row["operator"]): row for row in rows}
+    found = {(len(row["size"]), row["operator"]): row for row in rows}
     for row in rows:
         assert 0 < row["fastest"] <= row["seconds"]
-        assert row["speed_up"] == pytest.approx(found[len(row["sides"]), "softmax"]["seconds"] / row["seconds"])
+        assert row["speed_up"] == pytest.approx(found[len(row["size"]), "softmax"]["seconds"] / row["seconds"])
         assert row["peak_bytes"] > 0
     # On one axis the Kronecker operators are softmax attention; dot and factorized are one function in two orders.
     assert found[1, "kronecker_kv"]["equals"] == "softmax"
@@ -309,13 +307,13 @@ def test_measure(run: Any) -> None:
 
 
 def test_measure_for_people(run: Any) -> None:
-    arguments = words("measure --sides 14,14 --repeats 1 --backward --operator kronecker_kv --operator softmax")
+    arguments = words("measure --size 14,14 --repeats 1 --backward --operator kronecker_kv --operator softmax")
     text = run(*arguments)
     lines = [line.split() for line in text.splitlines()]
     assert [line[3] for line in lines if line[:1] == ["14"]] == ["softmax", "kronecker_kv"]
     assert "forward and backward, 1 runs" in text
     assert "3.5×" in text  # KAN's
-    assert "printed" not in run("measure", "--sides", "5", "--repeats", "1", "--operator", "dot")
+    assert "printed" not in run("measure", "--size", "5", "--repeats", "1", "--operator", "dot")
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from farfield.cli.train import main
 from farfield.data.folders import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restoring import restore
-from made_stacks import SIDES, made_pair, make_npz, make_root, write
+from made_stacks import SIZE, made_pair, make_npz, make_root, write
 from packs import unpack
 from quiet import MARKS, TRAINER
 
@@ -177,7 +177,7 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
     stack = write(tmp_path / "a.tif", made_pair(0)[0])
     with pytest.raises(ValueError, match=r"a\.png.*must end in one of"):
         farfield("predict", **SMALL, data__root=stack, output="a.png")
-    write(tmp_path / "flat.tif", np.full(SIDES, 9, np.uint16))
+    write(tmp_path / "flat.tif", np.full(SIZE, 9, np.uint16))
     with pytest.raises(ValueError, match="the stack is as good as constant"):
         farfield("predict", **SMALL, data__root=tmp_path / "flat.tif", output="b.tif")
     with pytest.raises(

@@ -21,7 +21,7 @@ from farfield.data.folders import FolderError
 from farfield.data.patches import Patches
 from farfield.data.restore import StackPairs
 from farfield.data.stacks import checked, load_npz, stack_of
-from made_stacks import SIDES, made_pair, make_npz, make_pairs, make_root, write
+from made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
 from packs import unpack
 from refusals import read_or_refusal
 
@@ -80,9 +80,9 @@ def test_fewer_bright_places_give_fewer_patches() -> None:
 
 def test_a_projection_has_patches_of_the_whole_depth() -> None:
     noisy, clean = made_pair(0)
-    patches = Patches("made", noisy, clean.max(0), (SIDES[0], 8, 8), 12, seed=0)
+    patches = Patches("made", noisy, clean.max(0), (SIZE[0], 8, 8), 12, seed=0)
     source, target = patches[3]
-    assert source.shape == (1, SIDES[0], 8, 8)
+    assert source.shape == (1, SIZE[0], 8, 8)
     assert target.shape == (1, 8, 8)
     (_, y, x), (low, high) = patches.corners[3], patches.levels[1][3]
     np.testing.assert_allclose(
@@ -186,10 +186,10 @@ def test_projections_are_known_by_their_targets(tmp_path: Path) -> None:
     noisy, clean = made_pair(0)
     write(tmp_path / "train" / "low" / "0.tif", noisy)
     write(tmp_path / "train" / "GT" / "0.tif", clean.max(0))
-    data = module(tmp_path, patch=(SIDES[0], 8, 8))
+    data = module(tmp_path, patch=(SIZE[0], 8, 8))
     data.setup("fit")
     source, target = next(iter(data.train_dataloader()))
-    assert (source.shape, target.shape) == ((4, 1, SIDES[0], 8, 8), (4, 1, 8, 8))
+    assert (source.shape, target.shape) == ((4, 1, SIZE[0], 8, 8), (4, 1, 8, 8))
 
 
 # ---- npz -------------------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_axes_are_put_in_order_and_projections_lose_theirs(tmp_path: Path) -> No
             "X (5, 1, 4, 8, 8) and Y (6, 1, 4, 8, 8) are no pairs",
         ),
         ({"X": np.random.default_rng(0).random((6, 1, 4, 8, 9))}, "are no pairs of one channel"),
-        ({"X": np.full((6, 1, 4, 8, 8), np.nan)}, "a.npz: X: 1536 of 1536 cells are no numbers"),
-        ({"Y": np.zeros((6, 1, 4, 8, 8))}, "a.npz: Y: all cells are 0"),
+        ({"X": np.full((6, 1, 4, 8, 8), np.nan)}, "a.npz: X: 1536 of 1536 positions are no numbers"),
+        ({"Y": np.zeros((6, 1, 4, 8, 8))}, "a.npz: Y: all positions are 0"),
         ({"X": np.array([None])}, "cannot read"),
     ],
 )
@@ -424,11 +424,11 @@ def test_other_files_of_numpy_are_refused_and_nothing_is_unpickled(tmp_path: Pat
         with pytest.raises(FolderError, match=rf"a\.npz: {text}; patches are whole numbers or floats"):
             load_npz(path, 3)
     np.savez(path, X=stack[:0], Y=stack[:0], axes="SCZYX")
-    with pytest.raises(FolderError, match=r"a\.npz: X: it has no cells, its sides are \(0, 1, 4, 8, 8\)"):
+    with pytest.raises(FolderError, match=r"a\.npz: X: it has no positions, its sides are \(0, 1, 4, 8, 8\)"):
         load_npz(path, 3)
 
 
-def test_stacks_of_other_sides_than_their_counterparts_are_named(tmp_path: Path) -> None:
+def test_stacks_of_other_size_than_their_counterparts_are_named(tmp_path: Path) -> None:
     train = make_pairs(tmp_path / "train", 1)
     write(train / "GT" / "0.tif", made_pair(0)[1][:, :-1])
     assert f"{train / 'low' / '0.tif'} has the sides (10, 24, 20), its clean counterpart (10, 23, 20)" in fault(
@@ -441,9 +441,9 @@ def test_numbers_that_are_none_and_constants_are_named(tmp_path: Path) -> None:
     stack = made_pair(0)[0].astype(np.float32)
     stack[3, 4, 5], stack[0, 0, 0] = np.nan, np.inf
     write(train / "low" / "0.tif", stack)
-    assert f"{train / 'low' / '0.tif'}: 2 of 4800 cells are no numbers" in fault(tmp_path)
-    write(train / "low" / "0.tif", np.full(SIDES, 4, np.uint16))
-    assert f"{train / 'low' / '0.tif'}: all cells are 4; a constant stack teaches nothing" in fault(tmp_path)
+    assert f"{train / 'low' / '0.tif'}: 2 of 4800 positions are no numbers" in fault(tmp_path)
+    write(train / "low" / "0.tif", np.full(SIZE, 4, np.uint16))
+    assert f"{train / 'low' / '0.tif'}: all positions are 4; a constant stack teaches nothing" in fault(tmp_path)
     write(train / "low" / "0.tif", made_pair(0)[0] > 200)
     assert "holds bool; stacks are grey levels" in fault(tmp_path)
 
@@ -452,7 +452,7 @@ def test_saturated_stacks_get_a_word() -> None:
     stack = made_pair(0)[0]
     stack[stack > 250] = 65_535
     share = (stack == 65_535).mean()
-    with pytest.warns(UserWarning, match=rf"a.tif: {share:.1%} of the cells are saturated, at 65535"):
+    with pytest.warns(UserWarning, match=rf"a.tif: {share:.1%} of the positions are saturated, at 65535"):
         checked("a.tif", stack)
 
 
@@ -462,12 +462,12 @@ def test_saturated_stacks_get_a_word() -> None:
 def test_the_packed_volumes_are_read(data: Path, tmp_path: Path) -> None:
     ends = ("_sim/train_data/data_label.npz", "small.tif")
     unpack(data / "microscopy3d" / "care3d.tar.xz", tmp_path, lambda name: name.endswith(ends))
-    for name, sides in (("Denoising_sim", (16, 64, 64)), ("Projection_sim", (50, 64, 64))):
-        pairs = StackPairs(str(tmp_path / "care3d" / name), patch=sides, batch_size=2, workers=0)
+    for name, size in (("Denoising_sim", (16, 64, 64)), ("Projection_sim", (50, 64, 64))):
+        pairs = StackPairs(str(tmp_path / "care3d" / name), patch=size, batch_size=2, workers=0)
         pairs.setup("fit")
         source, target = next(iter(pairs.val_dataloader()))
-        assert source.shape == (2, 1, *sides)
-        assert target.shape == (2, 1, *sides[-target.dim() + 2 :])
+        assert source.shape == (2, 1, *size)
+        assert target.shape == (2, 1, *size[-target.dim() + 2 :])
         assert -0.5 < float(source.min()) < float(source.mean()) < 0.5
     stack = stack_of(tmp_path / "care3d" / "volumes" / "nuclei_small.tif", 3)
     assert (stack.shape, stack.dtype) == ((37, 118, 132), np.uint8)

@@ -102,9 +102,9 @@ def test_a_list_test_is_what_test_measures(tmp_path: Path) -> None:
 
 def test_images_to_predict(tmp_path: Path) -> None:
     root = make_voc(tmp_path / "voc")
-    image, path, name, sides = next(iter(prepared(root, "predict", shorter_side=24).predict_dataloader()))
+    image, path, name, size = next(iter(prepared(root, "predict", shorter_side=24).predict_dataloader()))
     assert (name, path) == (("val_0",), (str(root / "JPEGImages" / "val_0.jpg"),))
-    assert (tuple(image.shape), sides.tolist()) == ((1, 3, 24, 32), [[48, 64]])
+    assert (tuple(image.shape), size.tolist()) == ((1, 3, 24, 32), [[48, 64]])
     folder = tmp_path / "new"
     for part in ("a", "b"):
         (folder / part).mkdir(parents=True)
@@ -117,15 +117,15 @@ def test_images_to_predict(tmp_path: Path) -> None:
 
 # ---- views -----------------------------------------------------------------------------------------------------------
 def test_a_view_keeps_labels_on_their_pixels() -> None:
-    # The image is its labels in grey: wherever both are real they must agree, however it was resized and mirrored.
+    # The image is its labels in grey: wherever both are valid they must agree, however it was resized and mirrored.
     labels = torch.arange(12, dtype=torch.uint8).repeat_interleave(10).expand(90, -1).contiguous()
     image = (labels * 20).expand(3, -1, -1).contiguous()
     view, edges = RandomView(64, (0.5, 1.5)), 0.0
     for _ in range(20):
         seen, named = view(image, labels)
-        real = named != 255
+        valid = named != 255
         expected = normalized((named.clamp(max=11) * 20).to(torch.uint8).expand(3, -1, -1))
-        wrong = ((seen - expected).abs() > 0.2).any(0) & real
+        wrong = ((seen - expected).abs() > 0.2).any(0) & valid
         edges += float(wrong.float().mean()) / 20
     # Interpolation mixes neighbours within a pixel of 11 edges at most.
     assert edges < 0.15
@@ -146,15 +146,15 @@ def test_scales_and_flips_are_drawn_from_their_ranges() -> None:
     labels = torch.zeros(40, 40, dtype=torch.uint8)
     labels[:, :20] = 1
     view, image = RandomView(200, (0.5, 1.5)), torch.zeros(3, 40, 40, dtype=torch.uint8)
-    sides, flips = [], []
+    size, flips = [], []
     for _ in range(300):
         _, named = view(image, labels)
-        sides.append(int((named != 255).any(1).sum()))
+        size.append(int((named != 255).any(1).sum()))
         flips.append(int(named[0, 0] == 255))
-    assert 20 <= min(sides) <= 21
-    assert 59 <= max(sides) <= 60
+    assert 20 <= min(size) <= 21
+    assert 59 <= max(size) <= 60
     # Uniform from 20 to 60: mean 40, deviation 11.5; five standard errors of 300 draws.
-    assert np.mean(sides) == pytest.approx(40, abs=5 * 11.5 / 300**0.5)
+    assert np.mean(size) == pytest.approx(40, abs=5 * 11.5 / 300**0.5)
     assert np.mean(flips) == pytest.approx(0.5, abs=5 * 0.5 / 300**0.5)
 
 

@@ -92,7 +92,7 @@ def test_a_damaged_pfm(tmp_path: Path, content: bytes, text: str) -> None:
         read_pfm(path)
 
 
-def test_a_large_pfm_of_false_sides_is_refused_without_reading_it(tmp_path: Path) -> None:
+def test_a_large_pfm_of_false_size_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "large.pfm"
     with path.open("wb") as file:
         file.write(b"Pf\n3 2\n-1.0\n")

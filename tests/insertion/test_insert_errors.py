@@ -146,7 +146,7 @@ def test_entries_that_are_none() -> None:
         refused(ValueError, text, Bad(dict), f"[{entry}]")
 
 
-def test_no_sides() -> None:
+def test_no_size() -> None:
     refused(ShapeError, "insert: head returns (2, 5), which has no sides to attend over.", Net(), "head")
 
 

@@ -181,7 +181,7 @@ def test_host(name: str, places: str) -> None:
     assert all("farfield" in key.split(".") for key in report.missing_keys)
     assert sorted(report.missing_keys) == sorted(model.state_dict().keys() - base.keys())
 
-    # One step later every cell hears of one corner.
+    # One step later every position hears of one corner.
     optimizer = torch.optim.SGD([weight for module in added.values() for weight in module.parameters()], lr=1.0)
     answers = responses(model, added, host.example)
     assert all(not response.any() for _, response in answers.values())
@@ -215,7 +215,7 @@ def test_an_entry_of_what_a_model_of_transformers_returns() -> None:
         assert torch.equal(model(image).logits, before)
 
 
-def test_far_cells_do_not_hear_of_a_corner_without_an_addition() -> None:
+def test_far_positions_do_not_hear_of_a_corner_without_an_addition() -> None:
     model = torchvision.models.resnet50().eval()
     large = torch.rand(1, 3, 160, 160)
     added = insert(model, "layer1.0", make, example=large)

@@ -197,7 +197,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 DISTIL = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16}
 # 512 tokens to 16,384: a text's length, or the side of an image of patches of one pixel.
 LENGTHS = [2**power for power in range(9, 15)]
-SIDES = [math.isqrt(length) for length in LENGTHS]
+SIZE = [math.isqrt(length) for length in LENGTHS]
 
 
 def transformer(name: str, **config: object) -> nn.Module:
@@ -207,8 +207,8 @@ def transformer(name: str, **config: object) -> nn.Module:
 
 def text_bytes(model: nn.Module, length: int) -> int:
     words = torch.ones(1, length, dtype=torch.long)
-    real = (torch.arange(length) < length // 2)[None].long()
-    return cost.measure(partial(model, attention_mask=real), words, repeats=1, warm_up=1).peak_bytes
+    valid = (torch.arange(length) < length // 2)[None].long()
+    return cost.measure(partial(model, attention_mask=valid), words, repeats=1, warm_up=1).peak_bytes
 
 
 def image_bytes(build: Callable[[int], nn.Module], replaced: bool, side: int) -> int:
@@ -232,8 +232,8 @@ def peaks(host: str, replaced: bool, lengths: list[int]) -> list[tuple[int, int]
         "timm vit": lambda side: timm.models.VisionTransformer(side, 1, embed_dim=16, depth=1, num_heads=2).eval(),
     }
     if host in vits:
-        sides = [math.isqrt(length) for length in lengths]
-        return [(side * side + 1, image_bytes(vits[host], replaced, side)) for side in sides]
+        size = [math.isqrt(length) for length in lengths]
+        return [(side * side + 1, image_bytes(vits[host], replaced, side)) for side in size]
     models = {
         "bert": lambda: transformer("Bert", **SIZES, **TEXT),
         "distilbert": lambda: transformer("DistilBert", **DISTIL, **TEXT),

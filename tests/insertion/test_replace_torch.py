@@ -16,15 +16,15 @@ from farfield.nn.tokens import attend_tokens
 from farfield.ops import OPERATORS
 from token_products import EPS, ROWS, matrix, product, relative, worst_gradient
 
-REAL = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
+VALID = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
 
 
-def heads_of(cells: Tensor, heads: int) -> Tensor:
-    return cells.reshape(*cells.shape[:2], heads, -1).transpose(1, 2)
+def heads_of(positions: Tensor, heads: int) -> Tensor:
+    return positions.reshape(*positions.shape[:2], heads, -1).transpose(1, 2)
 
 
 def expected(
-    attention: nn.MultiheadAttention, row: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None
+    attention: nn.MultiheadAttention, row: str, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None
 ) -> Tensor:
     """torch's attention by the weights alone, `(b, n, c)`, with the product of matrices in its middle."""
     if attention.in_proj_weight is None:
@@ -33,11 +33,11 @@ def expected(
         weights = list(attention.in_proj_weight.split(attention.embed_dim))
     biases = attention.in_proj_bias.split(attention.embed_dim)
     q, k, v = (
-        heads_of(cells @ weight.T + bias, attention.num_heads)
-        for cells, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        heads_of(positions @ weight.T + bias, attention.num_heads)
+        for positions, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
-    cells = product(row, q, k, v, real, attention.head_dim**-0.5).transpose(1, 2).flatten(2)
-    return cells @ attention.out_proj.weight.T + attention.out_proj.bias
+    positions = product(row, q, k, v, valid, attention.head_dim**-0.5).transpose(1, 2).flatten(2)
+    return positions @ attention.out_proj.weight.T + attention.out_proj.bias
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -54,10 +54,10 @@ def randomized(module: nn.Module) -> nn.Module:
 def test_every_row_is_the_product_of_its_matrices(row: str, masked: bool) -> None:
     attention = randomized(nn.MultiheadAttention(12, 3, batch_first=True))
     grid = torch.randn(2, 7, 12, dtype=torch.float64)
-    real = REAL if masked else None
-    wanted = expected(attention, row, grid, grid, grid, real)
+    valid = VALID if masked else None
+    wanted = expected(attention, row, grid, grid, grid, valid)
     assert list(replace_attention(attention, row)) == [""]
-    found, weights = attention(grid, grid, grid, key_padding_mask=None if real is None else ~real, need_weights=False)
+    found, weights = attention(grid, grid, grid, key_padding_mask=None if valid is None else ~valid, need_weights=False)
     assert weights is None
     assert relative(found, wanted) < 20 * EPS
     assert worst_gradient(found, wanted, list(attention.parameters())) < 50 * EPS
@@ -85,9 +85,9 @@ def test_weights_are_the_implied_matrix() -> None:
     attention = randomized(nn.MultiheadAttention(12, 3, batch_first=True))
     grid = torch.randn(2, 7, 12, dtype=torch.float64)
     projected = F.linear(grid, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
-    wanted = matrix("factorized_gaussian", heads_of(projected[0], 3), heads_of(projected[1], 3), REAL)
+    wanted = matrix("factorized_gaussian", heads_of(projected[0], 3), heads_of(projected[1], 3), VALID)
     replace_attention(attention, "factorized_gaussian")
-    arguments = {"query": grid, "key": grid, "value": grid, "key_padding_mask": ~REAL}
+    arguments = {"query": grid, "key": grid, "value": grid, "key_padding_mask": ~VALID}
     response, weights = attention(**arguments, average_attn_weights=False)
     assert relative(weights, wanted) < 20 * EPS
     assert relative(weights.sum(-1), torch.ones(2, 3, 7)) < 20 * EPS
@@ -97,13 +97,13 @@ def test_weights_are_the_implied_matrix() -> None:
 
 def masks(heads: int) -> dict[str, dict[str, Tensor]]:
     """The same padding in every form that torch takes."""
-    additive = torch.zeros(2, 7, dtype=torch.float64).masked_fill(~REAL, -torch.inf)
-    pairs = (~REAL)[:, None, None].expand(2, heads, 7, 7)
-    own = pairs | (~REAL)[:, None, :, None]  # padding asks nothing either
+    additive = torch.zeros(2, 7, dtype=torch.float64).masked_fill(~VALID, -torch.inf)
+    pairs = (~VALID)[:, None, None].expand(2, heads, 7, 7)
+    own = pairs | (~VALID)[:, None, :, None]  # padding asks nothing either
     return {
         "additive": {"key_padding_mask": additive},
         "pairs": {"attn_mask": pairs.flatten(0, 1)},
-        "pairs of real cells": {"attn_mask": own.flatten(0, 1)},
+        "pairs of valid positions": {"attn_mask": own.flatten(0, 1)},
         "additive pairs": {"attn_mask": torch.zeros(7, 7), "key_padding_mask": additive},
     }
 
@@ -113,7 +113,7 @@ def test_padding_in_every_form_of_torch(form: str) -> None:
     attention = randomized(nn.MultiheadAttention(12, 3, batch_first=True))
     grid = torch.randn(2, 7, 12, dtype=torch.float64)
     replace_attention(attention, "factorized_gaussian")
-    wanted = attention(grid, grid, grid, key_padding_mask=~REAL, need_weights=False)[0]
+    wanted = attention(grid, grid, grid, key_padding_mask=~VALID, need_weights=False)[0]
     assert torch.equal(attention(grid, grid, grid, **masks(3)[form], need_weights=False)[0], wanted)
 
 
@@ -122,11 +122,11 @@ def test_padding_may_hold_anything(row: str) -> None:
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     replace_attention(attention, row)
     grid = torch.randn(2, 7, 12, requires_grad=True)
-    wanted = attention(grid, grid, grid, key_padding_mask=~REAL, need_weights=False)[0][REAL]
+    wanted = attention(grid, grid, grid, key_padding_mask=~VALID, need_weights=False)[0][VALID]
     gradients = torch.autograd.grad(wanted.square().sum(), [grid, *attention.parameters()])
     for content in (torch.nan, 1e4):
-        other = torch.where(REAL[..., None], grid, content)
-        found = attention(other, other, other, key_padding_mask=~REAL, need_weights=False)[0][REAL]
+        other = torch.where(VALID[..., None], grid, content)
+        found = attention(other, other, other, key_padding_mask=~VALID, need_weights=False)[0][VALID]
         assert torch.equal(found, wanted)
     # Padding that is no number would reach the weights of the linear maps around the attention, in any transformer.
     for ours, theirs in zip(
@@ -140,11 +140,20 @@ def test_padding_may_hold_anything(row: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"is_causal": True, "attn_mask": torch.ones(7, 7).triu(1).bool()}, "causal attention asks each cell to hear"),
-        ({"attn_mask": torch.ones(7, 7).triu(1).bool()}, r"the mask differs between asking cells or heads \(causal"),
+        (
+            {"is_causal": True, "attn_mask": torch.ones(7, 7).triu(1).bool()},
+            "causal attention asks each position to hear",
+        ),
+        (
+            {"attn_mask": torch.ones(7, 7).triu(1).bool()},
+            r"the mask differs between asking positions or heads \(causal",
+        ),
         ({"attn_mask": torch.randn(7, 7)}, r"the mask adds a bias .* \(relative positions, ALiBi\)"),
         ({"key_padding_mask": torch.randn(2, 7)}, "fix: leave this layer out by where="),
-        ({"key_padding_mask": torch.ones(2, 6, dtype=torch.bool)}, r"fix: one value an answering cell: \(2, 1, 1, 7\)"),
+        (
+            {"key_padding_mask": torch.ones(2, 6, dtype=torch.bool)},
+            r"fix: one value an answering position: \(2, 1, 1, 7\)",
+        ),
         ({"key_padding_mask": torch.ones(2, 7, dtype=torch.int)}, "boolean, True where a pair attends, or additive"),
     ],
 )
@@ -157,10 +166,10 @@ def test_what_no_summary_holds_is_refused(arguments: dict[str, object], text: st
     assert str(raised.value).startswith("nn.MultiheadAttention replaced by factorized_gaussian: ")
 
 
-def test_added_cells_are_refused() -> None:
+def test_added_positions_are_refused() -> None:
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         layers = nn.ModuleDict({"one": nn.MultiheadAttention(8, 2), "two": nn.MultiheadAttention(8, 2, **options)})
-        with pytest.raises(ValueError, match=r"replace_attention: two \(MultiheadAttention\) adds answering cells"):
+        with pytest.raises(ValueError, match=r"replace_attention: two \(MultiheadAttention\) adds answering positions"):
             replace_attention(layers, "factorized_gaussian")
         assert type(layers["one"]) is nn.MultiheadAttention
 
@@ -171,9 +180,9 @@ def encoder_of(layers: int = 2, norm_first: bool = False, batch_first: bool = Tr
     return randomized(nn.TransformerEncoder(layer, layers, enable_nested_tensor=not norm_first))
 
 
-def expected_encoder(encoder: nn.Module, grid: Tensor, real: Tensor | None) -> Tensor:
+def expected_encoder(encoder: nn.Module, grid: Tensor, valid: Tensor | None) -> Tensor:
     for layer in encoder.layers:
-        attend = lambda x, layer=layer: expected(layer.self_attn, "factorized_gaussian", x, x, x, real)  # noqa: E731
+        attend = lambda x, layer=layer: expected(layer.self_attn, "factorized_gaussian", x, x, x, valid)  # noqa: E731
         forward = lambda x, layer=layer: layer.linear2(layer.linear1(x).relu())  # noqa: E731
         if layer.norm_first:
             grid = grid + attend(layer.norm1(grid))
@@ -190,10 +199,10 @@ def test_encoder_is_the_product_in_eval_too(norm_first: bool, masked: bool) -> N
     # In eval without gradients torch's layers read the weights of their attention by themselves, and its encoder makes
     # nested tensors of padded ones.
     encoder, grid = encoder_of(norm_first=norm_first), torch.randn(2, 7, 12, dtype=torch.float64)
-    real = REAL if masked else None
-    padding = None if real is None else ~real
-    rows = REAL if masked else torch.ones_like(REAL)
-    wanted = expected_encoder(encoder, grid, real)
+    valid = VALID if masked else None
+    padding = None if valid is None else ~valid
+    rows = VALID if masked else torch.ones_like(VALID)
+    wanted = expected_encoder(encoder, grid, valid)
     with torch.no_grad():
         original = encoder.eval()(grid, src_key_padding_mask=padding)
     assert len(replace_attention(encoder, "factorized_gaussian")) == 2
@@ -217,27 +226,27 @@ def test_a_layer_alone_leaves_its_fast_path_and_refuses_nested_tensors() -> None
     with torch.no_grad():
         assert relative(encoder(grid), expected_encoder(encoder, grid, None)) < 50 * EPS
         with pytest.raises(TypeError, match=r"fix: encoder\.use_nested_tensor = False in the TransformerEncoder"):
-            encoder(grid, src_key_padding_mask=~REAL)
+            encoder(grid, src_key_padding_mask=~VALID)
 
 
 def test_decoder_hears_its_context_and_refuses_to_be_causal() -> None:
     layer = nn.TransformerDecoderLayer(12, 2, 20, 0.0, batch_first=True)
     decoder = randomized(nn.TransformerDecoder(layer, 1)).eval()
-    grid, context = (torch.randn(2, cells, 12, dtype=torch.float64) for cells in (5, 7))
+    grid, context = (torch.randn(2, positions, 12, dtype=torch.float64) for positions in (5, 7))
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     assert list(replace_attention(decoder, "factorized_gaussian", "layers.*.multihead_attn")) == [
         "layers.0.multihead_attn"
     ]
     own, cross = decoder.layers[0], decoder.layers[0].multihead_attn
     x = own.norm1(grid + own.self_attn(grid, grid, grid, attn_mask=causal)[0])
-    x = own.norm2(x + expected(cross, "factorized_gaussian", x, context, context, REAL))
+    x = own.norm2(x + expected(cross, "factorized_gaussian", x, context, context, VALID))
     wanted = own.norm3(x + own.linear2(own.linear1(x).relu()))
-    found = decoder(grid, context, tgt_mask=causal, memory_key_padding_mask=~REAL)
+    found = decoder(grid, context, tgt_mask=causal, memory_key_padding_mask=~VALID)
     assert relative(found, wanted) < 50 * EPS
     replace_attention(decoder, "factorized_gaussian")
-    with pytest.raises(ValueError, match="causal attention asks each cell"):
+    with pytest.raises(ValueError, match="causal attention asks each position"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=True)
-    with pytest.raises(ValueError, match="the mask differs between asking cells"):
+    with pytest.raises(ValueError, match="the mask differs between asking positions"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=False)
 
 
@@ -252,12 +261,12 @@ def expected_vit(model: nn.Module, images: Tensor, row: str = "factorized_gaussi
     x = torch.cat([model.cls_token.expand(len(x), -1, -1), x], 1) + model.pos_embed
     for block in model.blocks:
         attention, normed = block.attn, block.norm1(x)
-        q, k, v = (heads_of(cells, 3) for cells in attention.qkv(normed).chunk(3, -1))
-        cells = product(row, attention.q_norm(q), attention.k_norm(k), v, None, 0.5).transpose(1, 2).flatten(2)
-        cells = attention.norm(cells)
+        q, k, v = (heads_of(positions, 3) for positions in attention.qkv(normed).chunk(3, -1))
+        positions = product(row, attention.q_norm(q), attention.k_norm(k), v, None, 0.5).transpose(1, 2).flatten(2)
+        positions = attention.norm(positions)
         if attention.gate is not None:
-            cells = cells * torch.sigmoid(attention.gate(normed))
-        x = x + attention.proj(cells)
+            positions = positions * torch.sigmoid(attention.gate(normed))
+        x = x + attention.proj(positions)
         x = x + block.mlp(block.norm2(x))
     return model.head(model.norm(x)[:, 0])
 
@@ -280,9 +289,9 @@ def test_vit_is_the_product(row: str, options: dict[str, object]) -> None:
 def test_gated_attention_of_timm() -> None:
     attention = randomized(timm.layers.Attention(12, 3, gated=True)).eval()
     grid = torch.randn(2, 7, 12, dtype=torch.float64)
-    q, k, v = (heads_of(cells, 3) for cells in attention.qkv(grid).chunk(3, -1))
-    cells = product("factorized_gaussian", q, k, v).transpose(1, 2).flatten(2)
-    wanted = attention.proj(cells * attention.gate(grid).sigmoid())
+    q, k, v = (heads_of(positions, 3) for positions in attention.qkv(grid).chunk(3, -1))
+    positions = product("factorized_gaussian", q, k, v).transpose(1, 2).flatten(2)
+    wanted = attention.proj(positions * attention.gate(grid).sigmoid())
     replace_attention(attention, "factorized_gaussian")
     assert relative(attention(grid), wanted) < 20 * EPS
 
@@ -291,13 +300,13 @@ def test_masks_of_timm_are_true_where_a_pair_attends() -> None:
     attention = randomized(timm.layers.Attention(12, 3)).eval()
     grid = torch.randn(2, 7, 12, dtype=torch.float64)
     replace_attention(attention, "factorized_gaussian")
-    other = torch.where(REAL[..., None], grid, torch.randn_like(grid))
-    keys = REAL[:, None, None]
-    pairs = timm.models.naflexvit.create_attention_mask(REAL, symmetric=True, dtype=torch.float64)
-    wanted = attention(grid, attn_mask=keys)[REAL]
-    assert torch.equal(attention(other, attn_mask=keys)[REAL], wanted)
-    assert torch.equal(attention(other, attn_mask=pairs)[REAL], wanted)
-    assert relative(wanted, attention(grid)[REAL]) > 0.01
+    other = torch.where(VALID[..., None], grid, torch.randn_like(grid))
+    keys = VALID[:, None, None]
+    pairs = timm.models.naflexvit.create_attention_mask(VALID, symmetric=True, dtype=torch.float64)
+    wanted = attention(grid, attn_mask=keys)[VALID]
+    assert torch.equal(attention(other, attn_mask=keys)[VALID], wanted)
+    assert torch.equal(attention(other, attn_mask=pairs)[VALID], wanted)
+    assert relative(wanted, attention(grid)[VALID]) > 0.01
     with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: the mask differs"):
         attention(grid, attn_mask=torch.ones(7, 7).tril().bool())
     with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: causal attention"):
@@ -308,12 +317,12 @@ def test_masks_of_timm_are_true_where_a_pair_attends() -> None:
 def test_softmax_is_the_identity_and_undoes() -> None:
     encoder, model = encoder_of(), vit()
     grid, images = torch.randn(2, 7, 12, dtype=torch.float64), torch.randn(2, 3, 12, 12, dtype=torch.float64)
-    before = encoder(grid, src_key_padding_mask=~REAL), model(images)
+    before = encoder(grid, src_key_padding_mask=~VALID), model(images)
     for row in ("factorized_gaussian", "softmax"):
         replace_attention(encoder, row)
         replace_attention(model, row)
-    after = encoder(grid, src_key_padding_mask=~REAL), model(images)
-    assert relative(after[0][REAL], before[0][REAL]) < 50 * EPS
+    after = encoder(grid, src_key_padding_mask=~VALID), model(images)
+    assert relative(after[0][VALID], before[0][VALID]) < 50 * EPS
     assert relative(after[1], before[1]) < 50 * EPS
 
 
@@ -356,13 +365,13 @@ def test_dropout_drops_weights_of_the_basis_in_training_only() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_dropped_attention_is_right_on_average(row: str) -> None:
-    draws, cells = 20_000, 5
-    query, key, value = (torch.randn(1, 2, cells, 3, dtype=torch.float64) for _ in range(3))
+    draws, positions = 20_000, 5
+    query, key, value = (torch.randn(1, 2, positions, 3, dtype=torch.float64) for _ in range(3))
     many = [grid.expand(draws, -1, -1, -1) for grid in (query, key, value)]
     options = {"scale": 0.6}
     wanted = attend_tokens(OPERATORS[row], query, key, value, None, **options)[0]
     dropped = attend_tokens(OPERATORS[row], *many, None, **options, dropout=0.3)[0]
-    if row == "factorized_gaussian":  # a mean of the cells that are kept: still a mean, not always of the same
+    if row == "factorized_gaussian":  # a mean of the positions that are kept: still a mean, not always of the same
         ones = attend_tokens(OPERATORS[row], many[0], many[1], torch.ones_like(many[2]), None, **options, dropout=0.3)[
             0
         ]
@@ -376,9 +385,9 @@ def test_dropped_attention_is_right_on_average(row: str) -> None:
 def test_groups_of_heads_share_keys_and_values() -> None:
     query = torch.randn(2, 6, 7, 3, dtype=torch.float64)
     key, value = (torch.randn(2, 2, 7, 3, dtype=torch.float64) for _ in range(2))
-    found = attend_tokens(OPERATORS["factorized_gaussian"], query, key, value, REAL[:, None, None], scale=1.0)[0]
+    found = attend_tokens(OPERATORS["factorized_gaussian"], query, key, value, VALID[:, None, None], scale=1.0)[0]
     repeated = [torch.stack([grid[:, head // 3] for head in range(6)], 1) for grid in (key, value)]
-    wanted = product("factorized_gaussian", query, *repeated, REAL).transpose(1, 2)
+    wanted = product("factorized_gaussian", query, *repeated, VALID).transpose(1, 2)
     assert relative(found, wanted) < 20 * EPS
 
 

@@ -27,7 +27,7 @@ from token_products import EPS, ROWS, product, relative
 # Another function, by a billion times the rounding.
 OTHER = 1e-3
 NAME = "farfield_factorized_gaussian"
-REAL = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
+VALID = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 TOKENS = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {**SIZES, **TOKENS}
@@ -63,22 +63,22 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 IMAGES = ("vit", "clip vision", "dinov2")
 
 
-def run(host: str, model: nn.Module, real: Tensor | None = REAL, **options: object) -> Tensor:
-    """What a model says of its real tokens."""
+def run(host: str, model: nn.Module, valid: Tensor | None = VALID, **options: object) -> Tensor:
+    """What a model says of its valid tokens."""
     if host in IMAGES:
         return model(PICTURES, **options).last_hidden_state.flatten(0, 1)
-    mask = None if real is None else real.long()
+    mask = None if valid is None else valid.long()
     answer = model(WORDS, attention_mask=mask, **options).last_hidden_state
-    return answer.flatten(0, 1) if real is None else answer[real]
+    return answer.flatten(0, 1) if valid is None else answer[valid]
 
 
 def attend_explicitly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
 ) -> tuple[Tensor, None]:
     """C·Bᵀ·V by its N×N matrix."""
-    real = None if mask is None else mask[:, 0, 0]
-    real = real == 0 if real is not None and real.is_floating_point() else real  # some models make additive ones
-    return product("factorized_gaussian", query, key, value, real).transpose(1, 2).contiguous(), None
+    valid = None if mask is None else mask[:, 0, 0]
+    valid = valid == 0 if valid is not None and valid.is_floating_point() else valid  # some models make additive ones
+    return product("factorized_gaussian", query, key, value, valid).transpose(1, 2).contiguous(), None
 
 
 @pytest.fixture(autouse=True)
@@ -134,14 +134,14 @@ def test_padding_never_matters(host: str, where: str | None, original: str) -> N
     where = None if where is None else where.replace("*", "encoder" if host == "bert" else "transformer")
     assert len(replace_attention(model, "factorized_gaussian", where)) == (2 if where is None else 1)
     found = run(host, model)
-    words = torch.where(REAL, WORDS, 49)
-    assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
+    words = torch.where(VALID, WORDS, 49)
+    assert torch.equal(model(words, attention_mask=VALID.long()).last_hidden_state[VALID], found)
     # Another length, or place in the batch, is another order of summation in every product, the host's own linear
     # maps first of all.
     alone = model(WORDS[:1, :3]).last_hidden_state[0]
     assert relative(alone, found[:3]) < REORDERED
     flipped = torch.tensor([1, 0])
-    left = model(WORDS[flipped], attention_mask=REAL[flipped].long()).last_hidden_state
+    left = model(WORDS[flipped], attention_mask=VALID[flipped].long()).last_hidden_state
     assert relative(left[0], found[3:]) < REORDERED
 
 
@@ -149,16 +149,16 @@ def test_a_mask_without_registered_masks_would_leak() -> None:
     # The trap of the interface: what has no mask function under its name is given no mask, and nothing complains.
     AttentionInterface.register("without_masks", attend_explicitly)
     model = BUILDERS["bert"]("without_masks")
-    words = torch.where(REAL, WORDS, 49)
-    changed = model(words, attention_mask=REAL.long()).last_hidden_state[REAL]
+    words = torch.where(VALID, WORDS, 49)
+    changed = model(words, attention_mask=VALID.long()).last_hidden_state[VALID]
     assert relative(changed, run("bert", model)) > OTHER
 
 
 def test_a_sample_of_padding_alone_is_finite() -> None:
     model = BUILDERS["bert"]()
     replace_attention(model, "factorized_gaussian")
-    real = torch.stack([torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)])
-    answer = model(WORDS, attention_mask=real.long()).last_hidden_state
+    valid = torch.stack([torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)])
+    answer = model(WORDS, attention_mask=valid.long()).last_hidden_state
     assert answer.isfinite().all()
     assert torch.equal(answer[1], run("bert", model)[3:])
 
@@ -167,16 +167,16 @@ def test_a_sample_of_padding_alone_is_finite() -> None:
 def test_masks_of_four_dimensions_that_a_user_made(form: str) -> None:
     model = BUILDERS["bert"]()
     replace_attention(model, "factorized_gaussian")
-    pairs = REAL[:, None, None].expand(2, 1, 7, 7)
+    pairs = VALID[:, None, None].expand(2, 1, 7, 7)
     made = {
-        "boolean": REAL[:, None, None],
-        "additive": torch.zeros(2, 1, 1, 7).masked_fill(~REAL[:, None, None], torch.finfo(torch.float32).min),
+        "boolean": VALID[:, None, None],
+        "additive": torch.zeros(2, 1, 1, 7).masked_fill(~VALID[:, None, None], torch.finfo(torch.float32).min),
         "pairs": pairs.clone(),
         "old additive": (1 - pairs.double()) * -10_000,
     }
-    found = model(WORDS, attention_mask=made[form]).last_hidden_state[REAL]
+    found = model(WORDS, attention_mask=made[form]).last_hidden_state[VALID]
     assert torch.equal(found, run("bert", model))
-    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between asking cells"):
+    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between asking positions"):
         model(WORDS, attention_mask=pairs.tril())
     with pytest.raises(ValueError, match="the mask adds a bias"):
         model(WORDS, attention_mask=torch.randn(2, 1, 7, 7))
@@ -186,12 +186,12 @@ def test_attentions_are_the_implied_matrix_where_they_are_asked_for() -> None:
     model = BUILDERS["bert"]()
     wanted = run("bert", model)
     replace_attention(model, "factorized_gaussian")
-    output = model(WORDS, attention_mask=REAL.long(), output_attentions=True)
+    output = model(WORDS, attention_mask=VALID.long(), output_attentions=True)
     assert [matrix.shape for matrix in output.attentions] == [(2, 2, 7, 7)] * 2
     for matrix in output.attentions:
         assert relative(matrix.sum(-1), torch.ones(2, 2, 7)) < 20 * EPS
         assert torch.equal(matrix[0, :, :, 3:], torch.zeros(2, 7, 4, dtype=torch.float64))
-    found = output.last_hidden_state[REAL]
+    found = output.last_hidden_state[VALID]
     assert relative(found, run("bert", model)) < 50 * EPS
     assert relative(found, wanted) > OTHER
 
@@ -206,7 +206,7 @@ def test_dropout_of_attention_is_applied_in_training_only() -> None:
 # ---- cross-attention, towers, layers ---------------------------------------------------------------------------------
 def test_an_encoder_and_cross_attention_and_its_cache() -> None:
     model = build("Bart", "sdpa", **PAIR, **TOKENS)
-    context = {"input_ids": WORDS, "attention_mask": REAL.long()}
+    context = {"input_ids": WORDS, "attention_mask": VALID.long()}
     asked = WORDS[:, :5]
     paths = ["encoder", "decoder.layers.*.encoder_attn"]
     assert list(replace_attention(model, "factorized_gaussian", paths)) == [
@@ -222,8 +222,8 @@ def test_an_encoder_and_cross_attention_and_its_cache() -> None:
     whole = model(**context, decoder_input_ids=asked).last_hidden_state
     query, answering, response = seen["all"]
     parts = (cross.q_proj(query), cross.k_proj(answering), cross.v_proj(answering))
-    heads = [cells.unflatten(-1, (2, 8)).transpose(1, 2) for cells in parts]
-    wanted = cross.out_proj(product("factorized_gaussian", *heads, REAL).transpose(1, 2).flatten(2))
+    heads = [positions.unflatten(-1, (2, 8)).transpose(1, 2) for positions in parts]
+    wanted = cross.out_proj(product("factorized_gaussian", *heads, VALID).transpose(1, 2).flatten(2))
     assert relative(response, wanted) < 20 * EPS
     # Decoding word by word with cached keys and values hears the same context.
     cache, steps = None, []
@@ -259,12 +259,12 @@ def bridge_tower() -> nn.Module:
 
 def test_bridge_tower_says_causal_and_is_not() -> None:
     model, twin = bridge_tower(), bridge_tower()
-    inputs = {"input_ids": WORDS, "pixel_values": PICTURES, "attention_mask": REAL.long()}
+    inputs = {"input_ids": WORDS, "pixel_values": PICTURES, "attention_mask": VALID.long()}
     wanted = twin(**inputs)
     names = ["cross_modal_text_layers", "cross_modal_image_layers", "text_model"]
     assert len(replace_attention(model, "softmax", names)) == 5
     found = model(**inputs)
-    assert relative(found.text_features[REAL], wanted.text_features[REAL]) < 100 * torch.finfo(torch.float32).eps
+    assert relative(found.text_features[VALID], wanted.text_features[VALID]) < 100 * torch.finfo(torch.float32).eps
     assert relative(found.image_features, wanted.image_features) < 100 * torch.finfo(torch.float32).eps
 
 
@@ -349,10 +349,10 @@ def test_layers_by_where() -> None:
     hook = model.encoder.layer[0].register_forward_hook(lambda module, args, output: grids.append(output))
     found = run("bert", model)
     hook.remove()
-    hidden = softmax(WORDS, attention_mask=REAL.long(), output_hidden_states=True).hidden_states[1]
-    assert relative(grids[0][REAL], hidden[REAL]) < 50 * EPS
-    second = explicit.encoder.layer[1](hidden, REAL[:, None, None])
-    assert relative(found, second[REAL]) < 100 * EPS
+    hidden = softmax(WORDS, attention_mask=VALID.long(), output_hidden_states=True).hidden_states[1]
+    assert relative(grids[0][VALID], hidden[VALID]) < 50 * EPS
+    second = explicit.encoder.layer[1](hidden, VALID[:, None, None])
+    assert relative(found, second[VALID]) < 100 * EPS
     twin = copy.deepcopy(model)
     assert torch.equal(run("bert", twin), found)
     replace_attention(model, "factorized_gaussian")
@@ -368,12 +368,12 @@ def test_layers_of_modernbert_without_a_window() -> None:
     assert len(replace_attention(model, "factorized_gaussian", ["layers.0", "layers.3"])) == 2
     found = run("bert", model)
     assert relative(found, before) > OTHER
-    words = torch.where(REAL, WORDS, 49)
-    assert torch.equal(model(words, attention_mask=REAL.long()).last_hidden_state[REAL], found)
+    words = torch.where(VALID, WORDS, 49)
+    assert torch.equal(model(words, attention_mask=VALID.long()).last_hidden_state[VALID], found)
 
 
 def test_an_operator_of_ones_own() -> None:
-    row = ops.Operator(coefficients=queries, basis=keys, per=cells_and_channels)
+    row = ops.Operator(coefficients=queries, basis=keys, per=positions_and_channels)
     model = BUILDERS["vit"]()
     replace_attention(model, row)
     name = model.config._attn_implementation
@@ -388,7 +388,7 @@ def test_an_operator_of_ones_own() -> None:
     assert scaled.config._attn_implementation not in (name, NAME)
 
 
-def cells_and_channels(query: Tensor, summary: ops.Summary) -> Tensor:
+def positions_and_channels(query: Tensor, summary: ops.Summary) -> Tensor:
     return summary.count * query.shape[2]
 
 
@@ -444,7 +444,7 @@ def test_a_tower_that_says_causal_with_the_call() -> None:
     attention = model.encoder.layers[0].self_attn
     attention.config = copy.copy(attention.config)
     attention.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: causal attention asks each cell to hear only"):
+    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: causal attention asks each position to hear only"):
         model(WORDS)
 
 
@@ -452,12 +452,12 @@ def test_masks_made_for_other_implementations() -> None:
     # Layers chosen alone read what the model makes for the others: of flash attention two dimensions, of flex blocks.
     attention = BUILDERS["bert"]().encoder.layer[0].attention.self
     attend = AttentionInterface()[register_transformers()[0]]
-    cells = [torch.randn(2, 2, 7, 8, dtype=torch.float64) for _ in range(3)]
-    wanted = attend(attention, *cells, REAL[:, None, None])[0]
-    assert torch.equal(attend(attention, *cells, REAL.long())[0], wanted)
+    positions = [torch.randn(2, 2, 7, 8, dtype=torch.float64) for _ in range(3)]
+    wanted = attend(attention, *positions, VALID[:, None, None])[0]
+    assert torch.equal(attend(attention, *positions, VALID.long())[0], wanted)
     blocks = create_block_mask(lambda batch, head, asking, answering: asking >= answering, 2, 2, 7, 7, device="cpu")
     with pytest.raises(TypeError, match="a mask is boolean, True where a pair attends, or additive, got BlockMask"):
-        attend(attention, *cells, blocks)
+        attend(attention, *positions, blocks)
 
 
 def test_attention_that_reads_no_interface_is_refused_by_name() -> None:
@@ -494,7 +494,7 @@ def test_a_saved_model_is_the_hosts_own(tmp_path: object) -> None:
 # ---- real sizes ------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Bert", "DistilBert", "ViT", "CLIPVision"])
-def test_real_sizes_in_float32(name: str) -> None:
+def test_valid_sizes_in_float32(name: str) -> None:
     register_transformers()
     config = getattr(transformers, f"{name}Config")
     host = getattr(transformers, f"{name}Model")

@@ -19,7 +19,7 @@ from token_products import EPS, relative
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 WORDS = torch.randint(97, (3, 17), generator=seeded_generator(0))
-REAL = torch.arange(17) < torch.tensor([[17], [9], [2]])
+VALID = torch.arange(17) < torch.tensor([[17], [9], [2]])
 OURS = {"vocabulary": 97, "positions": 40, "channels": 32, "layers": 3, "heads": 4, "dropout": 0.0}
 
 
@@ -68,9 +68,9 @@ def test_berts_own_numbers() -> None:
 def test_conventional_logits_and_gradients_are_those_of_transformers() -> None:
     model = theirs()
     net = ours("softmax", model.state_dict())
-    wanted = model(WORDS, attention_mask=REAL.long(), token_type_ids=(WORDS > 50).long()).logits
-    found = net(WORDS, mask=REAL, types=(WORDS > 50).long())
-    assert relative(found[REAL], wanted[REAL]) < 50 * EPS
+    wanted = model(WORDS, attention_mask=VALID.long(), token_type_ids=(WORDS > 50).long()).logits
+    found = net(WORDS, mask=VALID, types=(WORDS > 50).long())
+    assert relative(found[VALID], wanted[VALID]) < 50 * EPS
     # Transformers gives the embedding of word 0, its padding, no gradient.
     words = WORDS.clamp_min(1)
     wanted, found = model(words).logits, net(words)
@@ -93,18 +93,18 @@ def test_factorized_logits_are_those_of_transformers_with_its_attention_replaced
     net = ours(operator, model.state_dict())
     replaced = copy.deepcopy(model)
     replace_attention(replaced, operator)
-    wanted = replaced(WORDS, attention_mask=REAL.long()).logits
-    assert relative(net(WORDS, mask=REAL)[REAL], wanted[REAL]) < 50 * EPS
-    assert relative(wanted[REAL], model(WORDS, attention_mask=REAL.long()).logits[REAL]) > 1e-4
+    wanted = replaced(WORDS, attention_mask=VALID.long()).logits
+    assert relative(net(WORDS, mask=VALID)[VALID], wanted[VALID]) < 50 * EPS
+    assert relative(wanted[VALID], model(WORDS, attention_mask=VALID.long()).logits[VALID]) > 1e-4
 
 
 def test_the_pooled_head_is_that_of_transformers() -> None:
     model = theirs("BertModel")
     net = Bert(head="pooled", operator="softmax", **OURS).double().eval()  # type: ignore[arg-type]
     models.load_hugging_face(net, model.state_dict())
-    wanted = model(WORDS, attention_mask=REAL.long())
-    assert relative(net(WORDS, mask=REAL), wanted.pooler_output) < 50 * EPS
-    assert relative(net.encode(WORDS, mask=REAL)[REAL], wanted.last_hidden_state[REAL]) < 50 * EPS
+    wanted = model(WORDS, attention_mask=VALID.long())
+    assert relative(net(WORDS, mask=VALID), wanted.pooler_output) < 50 * EPS
+    assert relative(net.encode(WORDS, mask=VALID)[VALID], wanted.last_hidden_state[VALID]) < 50 * EPS
 
 
 def test_weights_from_files_of_old_and_new_names(tmp_path: Path) -> None:
@@ -125,40 +125,40 @@ def test_weights_from_files_of_old_and_new_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_padding_holds_is_not_heard_at_all(operator: str) -> None:
     net = models.bert_small(operator, **OURS).eval()  # type: ignore[arg-type]
-    found = net(WORDS, mask=REAL)
+    found = net(WORDS, mask=VALID)
     for other in (torch.zeros_like(WORDS), torch.randint_like(WORDS, 97)):
-        assert torch.equal(net(torch.where(REAL, WORDS, other), mask=REAL)[REAL], found[REAL])
+        assert torch.equal(net(torch.where(VALID, WORDS, other), mask=VALID)[VALID], found[VALID])
 
 
 @pytest.mark.parametrize("operator", ["softmax", "factorized_gaussian", "factorized", "averaged"])
 def test_a_padded_text_is_what_it_is_alone(operator: str) -> None:
     net = models.bert_small(operator, **OURS).double().eval()  # type: ignore[arg-type]
     alone = net(WORDS[1:2, :9])
-    assert relative(net(WORDS, mask=REAL)[1, :9], alone[0]) < 100 * EPS
+    assert relative(net(WORDS, mask=VALID)[1, :9], alone[0]) < 100 * EPS
 
 
 def test_a_batch_that_is_all_padding_is_finite() -> None:
     net = models.bert_small("factorized_gaussian", **OURS)  # type: ignore[arg-type]
-    assert net(WORDS, mask=torch.zeros_like(REAL)).isfinite().all()
+    assert net(WORDS, mask=torch.zeros_like(VALID)).isfinite().all()
 
 
 def test_chosen_tokens_alone() -> None:
     net = models.bert_small("factorized_gaussian", **OURS).eval()  # type: ignore[arg-type]
     chosen = WORDS > 60
     torch.testing.assert_close(net(WORDS, chosen=chosen), net(WORDS)[chosen])
-    assert net(WORDS, chosen=torch.zeros_like(REAL)).shape == (0, 97)
+    assert net(WORDS, chosen=torch.zeros_like(VALID)).shape == (0, 97)
 
 
 def test_cost_of_a_factorized_bert_is_linear() -> None:
-    # The products of queries and keys are what is quadratic: 2 N² c multiply-adds a layer.
+    # The products of queries and keys are what is quadratic: 2 N² c MACs a layer.
     nets = {name: models.bert_small(name, **OURS | {"positions": 512}) for name in ("softmax", "averaged")}  # type: ignore[arg-type]
-    madds = {
-        name: [cost.count(net, torch.zeros(1, n, dtype=torch.long)).madds for n in (128, 256, 512)]
+    macs = {
+        name: [cost.count(net, torch.zeros(1, n, dtype=torch.long)).macs for n in (128, 256, 512)]
         for name, net in nets.items()
     }
-    first, second, third = madds["softmax"]
+    first, second, third = macs["softmax"]
     assert (third - second) - 2 * (second - first) == 3 * 2 * 32 * (512**2 - 256**2 - 2 * (256**2 - 128**2))
-    first, second, third = madds["averaged"]
+    first, second, third = macs["averaged"]
     assert (third - second) == 2 * (second - first)
 
 

@@ -78,8 +78,8 @@ def settled(net: CompactNet) -> CompactNet:
     return net.eval()
 
 
-def images(count: int, *sides: int) -> Tensor:
-    return torch.randn(count, 3, *sides, dtype=torch.float64)
+def images(count: int, *size: int) -> Tensor:
+    return torch.randn(count, 3, *size, dtype=torch.float64)
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -159,13 +159,13 @@ def test_widths_are_torchvisions(width: float) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("sides", partly([[32, 32], [33, 33], [40, 96], [96, 96]], [[33, 33], [40, 96]]))
-def test_any_image_size(name: str, sides: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", partly([[32, 32], [33, 33], [40, 96], [96, 96]], [[33, 33], [40, 96]]))
+def test_any_image_size(name: str, size: tuple[int, int]) -> None:
     net = CLASSIFIERS[name](width=0.25, num_classes=5).eval()
     with torch.no_grad():
-        image = torch.randn(2, 3, *sides)
+        image = torch.randn(2, 3, *size)
         assert net(image).shape == (2, 5)
-        assert net.forward_features(image).shape == (2, 1280, *(-(-side // 32) for side in sides))
+        assert net.forward_features(image).shape == (2, 1280, *(-(-side // 32) for side in size))
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_kv", "kanet_qkv", "sanet"])
@@ -174,10 +174,8 @@ def test_the_papers_size(name: str) -> None:
         assert CLASSIFIERS[name]().eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
 
 
-@pytest.mark.parametrize(
-    ("strides", "sides"), [(None, [4, 2, 1]), (SMALL, [16, 8, 4]), ([1, 1, 1, 1, 1], [32, 32, 32])]
-)
-def test_strides_set_the_attention_grids(strides: tuple[int, ...] | None, sides: list[int]) -> None:
+@pytest.mark.parametrize(("strides", "size"), [(None, [4, 2, 1]), (SMALL, [16, 8, 4]), ([1, 1, 1, 1, 1], [32, 32, 32])])
+def test_strides_set_the_attention_grids(strides: tuple[int, ...] | None, size: list[int]) -> None:
     net, seen = models.kanet(width=0.25, strides=strides).eval(), []
     for part in net.modules():
         if isinstance(part, GridAttention):
@@ -185,7 +183,7 @@ def test_strides_set_the_attention_grids(strides: tuple[int, ...] | None, sides:
     with torch.no_grad():
         net(torch.randn(1, 3, 32, 32))
     assert len(seen) == 10
-    assert list(dict.fromkeys(seen)) == list(dict.fromkeys((side, side) for side in sides))
+    assert list(dict.fromkeys(seen)) == list(dict.fromkeys((side, side) for side in size))
 
 
 def test_images_of_other_channels() -> None:

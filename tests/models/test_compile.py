@@ -21,7 +21,7 @@ from farfield.ops import OPERATORS
 
 # The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
 SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
-# A grid of one cell a side is another program for torch: the deepest that is pooled by 2 as well has two of these.
+# A grid of one position a side is another program for torch: the deepest that is pooled by 2 as well has two of these.
 POOLED_SIZES = tuple((batch, height + 64, width + 64) for batch, height, width in SIZES)
 PATHS = (*OPERATORS, "squeeze_excite")
 
@@ -54,8 +54,8 @@ def compiles_once(net: nn.Module, backend: str, sizes: tuple[tuple[int, ...], ..
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=counter)
     frames = 0
     with torch.no_grad():
-        for batch, *sides in sizes:
-            image = torch.randn(batch, 3, *sides, dtype=torch.float64)
+        for batch, *size in sizes:
+            image = torch.randn(batch, 3, *size, dtype=torch.float64)
             torch.testing.assert_close(compiled(image), net(image))
             # torch traces a first call twice where it finds Python numbers among the tensors: batch norm's.
             frames = frames or counter.frame_count
@@ -63,15 +63,15 @@ def compiles_once(net: nn.Module, backend: str, sizes: tuple[tuple[int, ...], ..
 
 
 def exports(net: nn.Module, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
-    # The smallest here leaves two cells a side to the deepest grid.
+    # The smallest here leaves two positions a side to the deepest grid.
     smallest = 33 if sizes is SIZES else 65
     batch = torch.export.Dim("batch", min=2, max=4096)
     height, width = (torch.export.Dim(what, min=smallest, max=4096) for what in ("height", "width"))
     image = torch.randn(2, 3, *sizes[0][1:], dtype=torch.float64)
     program = torch.export.export(net, (image,), dynamic_shapes=({0: batch, 2: height, 3: width},)).module()
     with torch.no_grad():
-        for size, *sides in sizes:
-            image = torch.randn(size, 3, *sides, dtype=torch.float64)
+        for count, *size in sizes:
+            image = torch.randn(count, 3, *size, dtype=torch.float64)
             torch.testing.assert_close(program(image), net(image))
 
 
@@ -86,8 +86,8 @@ def test_blocks_compile_once(path: str) -> None:
 def test_blocks_compile_once_for_training(path: str) -> None:
     net, counter = short(path).train(), CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(net, fullgraph=True, dynamic=True, backend=counter), 0
-    for batch, *sides in SIZES[:3]:
-        image, gradients = torch.randn(batch, 3, *sides, dtype=torch.float64), []
+    for batch, *size in SIZES[:3]:
+        image, gradients = torch.randn(batch, 3, *size, dtype=torch.float64), []
         for form in (net, compiled):
             net.zero_grad()
             form(image).square().sum().backward()
@@ -104,13 +104,13 @@ def test_a_strided_attention_block_compiles_once(path: str) -> None:
 
 
 def free(name: str) -> Any:
-    """A slow test; where cells are pooled, torch cannot prove that free sides are shorter then, and it has to fail."""
+    """A slow test; where positions are pooled, torch cannot prove that free sides are shorter then, and it has to fail."""
     unproven = [pytest.mark.xfail(strict=True, raises=UserError)] if name.endswith("pooled") else []
     return pytest.param(name, marks=[pytest.mark.slow, *unproven])
 
 
 @pytest.mark.parametrize("path", [path if path in ("kronecker_qkv", "siamese") else free(path) for path in PATHS])
-def test_blocks_export_with_free_batch_and_sides(path: str) -> None:
+def test_blocks_export_with_free_batch_and_size(path: str) -> None:
     exports(short(path), sizes_of(path))
 
 
@@ -133,5 +133,5 @@ def test_networks_compile_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [free(name) for name in CLASSIFIERS])
-def test_networks_export_with_free_batch_and_sides(name: str) -> None:
+def test_networks_export_with_free_batch_and_size(name: str) -> None:
     exports(settled(CLASSIFIERS[name](width=0.25, num_classes=4)), sizes_of(name))

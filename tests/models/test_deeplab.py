@@ -65,13 +65,13 @@ def test_an_operator_of_ones_own() -> None:
     assert net(torch.randn(1, 3, 32, 32)).shape == (1, 3, 4, 4)
 
 
-def test_multiply_adds_at_the_papers_crop() -> None:
+def test_macs_at_the_papers_crop() -> None:
     with torch.device("meta"):
         net = models.deeplab_v2(output="softmax").eval()
-    counted = cost.count(net, (1, 3, 321, 321)).madds
+    counted = cost.count(net, (1, 3, 321, 321)).macs
     assert 73.0e9 < counted < 73.6e9
-    # The output layer alone, on 41x41 cells.
-    assert cost.count(net.head, (1, 2048, 41, 41)).madds < 0.65e9
+    # The output layer alone, on 41x41 positions.
+    assert cost.count(net.head, (1, 2048, 41, 41)).macs < 0.65e9
 
 
 # ---- dilations -------------------------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ def test_torchvisions_option_is_not_that() -> None:
     assert dilations(net, "layer4") == [(2, 2, 1)] + [(4, 4, 1)] * 2
 
 
-@pytest.mark.parametrize(("side", "cells"), [(321, 41), (513, 65), (65, 9)])
-def test_an_eighth_of_the_sides(side: int, cells: int) -> None:
+@pytest.mark.parametrize(("side", "positions"), [(321, 41), (513, 65), (65, 9)])
+def test_an_eighth_of_the_size(side: int, positions: int) -> None:
     with torch.device("meta"):
         net, image = models.deeplab_v2("resnet50"), torch.empty(1, 3, side, side)
-        assert net(image).shape == (1, 21, cells, cells)
+        assert net(image).shape == (1, 21, positions, positions)
 
 
 @pytest.mark.parametrize(("stride", "late"), [(8, (2, 4)), (16, (1, 2)), (32, (1, 1))])
@@ -127,12 +127,12 @@ def test_a_dilated_block_gives_what_its_layers_give() -> None:
 
 
 def test_what_a_dilated_network_sees_is_what_the_strided_one_sees() -> None:
-    # Taking a stride out and dilating what follows keeps every cell that was computed before: the others are between.
+    # Taking a stride out and dilating what follows keeps every position that was computed before: the others are between.
     torch.manual_seed(0)
     strided = models.deeplab_compact("mobilenet_v2", width=0.25, output_stride=32).eval()
     dense = models.deeplab_compact("mobilenet_v2", width=0.25, output_stride=8).eval()
     dense.load_state_dict(strided.state_dict())
-    # The first convolution behind a stride that was taken out is dilated too, so the cells are not the same ones;
+    # The first convolution behind a stride that was taken out is dilated too, so the positions are not the same ones;
     # with torchvision's rule they would be.
     for row in (4, 7):
         convolution = dense.backbone.rows[row][0].depthwise.convolution

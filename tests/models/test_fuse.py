@@ -42,8 +42,8 @@ def test_fused_is_unfused(name: str) -> None:
     net = settled(small(name))
     before = copy.deepcopy(net.state_dict())
     fused = net.fuse()
-    for sides in ((65, 97), (33, 50)):
-        image = torch.randn(2, 3, *sides, dtype=torch.float64)
+    for size in ((65, 97), (33, 50)):
+        image = torch.randn(2, 3, *size, dtype=torch.float64)
         with torch.no_grad():
             torch.testing.assert_close(fused(image), net(image), rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(fused.pyramid(image), net.pyramid(image), rtol=1e-9, atol=1e-11)
@@ -217,10 +217,10 @@ def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
-def test_multiply_adds_stay(name: str) -> None:
+def test_macs_stay(name: str) -> None:
     """A counter sees every convolution of the fused network; what is saved is the shift of responses."""
     net = small(name).eval()
-    unfused, fused = (cost.count(each, (1, 3, 64, 64)).madds for each in (net, net.fuse()))
+    unfused, fused = (cost.count(each, (1, 3, 64, 64)).macs for each in (net, net.fuse()))
     assert 0.99 * unfused < fused <= unfused
 
 

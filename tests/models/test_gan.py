@@ -46,7 +46,7 @@ def attention(channels: int) -> int:
 
 
 def generator(widths: list[int], classes: int, at: int) -> int:
-    """From 4x4 cells of the first width; batch norms have two numbers a channel and class, the last one two."""
+    """From 4x4 positions of the first width; batch norms have two numbers a channel and class, the last one two."""
     blocks = list(zip([widths[0], *widths], widths, strict=False))
     whole = 129 * 16 * widths[0] + 2 * widths[-1] + convolution(widths[-1], 3, 3) + attention(at)
     return whole + sum(residual(*block) + 2 * classes * sum(block) for block in blocks)
@@ -94,7 +94,7 @@ def test_parameters_of_the_published_networks() -> None:
     partly([(128, 64, 128, 64), (64, 16, 256, 128), (32, 16, 128, 64)], [(32, 16, 128, 64)]),
 )
 def test_attention_is_where_it_is_asked_for(side: int, at: int, in_generator: int, in_discriminator: int) -> None:
-    # At 64 of 128 pixels the discriminator has FA's example: 64x64 cells of 64 channels.
+    # At 64 of 128 pixels the discriminator has FA's example: 64x64 positions of 64 channels.
     seen: list[tuple[int, ...]] = []
     with torch.device("meta"):
         net = models.sagan(side=side, attention_at=at, num_classes=10)
@@ -141,8 +141,8 @@ def test_gated_attention_is_an_explicit_matrix() -> None:
     nn.init.constant_(attention.gate, 0.7)
     grid = torch.randn(2, 16, 6, 8, dtype=torch.float64)
     maps = attention.attention
-    cells, pooled = grid.flatten(2), nn.functional.max_pool2d(grid, 2).flatten(2)
-    query, key, value = maps.query.weight @ cells, maps.key.weight @ pooled, maps.value.weight @ pooled
+    positions, pooled = grid.flatten(2), nn.functional.max_pool2d(grid, 2).flatten(2)
+    query, key, value = maps.query.weight @ positions, maps.key.weight @ pooled, maps.value.weight @ pooled
     assert query.shape == (2, 2, 48)
     assert value.shape == (2, 8, 12)
     matrix = (query.mT @ key).softmax(-1)

@@ -50,17 +50,17 @@ def test_parameters_of_the_attention(name: str, value_channels: int | None, numb
 
 
 @pytest.mark.long
-def test_multiply_adds_at_the_papers_crop() -> None:
+def test_macs_at_the_papers_crop() -> None:
     with torch.device("meta"):
         net = models.psmnet_stacked().train()
     counted = cost.count(net, [(1, 3, 256, 512), (1, 3, 256, 512)])
     # By hand: two images through the features, the volume through 3-D convolutions at 1/4, 1/8 and 1/16.
-    cells, c = 48 * 64 * 128, 32
-    whole = cells * 27 * (2 * c * c + c * c + 2 * c * c + 3 * (c * c + c))
-    # Down to an eighth of the cells, then to a 64th; a transposed convolution multiplies its input's cells.
-    hourglass = cells * 27 * (2 * c * c / 8 + 4 * c * c / 8 + 2 * 4 * c * c / 64 + 4 * c * c / 64 + 2 * c * c / 8)
+    positions, c = 48 * 64 * 128, 32
+    whole = positions * 27 * (2 * c * c + c * c + 2 * c * c + 3 * (c * c + c))
+    # Down to an eighth of the positions, then to a 64th; a transposed convolution multiplies its input's positions.
+    hourglass = positions * 27 * (2 * c * c / 8 + 4 * c * c / 8 + 2 * 4 * c * c / 64 + 4 * c * c / 64 + 2 * c * c / 8)
     assert counted.by_module["compare"] == whole + 3 * hourglass
-    assert round(counted.madds / 1e9) == 185
+    assert round(counted.macs / 1e9) == 185
 
 
 # ---- the volume and the disparity ------------------------------------------------------------------------------------
@@ -99,14 +99,14 @@ def test_the_disparity_is_the_mean_under_the_softmax() -> None:
 def test_a_sharp_score_gives_its_disparity_even_in_half_precision() -> None:
     scores = torch.zeros(1, 1, 48, 2, 2, dtype=torch.bfloat16)
     scores[:, :, 40] = 100
-    # The centre of cell 40 of four disparities each lies between 161 and 162: bfloat16 has steps of 1 there.
+    # The centre of position 40 of four disparities each lies between 161 and 162: bfloat16 has steps of 1 there.
     assert regress(scores, 192, (8, 8)).flatten().tolist() == pytest.approx([161.5] * 64, abs=1e-3)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert float(regress(scores, 192, (8, 8)).mean()) == pytest.approx(161.5, abs=1e-3)
 
 
 # ---- architecture ----------------------------------------------------------------------------------------------------
-def test_a_quarter_of_the_sides_and_dilations_of_the_last_stage() -> None:
+def test_a_quarter_of_the_size_and_dilations_of_the_last_stage() -> None:
     net = small(first_channels=8).eval()
     assert net.features(torch.randn(1, 3, 64, 96)).shape == (1, 8, 16, 24)
     for stage, blocks, dilation in (("layer1", 3, 1), ("layer2", 16, 1), ("layer3", 3, 1), ("layer4", 3, 2)):
@@ -255,7 +255,7 @@ def test_pairs_of_different_size() -> None:
         small()(torch.zeros(2, 3, 32, 64), torch.zeros(2, 3, 32, 48))
 
 
-def test_sides_that_16_does_not_divide() -> None:
+def test_size_that_16_does_not_divide() -> None:
     text = r"the sides must be multiples of 16\.[\s\S]*at the top and on the right, .*pad\(left, \(0, 14, 2, 0\)\)"
     with pytest.raises(ShapeError, match=text):
         small()(torch.zeros(2, 3, 30, 50), torch.zeros(2, 3, 30, 50))

@@ -29,13 +29,13 @@ def theirs(width: float = 1.0) -> nn.Module:
 
 
 @pytest.mark.parametrize("width", [0.25, 1.0])
-@pytest.mark.parametrize("sides", [(32, 32), (65, 96)])
-def test_outputs_are_torchvisions(width: float, sides: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(32, 32), (65, 96)])
+def test_outputs_are_torchvisions(width: float, size: tuple[int, int]) -> None:
     source, net = theirs(width), models.mobilenet_v2(width=width).eval()
     report = load_torchvision(net, source.state_dict())
     assert report == (list(net.state_dict()), [], [])
     with torch.no_grad():
-        image = torch.randn(2, 3, *sides)
+        image = torch.randn(2, 3, *size)
         expected = source(image)
         assert expected.std() > 0.1
         torch.testing.assert_close(net(image), expected, rtol=0, atol=0)

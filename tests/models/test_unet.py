@@ -1,4 +1,4 @@
-"""The U-Nets: counts to the digit, the identity at first, how far a cell sees, and what is refused."""
+"""The U-Nets: counts to the digit, the identity at first, how far a position sees, and what is refused."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_attention_is_the_identity_at_first_and_reaches_everywhere_after(name: s
     assert torch.equal(net(grid), without(grid))
     other = grid.clone()
     other[..., -1] += 0.7
-    # 40 cells are more than the halo: without attention the first cell cannot know of the last.
+    # 40 positions are more than the halo: without attention the first position cannot know of the last.
     assert torch.equal(without(grid)[..., 0], without(other)[..., 0])
     awake(net)
     assert not torch.equal(net(grid)[..., 0], net(other)[..., 0])
@@ -154,18 +154,18 @@ def test_convolutions_start_as_glorot_and_biases_at_zero() -> None:
         ("unet_residual", {}, 27),
     ],
 )
-def test_the_halo_is_exactly_how_far_a_cell_sees(name: str, options: dict[str, Any], halo: int) -> None:
+def test_the_halo_is_exactly_how_far_a_position_sees(name: str, options: dict[str, Any], halo: int) -> None:
     net = models.MODELS[name](rank=2, first_channels=2, **options).double()
     for weight in net.parameters():  # nothing is cut off by a ReLU
         nn.init.constant_(weight, 0.02)
     side, seen = net.multiples[0] * 20, 0
     rising = torch.linspace(1, 2, side, dtype=torch.float64).expand(1, 1, net.multiples[0], side)
-    for cell in range(side // 2, side // 2 + net.multiples[0]):
+    for position in range(side // 2, side // 2 + net.multiples[0]):
         for grid in (rising, rising.flip(3)):  # the largest of a window is at its end
             grid = grid.clone().requires_grad_()
-            net(grid)[..., cell].sum().backward()
+            net(grid)[..., position].sum().backward()
             places = grid.grad.abs().sum((0, 1, 2)).nonzero()
-            seen = max(seen, cell - int(places.min()), int(places.max()) - cell)
+            seen = max(seen, position - int(places.min()), int(places.max()) - position)
     assert seen == net.halo == halo
 
 
@@ -202,9 +202,9 @@ def test_a_saved_net_comes_back(net: UNet | ProjectionUNet, tmp_path: Path) -> N
 
 def test_costs_are_counted() -> None:
     net = models.unet_care(rank=2, depth=1, first_channels=2)
-    # cells x kernel x channels in x channels out; two levels of 8x8 and 4x4 cells
+    # positions x kernel x channels in x channels out; two levels of 8x8 and 4x4 positions
     expected = 64 * 9 * (2 + 4) + 16 * 9 * (2 * 4 + 4 * 2) + 64 * 9 * (4 * 2 + 2 * 2) + 64 * 2
-    assert cost.count(net, (1, 1, 8, 8)).madds == expected
+    assert cost.count(net, (1, 1, 8, 8)).macs == expected
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -73,33 +73,36 @@ def test_kernels_over_time() -> None:
 def test_the_factorized_block_saves_what_fa_says() -> None:
     with torch.device("meta"):
         dense, linear = (NonLocalBlock(512, row).attention for row in ("dot", "factorized"))
-    costs = [cost.predict(attention, sides=(4, 28, 28), convention="FA") for attention in (dense, linear)]
-    cells, maps, inner = 4 * 28 * 28, 2 * 256 + 2 * 256 + 2 * 512, 256
+    costs = [cost.predict(attention, size=(4, 28, 28), convention="FA") for attention in (dense, linear)]
+    positions, maps, inner = 4 * 28 * 28, 2 * 256 + 2 * 256 + 2 * 512, 256
     # FA Table 9 for keys and values of c/2 channels and an output map.
-    assert [found.activation_bytes // 4 for found in costs] == [maps * cells + cells**2, maps * cells + inner**2]
+    assert [found.activation_bytes // 4 for found in costs] == [
+        maps * positions + positions**2,
+        maps * positions + inner**2,
+    ]
     assert f"{costs[0].activation_bytes / costs[1].activation_bytes:.1f}" == "2.5"
-    assert f"{costs[0].madds / costs[1].madds:.2f}" == "3.25"
+    assert f"{costs[0].macs / costs[1].macs:.2f}" == "3.25"
     # As it executes, values mapped after they are reduced.
-    found = [cost.predict(attention, sides=(4, 28, 28)).madds for attention in (dense, linear)]
-    counted = [cost.count(attention.eval(), (1, 512, 4, 28, 28)).madds for attention in (dense, linear)]
+    found = [cost.predict(attention, size=(4, 28, 28)).macs for attention in (dense, linear)]
+    counted = [cost.count(attention.eval(), (1, 512, 4, 28, 28)).macs for attention in (dense, linear)]
     assert found == counted
 
 
 # ---- the non-local block ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("sides", [(3, 4, 6), (2, 5, 7)])
-def test_the_non_local_block_is_an_explicit_matrix(sides: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("size", [(3, 4, 6), (2, 5, 7)])
+def test_the_non_local_block_is_an_explicit_matrix(size: tuple[int, int, int]) -> None:
     block = NonLocalBlock(12, "softmax_pooled").double().eval()
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.5)
     block.norm.running_mean.normal_()
     block.norm.running_var.uniform_(0.5, 2)
-    grid, maps = torch.randn(2, 12, *sides, dtype=torch.float64), block.attention
-    cells = grid.flatten(2).mT
+    grid, maps = torch.randn(2, 12, *size, dtype=torch.float64), block.attention
+    positions = grid.flatten(2).mT
     pooled = nn.functional.max_pool3d(grid, (1, 2, 2), ceil_mode=True).flatten(2).mT
-    query, key, value = maps.query(cells), maps.key(pooled), maps.value(pooled)
+    query, key, value = maps.query(positions), maps.key(pooled), maps.value(pooled)
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] == 6
     matrix = (query @ key.mT * 6**-0.5).softmax(-1)
-    response = maps.output(matrix @ value).mT.unflatten(2, sides)
+    response = maps.output(matrix @ value).mT.unflatten(2, size)
     torch.testing.assert_close(block(grid), grid + block.norm(response))
 
 

@@ -17,7 +17,7 @@ from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
 from seeding import seeded_generator
 
 LETTERS = ["".join(letters) for count in range(5) for letters in itertools.combinations("qkvo", count)]
-SIDES = [(7,), (3, 4), (2, 3, 2)]
+SIZE = [(7,), (3, 4), (2, 3, 2)]
 
 
 def valid(row: str, project: str) -> bool:
@@ -43,16 +43,16 @@ def randomised(attention: GridAttention) -> None:
             parameter.normal_(0.1, 0.6)
 
 
-def grid_of(sides: tuple[int, ...], batch: int = 2) -> Tensor:
-    return torch.randn(batch, 4, *sides, dtype=torch.float64)
+def grid_of(size: tuple[int, ...], batch: int = 2) -> Tensor:
+    return torch.randn(batch, 4, *size, dtype=torch.float64)
 
 
-def mask_of(sides: tuple[int, ...], batch: int = 2) -> Tensor:
-    return draw_mask(batch, sides, seeded_generator(7))
+def mask_of(size: tuple[int, ...], batch: int = 2) -> Tensor:
+    return draw_mask(batch, size, seeded_generator(7))
 
 
-def assert_close_where_real(got: Tensor, want: Tensor, mask: Tensor | None) -> None:
-    """Responses of real asking cells; those of masked ones are only finite."""
+def assert_close_where_valid(got: Tensor, want: Tensor, mask: Tensor | None) -> None:
+    """Responses of valid asking positions; those of masked ones are only finite."""
     assert got.isfinite().all()
     if mask is None:
         assert_close(got, want)
@@ -74,10 +74,10 @@ def test_it_is_projections_around_the_named_whole(row: str, project: str, bias: 
         grid, context = grid_of((3, 4)), grid_of((2, 3, 2))
         mask = mask_of((3, 4)) if masked else None
         context_mask = mask_of((2, 3, 2)) if masked else None
-        assert_close_where_real(attention(grid, mask=mask), written_out(attention, grid, mask=mask), mask)
+        assert_close_where_valid(attention(grid, mask=mask), written_out(attention, grid, mask=mask), mask)
         got = attention(grid, context, mask=mask, context_mask=context_mask)
         want = written_out(attention, grid, context, mask=mask, context_mask=context_mask)
-        assert_close_where_real(got, want, mask)
+        assert_close_where_valid(got, want, mask)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
@@ -107,8 +107,8 @@ def test_every_gradient(row: str, project: str, masked: bool) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_one_instance_serves_every_rank(row: str) -> None:
     attention = build(row, "vo")
-    for sides in (*SIDES, (2, 1, 3, 2), (1,), (1, 1)):
-        grid = grid_of(sides)
+    for size in (*SIZE, (2, 1, 3, 2), (1,), (1, 1)):
+        grid = grid_of(size)
         assert_close(attention(grid), written_out(attention, grid))
 
 
@@ -133,8 +133,8 @@ def test_a_residual_with_an_output_map_is_the_identity_at_first(row: str, projec
     project = project if valid(row, project) else "qvo"
     attention = GridAttention(4, row, heads=2, project=project, residual=True)
     assert not attention.output.weight.any()
-    for sides in SIDES:
-        grid = grid_of(sides).float()
+    for size in SIZE:
+        grid = grid_of(size).float()
         assert torch.equal(attention(grid), grid)
     attention.output.reset_parameters()
     assert not torch.equal(attention(grid), grid)
@@ -145,7 +145,7 @@ def test_the_residual_adds_the_grid(row: str) -> None:
     for project in ("v", "vo"):
         attention, mask = build(row, project, residual=True), mask_of((3, 4))
         grid = grid_of((3, 4))
-        assert_close_where_real(attention(grid, mask=mask), written_out(attention, grid, mask=mask), mask)
+        assert_close_where_valid(attention(grid, mask=mask), written_out(attention, grid, mask=mask), mask)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -173,13 +173,13 @@ def test_masked_content_is_bit_equal_to_zeros(row: str, project: str, poison: fl
         assert (clean is None and poisoned is None) or torch.equal(clean, poisoned)
 
 
-def grid_of_seed(sides: tuple[int, ...], seed: int) -> Tensor:
+def grid_of_seed(size: tuple[int, ...], seed: int) -> Tensor:
     torch.manual_seed(seed)
-    return grid_of(sides)
+    return grid_of(size)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_no_real_cell_is_finite(row: str) -> None:
+def test_no_valid_position_is_finite(row: str) -> None:
     """No response of the operator, so what is left of an empty sample is the output map's bias."""
     attention = build(row, "vo")
     grid = grid_of((3, 4)).requires_grad_()
@@ -266,7 +266,7 @@ def test_channels_last_stays(row: str, project: str, rank: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", ROWS)
 def test_every_floating_point_dtype(row: str, dtype: torch.dtype) -> None:
-    """A folded map is rounded once more than the cells are: twice the bound of the operators."""
+    """A folded map is rounded once more than the positions are: twice the bound of the operators."""
     low = build(row, "vo").to(dtype)
     exact = copy.deepcopy(low).double()
     grid = grid_of((9, 7)).to(dtype)
@@ -287,9 +287,9 @@ def test_autocast_takes_single_precision(row: str) -> None:
     )
 
 
-def test_the_explicit_form_projects_every_cell() -> None:
+def test_the_explicit_form_projects_every_position() -> None:
     """The tests' own form is torch's 1×1 convolution."""
     linear, grid = torch.nn.Linear(4, 6).double(), grid_of((3, 5))
     want = torch.nn.functional.conv2d(grid, linear.weight[..., None, None], linear.bias)
     assert_close(convolved(linear, grid), want, 1e-14)
-    assert attending.real_or_zero(grid, None) is grid
+    assert attending.valid_or_zero(grid, None) is grid

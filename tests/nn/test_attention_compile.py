@@ -1,4 +1,4 @@
-"""One compiled and one exported module serve every batch and image size; no matrix of all pairs of cells is made."""
+"""One compiled and one exported module serve every batch and image size; no matrix of all pairs of positions is made."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def _build(row: str, **options: Any) -> GridAttention:
 
 
 def _grids(*, masked: bool) -> list[tuple[Tensor, Tensor | None]]:
-    return [
-        (torch.randn(batch, 8, *sides), torch.rand(batch, *sides) > 0.3 if masked else None) for batch, sides in SIZES
-    ]
+    return [(torch.randn(batch, 8, *size), torch.rand(batch, *size) > 0.3 if masked else None) for batch, size in SIZES]
 
 
 @pytest.mark.long
@@ -89,7 +87,7 @@ def test_compiles_with_inductor(row: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", partly(ROWS))
-def test_exports_with_dynamic_batch_and_sides(row: str) -> None:
+def test_exports_with_dynamic_batch_and_size(row: str) -> None:
     attention = _build(row).eval()
     auto = torch.export.Dim.DYNAMIC
     shapes = ({0: auto, 2: auto, 3: auto}, None)
@@ -109,7 +107,7 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operation(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            # Attention kernels' own statistics are one number an asking cell; views make nothing.
+            # Attention kernels' own statistics are one number an asking position; views make nothing.
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > self.numbers:
                 self.numbers, self.operation = tensor.untyped_storage().nbytes(), str(operation)
         return out
@@ -117,12 +115,12 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "dot"])
 def test_no_matrix_of_all_pairs_is_made(row: str) -> None:
-    """4,096 cells: the grid has 128 KiB a sample, a matrix of pairs 64 MiB. `dot` is quadratic by definition."""
+    """4,096 positions: the grid has 128 KiB a sample, a matrix of pairs 64 MiB. `dot` is quadratic by definition."""
     attention = _build(row, residual=True)
     grid = torch.randn(1, 8, 64, 64, requires_grad=True)
     with _Largest() as largest:
         attention(grid, mask=torch.rand(1, 64, 64) > 0.3).sum().backward()
-    # Kronecker's coefficients are Σ sides a cell and head, in SDPA's own memory where it has a kernel.
+    # Kronecker's coefficients are Σ size a position and head, in SDPA's own memory where it has a kernel.
     assert largest.numbers <= 4096 * 4 * max(2 * 128, 4 * 8), largest.operation
 
 

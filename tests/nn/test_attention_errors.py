@@ -35,30 +35,30 @@ def test_options_that_do_not_fit(options: dict, error: type, text: str) -> None:
 
 
 IMAGE = torch.randn(2, 8, 5, 5)
-REAL = torch.ones(2, 5, 5, dtype=torch.bool)
+VALID = torch.ones(2, 5, 5, dtype=torch.bool)
 TEXT = torch.randn(2, 8, 7)
 # What is wrong: (arguments, error, what its text says, line by line).
 MISFITS = {
-    "rank": ({"grid": IMAGE[..., 0, 0]}, ShapeError, r"grid must be \(batch, channels, \*sides\).*\(2, 8\)"),
+    "rank": ({"grid": IMAGE[..., 0, 0]}, ShapeError, r"grid must be \(batch, channels, \*size\).*\(2, 8\)"),
     "channels": ({"grid": IMAGE[:, :6]}, ShapeError, r"8 channels, got 6.*Conv2d\(6, 8, 1\)"),
     "empty": ({"grid": IMAGE[..., :0]}, ShapeError, "grid has an empty side"),
     "integer": ({"grid": IMAGE.long()}, TypeError, "floating point, got torch.int64"),
     "complex": ({"grid": IMAGE * 1j}, TypeError, "floating point, got torch.complex64"),
     "dtype": ({"grid": IMAGE.double()}, TypeError, r"float64.*float32; fix: module.to\(grid.dtype\)"),
     "device": ({"grid": IMAGE.to("meta")}, ValueError, r"meta.*cpu; fix: module.to\(grid.device\)"),
-    "mask sides": ({"mask": REAL[..., :4]}, ShapeError, r"mask must be.*\(2, 5, 4\).*\(2, 8, 5, 5\)"),
-    "mask channel": ({"mask": REAL[:, None]}, ShapeError, r"mask must be.*\(2, 1, 5, 5\)"),
-    "mask dtype": ({"mask": REAL.float()}, TypeError, "mask must be boolean"),
+    "mask sides": ({"mask": VALID[..., :4]}, ShapeError, r"mask must be.*\(2, 5, 4\).*\(2, 8, 5, 5\)"),
+    "mask channel": ({"mask": VALID[:, None]}, ShapeError, r"mask must be.*\(2, 1, 5, 5\)"),
+    "mask dtype": ({"mask": VALID.float()}, TypeError, "mask must be boolean"),
     "context channels": ({"context": TEXT[:, :6]}, ShapeError, "context.*8 channels, got 6"),
     "context batch": ({"context": TEXT[:1]}, ShapeError, r"batch.*\(2, 8, 5, 5\).*\(1, 8, 7\)"),
     "context dtype": ({"context": TEXT.double()}, TypeError, "float64"),
-    "context rank": ({"context": TEXT[..., 0]}, ShapeError, r"context must be \(batch, channels, \*sides\)"),
+    "context rank": ({"context": TEXT[..., 0]}, ShapeError, r"context must be \(batch, channels, \*size\)"),
     "context mask": (
-        {"context": TEXT, "context_mask": REAL[:, 0]},
+        {"context": TEXT, "context_mask": VALID[:, 0]},
         ShapeError,
         r"context_mask must be.*\(2, 5\).*\(2, 8, 7\)",
     ),
-    "no context": ({"context_mask": REAL}, ValueError, "context_mask.*fix: mask="),
+    "no context": ({"context_mask": VALID}, ValueError, "context_mask.*fix: mask="),
 }
 
 

@@ -74,8 +74,10 @@ class _Int8(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("bias", linear.bias.detach())
 
-    def forward(self, cells: Tensor) -> Tensor:
-        return nn.functional.linear(cells, self.weight.to(cells.dtype) * self.scale.to(cells.dtype), self.bias)
+    def forward(self, positions: Tensor) -> Tensor:
+        return nn.functional.linear(
+            positions, self.weight.to(positions.dtype) * self.scale.to(positions.dtype), self.bias
+        )
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -1,4 +1,4 @@
-"""Modules on a million cells: what is folded, read once or computed again is as precise as the plain body."""
+"""Modules on a million positions: what is folded, read once or computed again is as precise as the plain body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRECISIONS = {
     "autocast float16": (torch.float32, torch.float16),
     "autocast bfloat16": (torch.float32, torch.bfloat16),
 }
-# The others answer with every cell a slot, or divide by channels and leave float16's range.
+# The others answer with every position a slot, or divide by channels and leave float16's range.
 ROWS = [
     pytest.param(name, marks=pytest.mark.slow) if name == "kronecker_kv" else name  # 2,048 slots: half a minute
     for name in ops.OPERATORS
@@ -46,7 +46,7 @@ def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch
 
 @pytest.mark.parametrize("precision", partly(PRECISIONS, ["float32", "autocast bfloat16"]))
 @pytest.mark.parametrize("row", ROWS)
-def test_a_million_cells_are_at_most_twice_as_far_off_as_the_plain_body(row, precision, monkeypatch):
+def test_a_million_positions_are_at_most_twice_as_far_off_as_the_plain_body(row, precision, monkeypatch):
     dtype, autocast = PRECISIONS[precision]
     torch.manual_seed(0)
     attention = GridAttention(4, row, project=_maps(row)).to(dtype)
@@ -61,7 +61,7 @@ def test_a_million_cells_are_at_most_twice_as_far_off_as_the_plain_body(row, pre
     for name, exact in wanted.items():
         assert found[name].dtype == plain[name].dtype
         # A bias sums the terms of its map's weights, without the grid's numbers, which are about one. They may cancel:
-        # to 0, that of keys which are softmaxed over cells. No order of summing is more precise than the terms.
+        # to 0, that of keys which are softmaxed over positions. No order of summing is more precise than the terms.
         name_of_weight = name.replace("bias", "weight")
         size = max(exact.norm(), wanted[name_of_weight].norm(), terms.get(name_of_weight, exact.new_zeros(())))
         limit = max(2 * off(plain[name], exact, size), (4 if name == "response" else 8) * eps)
@@ -73,7 +73,7 @@ def _terms(attention: GridAttention, grid: Tensor, upon: Tensor) -> dict[str, Te
     """How large the terms are that the gradients of queries and keys sum, for axis means that attend to axis means.
 
     With P = softmax(QᵀK), a softmax's gradient is P ∘ ∂P less P times the sums of P ∘ ∂P: what the values have in
-    common is in both, and not in the difference. Here it is all but 1/32 of a value, a mean of 1,024 cells. These are
+    common is in both, and not in the difference. Here it is all but 1/32 of a value, a mean of 1,024 positions. These are
     the norms of the first part alone, as if the softmax's rows had random signs.
     """
     means = ops.axis_means(grid)

@@ -16,7 +16,7 @@ from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite
 from farfield.nn.ranks import layers
 from farfield.ops import OPERATORS
 
-SIDES = {1: (9,), 2: (7, 6), 3: (5, 4, 3)}
+SIZE = {1: (9,), 2: (7, 6), 3: (5, 4, 3)}
 STRIDED = {1: (5,), 2: (4, 3), 3: (3, 2, 2)}
 CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -48,13 +48,13 @@ def shapes(block: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(("rank", "stride", "out", "skip"), list(product((1, 2, 3), (1, 2), (8, 12), (False, True))))
 def test_base_block_is_figure_4_a_and_b(rank: int, stride: int, out: int, skip: bool) -> None:
     block = drawn(BaseBlock(8, out, expansion=3, stride=stride, skip=skip, rank=rank))
-    grid = torch.randn(2, 8, *SIDES[rank])
+    grid = torch.randn(2, 8, *SIZE[rank])
     wide = layer(block.expand, grid)
     assert wide.shape[1] == (16 if skip else 24)
     wide = torch.cat([wide, grid], 1) if skip else wide
     expected = layer(block.project, layer(block.depthwise, wide, stride=stride), activate=False)
     expected = grid + expected if stride == 1 and out == 8 else expected
-    assert expected.shape == (2, out, *(SIDES if stride == 1 else STRIDED)[rank])
+    assert expected.shape == (2, out, *(SIZE if stride == 1 else STRIDED)[rank])
     torch.testing.assert_close(block(grid), expected)
 
 
@@ -69,7 +69,7 @@ def test_at_expansion_one_there_is_no_expansion_and_no_concatenation(skip: bool)
 @pytest.mark.parametrize(("rank", "stride", "out", "skip"), list(product((1, 2, 3), (1, 2), (8, 12), (False, True))))
 def test_attention_block_is_figure_4_c_and_d(rank: int, stride: int, out: int, skip: bool) -> None:
     block = drawn(AttentionBlock(8, out, "kronecker_kv", expansion=3, stride=stride, skip=skip, rank=rank))
-    grid = torch.randn(2, 8, *SIDES[rank])
+    grid = torch.randn(2, 8, *SIZE[rank])
     near = layer(block.depthwise, layer(block.expand, grid), stride=stride)
     far = block.attention(grid)
     far = means_of_pairs(far) if stride > 1 else grid + far if skip else far
@@ -79,7 +79,7 @@ def test_attention_block_is_figure_4_c_and_d(rank: int, stride: int, out: int, s
 
 
 def means_of_pairs(grid: Tensor) -> Tensor:
-    """Average pooling by 2 on every side; a last odd cell is its own mean."""
+    """Average pooling by 2 on every side; a last odd position is its own mean."""
     for axis in range(2, grid.dim()):
         grid = torch.cat([part.mean(axis, keepdim=True) for part in grid.split(2, axis)], axis)
     return grid
@@ -88,7 +88,7 @@ def means_of_pairs(grid: Tensor) -> Tensor:
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("side", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_both_paths_have_the_same_sides(rank: int, side: int, stride: int) -> None:
+def test_both_paths_have_the_same_size(rank: int, side: int, stride: int) -> None:
     grid = torch.randn(2, 8, *[side] * rank)
     block = AttentionBlock(8, 8, "siamese", expansion=2, stride=stride, rank=rank).eval()
     assert block(grid).shape == (2, 8, *[-(-side // stride)] * rank)
@@ -145,7 +145,7 @@ def test_a_block_takes_any_module_as_its_global_path() -> None:
 def test_squeeze_excite(rank: int, bias: bool) -> None:
     block = drawn(SqueezeExcite(8, reduction=4, bias=bias))
     assert sum(parameter.numel() for parameter in block.parameters()) == 2 * 8 * 2 + bias * (8 + 2)
-    grid, state = torch.randn(2, 8, *SIDES[rank]), block.state_dict()
+    grid, state = torch.randn(2, 8, *SIZE[rank]), block.state_dict()
     means = grid.flatten(2).mean(2)
     between = F.linear(means, state["squeeze.weight"], state.get("squeeze.bias")).clamp(0)
     gate = torch.sigmoid(F.linear(between, state["excite.weight"], state.get("excite.bias")))
@@ -206,7 +206,7 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
         (
             lambda: SqueezeExcite(8)(torch.randn(2, 6, 5)),
             ShapeError,
-            "SqueezeExcite: the grid must be (batch, 8, *sides).\n  grid  (2, 6, 5)\n"
+            "SqueezeExcite: the grid must be (batch, 8, *size).\n  grid  (2, 6, 5)\n"
             "  fix: a block for this grid: channels=6.",
         ),
     ],

@@ -24,9 +24,9 @@ from farfield.nn.convolved import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
 from partly import partly
 
-SIDES = {1: (9,), 2: (7, 5), 3: (5, 4, 3)}
+SIZE = {1: (9,), 2: (7, 5), 3: (5, 4, 3)}
 PATHS = (*OPERATORS, "squeeze_excite", "identity")
-FOLDED = [name for name, row in OPERATORS.items() if row.basis is not None or not row.asks.side_by_side]
+FOLDED = [name for name, row in OPERATORS.items() if row.basis is not None or not row.queries_from.side_by_side]
 Block = BaseBlock | AttentionBlock
 
 
@@ -73,7 +73,7 @@ def same_as_plain(block: Any, grid: Tensor) -> None:
 def test_base_block(rank: int, stride: int, skip: bool, training: bool, expansion: int) -> None:
     for out in (8, 12):
         block = drawn(BaseBlock(8, out, expansion=expansion, stride=stride, skip=skip, rank=rank)).train(training)
-        same_as_plain(block, torch.randn(3, 8, *SIDES[rank], dtype=torch.float64))
+        same_as_plain(block, torch.randn(3, 8, *SIZE[rank], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -83,7 +83,7 @@ def test_attention_block(name: str, rank: int, training: bool) -> None:
     for stride, skip, out in product((1, 2), (False, True), (8, 12)):
         far = path(name, 8)
         block = drawn(AttentionBlock(8, out, far, expansion=3, stride=stride, skip=skip, rank=rank)).train(training)
-        same_as_plain(block, torch.randn(3, 8, *SIDES[rank], dtype=torch.float64))
+        same_as_plain(block, torch.randn(3, 8, *SIZE[rank], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -124,7 +124,7 @@ def memory_format(rank: int) -> torch.memory_format:
 @pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "averaged", "softmax"])
 def test_channels_last_stays(name: str, rank: int) -> None:
     block = drawn(AttentionBlock(8, 12, name, expansion=3, rank=rank)).train()
-    grid = torch.randn(2, 8, *SIDES[rank], dtype=torch.float64).to(memory_format=memory_format(rank))
+    grid = torch.randn(2, 8, *SIZE[rank], dtype=torch.float64).to(memory_format=memory_format(rank))
     # torch's float64 convolutions of volumes return contiguous grids, whatever they are given.
     assert rank == 3 or block(grid).is_contiguous(memory_format=torch.channels_last)
     same_as_plain(block, grid)
@@ -148,7 +148,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "siamese_ones", "siamese_local", "averaged"])
 @pytest.mark.parametrize("training", [False, True])
 def test_neither_attention_nor_a_concatenation_is_written(name: str, training: bool) -> None:
-    channels, out, cells = 16, 12, 2 * 30 * 20  # siamese has 8 coefficients a cell
+    channels, out, positions = 16, 12, 2 * 30 * 20  # siamese has 8 coefficients a position
     block = AttentionBlock(channels, out, name, expansion=3).train(training)
     if name == "averaged":
         block.attention.coefficient_norm = None  # whose moments centre the queries
@@ -157,7 +157,7 @@ def test_neither_attention_nor_a_concatenation_is_written(name: str, training: b
         block.plain(grid)
     with Made(grid) as made:
         block(grid)
-    whole = {channels * cells, (block.expanded + channels) * cells}
+    whole = {channels * positions, (block.expanded + channels) * positions}
     assert plain.sizes >= whole
     assert not made.sizes & whole
 
@@ -279,8 +279,8 @@ def test_the_clamp_has_torchs_gradient_at_its_ends_too() -> None:
 
 def test_the_clamp_can_be_differentiated_twice() -> None:
     grid = (torch.rand(20, dtype=torch.float64) * 9 - 1).requires_grad_()
-    torch.autograd.gradgradcheck(lambda cells: ReLU6(inplace=True)(cells * 1).square(), grid)
-    torch.autograd.gradcheck(lambda cells: ReLU6(inplace=True)(cells * 1), grid)
+    torch.autograd.gradgradcheck(lambda positions: ReLU6(inplace=True)(positions * 1).square(), grid)
+    torch.autograd.gradcheck(lambda positions: ReLU6(inplace=True)(positions * 1), grid)
 
 
 def kept_bytes(module: nn.Module, grid: Tensor) -> int:
@@ -311,7 +311,7 @@ def test_the_clamp_outside_of_training() -> None:
     part, grid = convolved(8, 8).eval(), torch.randn(2, 8, 5, 5)
     expected = part.after(part.convolution(grid))
     torch.testing.assert_close(torch.func.vmap(part)(grid[:, None])[:, 0], expected)
-    gradients = torch.func.grad(lambda cells: part(cells).sum())(grid)
+    gradients = torch.func.grad(lambda positions: part(positions).sum())(grid)
     leaf = grid.clone().requires_grad_()
     part(leaf).sum().backward()
     torch.testing.assert_close(gradients, leaf.grad)

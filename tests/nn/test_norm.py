@@ -58,12 +58,12 @@ def assert_same_statistics(got: CoefficientNorm, want: CoefficientNorm) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sides", SHAPES, ids=name)
+@pytest.mark.parametrize("size", SHAPES, ids=name)
 @pytest.mark.parametrize("row", ROWS)
-def test_training_is_batch_norm_of_the_explicit_form(row: str, sides: tuple, form: str, masked: bool) -> None:
+def test_training_is_batch_norm_of_the_explicit_form(row: str, size: tuple, form: str, masked: bool) -> None:
     attention, twin = pair(row, form)
-    grid = torch.randn(3, 4, *sides, dtype=torch.float64)
-    mask = draw_mask(3, sides, seeded_generator(5)) if masked else None
+    grid = torch.randn(3, 4, *size, dtype=torch.float64)
+    mask = draw_mask(3, size, seeded_generator(5)) if masked else None
     got, want = attention(grid, mask=mask), written_out(twin, grid, mask=mask)
     keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
     assert_close(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep])
@@ -73,12 +73,12 @@ def test_training_is_batch_norm_of_the_explicit_form(row: str, sides: tuple, for
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sides", SHAPES, ids=name)
+@pytest.mark.parametrize("size", SHAPES, ids=name)
 @pytest.mark.parametrize("row", SOFTMAX_ROWS)
-def test_columns_are_normed_less_their_means(row: str, sides: tuple, form: str, masked: bool) -> None:
+def test_columns_are_normed_less_their_means(row: str, size: tuple, form: str, masked: bool) -> None:
     attention, twin = pair(row, form, coefficient_norm="columns")
-    grid = torch.randn(3, 4, *sides, dtype=torch.float64)
-    mask = draw_mask(3, sides, torch.Generator().manual_seed(5)) if masked else None
+    grid = torch.randn(3, 4, *size, dtype=torch.float64)
+    mask = draw_mask(3, size, torch.Generator().manual_seed(5)) if masked else None
     for _ in range(2):  # in training, and by the running statistics
         got, want = attention(grid, mask=mask), written_out(twin, grid, mask=mask)
         keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
@@ -91,10 +91,10 @@ def test_what_is_the_same_in_a_column_does_not_matter_to_columns() -> None:
     """A constant added to all keys moves the products of a query by the same number."""
     attention = build("kronecker_qkv", "bare", coefficient_norm="columns")
     query, key = (torch.randn(3, 2, 2, 6, dtype=torch.float64) for _ in range(2))
-    real = torch.ones(3, 1, 1, 6, dtype=torch.float64)
-    plain, moved = (product_moments(query, real, each, real, columns=True).variance for each in (key, key + 7))
+    valid = torch.ones(3, 1, 1, 6, dtype=torch.float64)
+    plain, moved = (product_moments(query, valid, each, valid, columns=True).variance for each in (key, key + 7))
     assert_close(moved, plain, 1e-12)
-    assert float(product_moments(query, real, key + 7, real).variance.min()) > 4 * float(plain.max())
+    assert float(product_moments(query, valid, key + 7, valid).variance.min()) > 4 * float(plain.max())
     assert attention.coefficient_norm.extra_repr().startswith("2, of columns")
 
 
@@ -142,11 +142,11 @@ def test_cross_attention(row: str, masked: bool) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_evaluation_uses_the_running_statistics_at_any_size(row: str, masked: bool) -> None:
     attention, twin = pair(row, "all")
-    for sides in ((4, 5), (9, 7), (3, 2, 3)):
+    for size in ((4, 5), (9, 7), (3, 2, 3)):
         attention.train()(torch.randn(3, 4, 4, 5, dtype=torch.float64))
         twin.load_state_dict(attention.state_dict())
-        grid = torch.randn(2, 4, *sides, dtype=torch.float64)
-        mask = draw_mask(2, sides, seeded_generator(5)) if masked else None
+        grid = torch.randn(2, 4, *size, dtype=torch.float64)
+        mask = draw_mask(2, size, seeded_generator(5)) if masked else None
         before = copy.deepcopy(attention.coefficient_norm.state_dict())
         got, want = attention.eval()(grid, mask=mask), written_out(twin.eval(), grid, mask=mask)
         keep = torch.ones_like(got[:, 0], dtype=torch.bool) if mask is None else mask
@@ -155,7 +155,7 @@ def test_evaluation_uses_the_running_statistics_at_any_size(row: str, masked: bo
             assert torch.equal(buffer, before[field])
 
 
-# dot and factorized divide by channels and not by cells: with a norm or without, they grow with the grid by definition.
+# dot and factorized divide by channels and not by positions: with a norm or without, they grow with the grid by definition.
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in ("dot", "factorized")])
 def test_statistics_do_not_depend_on_the_image_size(row: str) -> None:
     """Trained at one size and read at another: responses keep their size (without 1/N they would grow with it)."""
@@ -173,7 +173,7 @@ def test_statistics_do_not_depend_on_the_image_size(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_sample_with_no_real_cell_has_no_part_in_the_statistics(row: str) -> None:
+def test_a_sample_with_no_valid_position_has_no_part_in_the_statistics(row: str) -> None:
     attention, twin = pair(row, "bare")
     grid = torch.randn(3, 4, 3, 4, dtype=torch.float64)
     mask = torch.ones(3, 3, 4, dtype=torch.bool)
@@ -186,7 +186,7 @@ def test_a_sample_with_no_real_cell_has_no_part_in_the_statistics(row: str) -> N
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_nothing_real_leaves_everything_finite(row: str) -> None:
+def test_nothing_valid_leaves_everything_finite(row: str) -> None:
     attention = build(row, "value")
     grid = torch.full((2, 4, 3, 4), torch.nan, dtype=torch.float64)
     response = attention(grid, mask=torch.zeros(2, 3, 4, dtype=torch.bool))

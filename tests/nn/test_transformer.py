@@ -14,7 +14,7 @@ from farfield.ops.table import keys, queries
 from partly import partly
 from token_products import EPS, ROWS, product, relative, worst_gradient
 
-REAL = torch.arange(11) < torch.tensor([[11], [7], [1]])
+VALID = torch.arange(11) < torch.tensor([[11], [7], [1]])
 # Fewer tokens than channels, whose values are mapped before they are summed, and more.
 LENGTHS = [11, 40]
 
@@ -35,11 +35,11 @@ def heads_of(linear: nn.Module, tokens: Tensor) -> Tensor:
     return linear(tokens).unflatten(2, (4, 4)).transpose(1, 2)
 
 
-def by_hand(module: TransformerLayer, row: str, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+def by_hand(module: TransformerLayer, row: str, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
     """Attention as the product of its matrices, then BERT's steps one by one."""
     attention, scale = module.attention, 0.5
     parts = [heads_of(linear, tokens) for linear in (attention.query, attention.key, attention.value)]
-    response = product(row, *parts, real, scale).transpose(1, 2).flatten(2)
+    response = product(row, *parts, valid, scale).transpose(1, 2).flatten(2)
     tokens = module.norm(tokens + attention.output(response))
     inner = module.expand(tokens)
     inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
@@ -53,8 +53,8 @@ def by_hand(module: TransformerLayer, row: str, tokens: Tensor, real: Tensor | N
 def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, length: int, masked: bool) -> None:
     module, tokens = layer(row), torch.randn(3, length, 16, dtype=torch.float64, requires_grad=True)
     heard = padded(length)
-    real = heard if masked else None
-    found, wanted = module(tokens, mask=real), by_hand(module, row, tokens, real)
+    valid = heard if masked else None
+    found, wanted = module(tokens, mask=valid), by_hand(module, row, tokens, valid)
     assert relative(found[heard], wanted[heard]) < 50 * EPS
     gradients = [tokens, *module.parameters()]
     assert worst_gradient(found[heard], wanted[heard], gradients) < 200 * EPS
@@ -63,14 +63,14 @@ def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, length: int, mas
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("row", OPERATORS)
 def test_every_row_runs_and_padding_changes_nothing(row: str, length: int) -> None:
-    module, tokens, real = layer(row), torch.randn(3, length, 16, dtype=torch.float64), padded(length)
-    other = torch.where(real[..., None], tokens, torch.nan)
+    module, tokens, valid = layer(row), torch.randn(3, length, 16, dtype=torch.float64), padded(length)
+    other = torch.where(valid[..., None], tokens, torch.nan)
     outputs, gradients = [], []
     for each in (tokens, other):
-        found = module(each, mask=real)
+        found = module(each, mask=valid)
         assert found.isfinite().all()
-        outputs.append(found[real])
-        gradients.append(torch.autograd.grad(found[real].square().sum(), list(module.parameters())))
+        outputs.append(found[valid])
+        gradients.append(torch.autograd.grad(found[valid].square().sum(), list(module.parameters())))
     assert torch.equal(*outputs)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
@@ -164,7 +164,7 @@ def test_siamese_local_reads_no_keys() -> None:
 def test_it_compiles_without_a_break(row: str) -> None:
     module, tokens = layer(row).float(), torch.randn(3, 11, 16)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, mask=REAL), module(tokens, mask=REAL))
+    torch.testing.assert_close(compiled(tokens, mask=VALID), module(tokens, mask=VALID))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -181,4 +181,4 @@ def test_errors_name_the_fix() -> None:
     for mask in (torch.ones(2, 8, dtype=torch.bool), torch.ones(2, 9, dtype=torch.long)):
         with pytest.raises(ShapeError, match=rf"mask must be boolean, \(batch, tokens\), got {mask.dtype}\.") as raised:
             module(torch.randn(2, 9, 16), mask=mask)
-        assert "fix: True where a token is real." in str(raised.value)
+        assert "fix: True where a token is valid." in str(raised.value)

@@ -39,20 +39,20 @@ class Row(nn.Module):
         if row in WEIGHT_ROWS:
             self.weight = nn.Parameter(torch.randn(4))
             self.options["weight"] = self.weight
-        self.asks = row in MEAN_ROWS
+        self.queries_from = row in MEAN_ROWS
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
         """Self attention with one tensor twice, cross attention with two."""
-        asks = {"query_mask": mask} if self.asks and mask is not None and query is key else {}
-        return self.row(query, key, key, mask=mask, **self.options, **asks)
+        query_size = {"query_mask": mask} if self.queries_from and mask is not None and query is key else {}
+        return self.row(query, key, key, mask=mask, **self.options, **query_size)
 
 
 def _grids(rank: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Asking and answering grids of five sizes, and a mask of the latter."""
-    for batch, sides in SIZES[rank]:
-        answers = tuple(side + 2 for side in reversed(sides))
-        query, key = torch.randn(batch, 4, *sides), torch.randn(batch, 4, *answers)
-        yield query, key, torch.rand(batch, *answers) > 0.3
+    for batch, size in SIZES[rank]:
+        key_size = tuple(side + 2 for side in reversed(size))
+        query, key = torch.randn(batch, 4, *size), torch.randn(batch, 4, *key_size)
+        yield query, key, torch.rand(batch, *key_size) > 0.3
 
 
 def _assert_compiles_once(form: Callable[..., Tensor], inputs: Iterable[tuple], backend: str, tolerance: float) -> None:
@@ -71,7 +71,7 @@ def _assert_compiles_once(form: Callable[..., Tensor], inputs: Iterable[tuple], 
 @pytest.mark.parametrize("row", partly(ROWS))
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_self_attention_compiles_once_for_five_sizes(row: str) -> None:
-    grids = [torch.randn(batch, 4, *sides) for batch, sides in SIZES[2]]
+    grids = [torch.randn(batch, 4, *size) for batch, size in SIZES[2]]
     _assert_compiles_once(Row(row), [(grid, grid) for grid in grids], "aot_eager", 1e-6)
 
 
@@ -138,7 +138,7 @@ def test_inductor_sums_long_half_precision_grids(row: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("row", partly(ROWS))
-def test_exports_with_dynamic_batch_and_sides(row: str, masked: bool) -> None:
+def test_exports_with_dynamic_batch_and_size(row: str, masked: bool) -> None:
     module = Row(row)
     batch, auto = torch.export.Dim("batch", min=2), torch.export.Dim.DYNAMIC
     (first, *others) = _grids(2)

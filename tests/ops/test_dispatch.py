@@ -34,7 +34,7 @@ def assert_same(on: list[Tensor], off: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_modules(name: str, project: str, masked: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch):
     project = OPERATORS[name].projections(project)
-    norm = OPERATORS[name].has_scale or OPERATORS[name].asks.side_by_side
+    norm = OPERATORS[name].has_scale or OPERATORS[name].queries_from.side_by_side
     attention = GridAttention(8, name, heads=2, project=project, coefficient_norm=norm and bool(project)).double()
     grid = torch.randn(3, 8, 5, 7, dtype=torch.float64).to(memory_format=layout)
     masks = {"mask": torch.rand(3, 5, 7) < 0.7} if masked else {}
@@ -58,7 +58,7 @@ def test_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(on, found(block, grid, upon))
 
 
-def elu_basis(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
+def elu_basis(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
     return elu(key) + 1, None
 
 

@@ -52,7 +52,7 @@ def _assert_same_gradients(case: Case) -> None:
     cotangent = torch.randn_like(explicit)
     expected = gradients(explicit, case.inputs, cotangent)
     for field, gradient in gradients(library, case.inputs, cotangent).items():
-        # A gradient of exact zeros, such as a single answering cell's key, is rounding on both sides.
+        # A gradient of exact zeros, such as a single answering position's key, is rounding on both sides.
         scale = float(torch.stack([other.norm() for other in expected.values()]).max())
         gap = float((gradient - expected[field]).norm())
         assert gap <= 1e-12 * max(float(expected[field].norm()), 1e-2 * scale), (field, gap)

@@ -70,7 +70,7 @@ class TestEachGrid:
         with pytest.raises(ShapeError) as error:
             _call(row, **{field: torch.randn(2, 4)})
         lines = _text(error).splitlines()
-        assert lines[0].startswith(f"{row}_attention: {field} must be (batch, channels, *sides)")
+        assert lines[0].startswith(f"{row}_attention: {field} must be (batch, channels, *size)")
         assert lines[1] == f"  {field}  (2, 4)"
         assert lines[2].startswith("  fix: ")
 
@@ -113,10 +113,10 @@ class TestEachGrid:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_key_and_value_of_different_sides(row: str) -> None:
+def test_key_and_value_of_different_size(row: str) -> None:
     with pytest.raises(ShapeError) as error:
         _call(row, value=torch.randn(2, 6, 4, 4))
-    assert _text(error).startswith(f"{row}_attention: key and value must have the same sides.\n  key    (2, 4, 4, 3)\n")
+    assert _text(error).startswith(f"{row}_attention: key and value must have the same size.\n  key    (2, 4, 4, 3)\n")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_mask_of_another_shape(row: str, shape: tuple) -> None:
     with pytest.raises(ShapeError) as error:
         _call(row, mask=torch.ones(shape, dtype=torch.bool))
     lines = _text(error).splitlines()
-    assert lines[0] == f"{row}_attention: mask must be (batch, *sides) of key."
+    assert lines[0] == f"{row}_attention: mask must be (batch, *size) of key."
     assert lines[1] == f"  mask  {shape}"
     assert lines[2] == "  key   (2, 4, 4, 3)"
     assert "(2, 4, 3)" in lines[3]

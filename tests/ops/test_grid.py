@@ -14,13 +14,13 @@ SHAPES = [(7,), (3, 5), (1, 4), (2, 3, 5), (2, 1, 3, 2)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("sides", SHAPES, ids=name)
-def test_axis_means_are_equations_14_and_15(sides: tuple, masked: bool) -> None:
-    grid = torch.randn(2, 3, *sides, dtype=torch.float64)
-    mask = draw_mask(2, sides, seeded_generator(0)) if masked else None
+@pytest.mark.parametrize("size", SHAPES, ids=name)
+def test_axis_means_are_equations_14_and_15(size: tuple, masked: bool) -> None:
+    grid = torch.randn(2, 3, *size, dtype=torch.float64)
+    mask = draw_mask(2, size, seeded_generator(0)) if masked else None
     got = ops.axis_means(grid, mask=mask)
     want = reference.axis_means(to_numpy(grid), to_numpy(mask))
-    assert got.shape == (2, 3, sum(sides))
+    assert got.shape == (2, 3, sum(size))
     assert_close(got, torch.as_tensor(want), 1e-14)
 
 
@@ -45,10 +45,10 @@ def test_axis_means_of_rank_one_are_the_grid() -> None:
     assert torch.equal(ops.axis_means(grid), grid)
 
 
-@pytest.mark.parametrize("sides", SHAPES, ids=name)
-def test_outer_sum_is_equation_18(sides: tuple) -> None:
-    vectors = torch.randn(2, 3, sum(sides), dtype=torch.float64)
-    assert_close(ops.outer_sum(vectors, sides), torch.as_tensor(reference.outer_sum(to_numpy(vectors), sides)), 1e-14)
+@pytest.mark.parametrize("size", SHAPES, ids=name)
+def test_outer_sum_is_equation_18(size: tuple) -> None:
+    vectors = torch.randn(2, 3, sum(size), dtype=torch.float64)
+    assert_close(ops.outer_sum(vectors, size), torch.as_tensor(reference.outer_sum(to_numpy(vectors), size)), 1e-14)
 
 
 def test_outer_sum_refuses_vectors_of_another_length() -> None:
@@ -118,8 +118,8 @@ def test_pooled_names_what_it_knows() -> None:
         ops.pooled(2, "median")
 
 
-def test_masked_pooling_ignores_masked_cells_of_a_window() -> None:
-    """All real values are negative: a hidden 0 would win the maximum."""
+def test_masked_pooling_ignores_masked_positions_of_a_window() -> None:
+    """All valid values are negative: a hidden 0 would win the maximum."""
     case = draw("softmax_pooled", (4,), (6,), masked=True)
     case = case.replace(key=-case.key.abs() - 1, value=-case.value.abs() - 1)
     assert_close(case.library(), case.loops(), 1e-13)

@@ -99,27 +99,27 @@ def test_axis_and_outer_sums(on: None, shape: tuple[int, ...]) -> None:
     assert torch.equal(off(outer_sum, found, shape[2:]), scattered)
 
 
-def test_sums_over_a_million_cells(on: None) -> None:
+def test_sums_over_a_million_positions(on: None) -> None:
     grid = torch.rand(1, 2, 1024, 1024)
     assert distance(sum_axes(grid), sum_axes(grid.double())) <= 2 * EPS
-    cells, matrix = grid.flatten(2), torch.randn(1, 1, 2)
-    _, found = torch.ops.farfield.read_and_sum(cells, matrix, None, torch.rand(1, 1, 2**20))
-    assert distance(found[:, 0], cells.double().sum(-1)) <= 2 * EPS
+    positions, matrix = grid.flatten(2), torch.randn(1, 1, 2)
+    _, found = torch.ops.farfield.read_and_sum(positions, matrix, None, torch.rand(1, 1, 2**20))
+    assert distance(found[:, 0], positions.double().sum(-1)) <= 2 * EPS
 
 
 @pytest.mark.parametrize("shape", [(2, 32, 63), (1, 33, 1), (3, 8, 5000), (1, 300, 1537), (0, 8, 4), (2, 7, 20011)])
 @pytest.mark.parametrize(("read", "offset", "given"), [(1, False, 0), (3, True, 0), (2, True, 1), (1, False, 4)])
 def test_rows_and_their_sums(on: None, shape: tuple[int, ...], read: int, offset: bool, given: int) -> None:
-    cells, matrix = torch.randn(shape) + 0.3, torch.randn(shape[0], read, shape[1])
+    positions, matrix = torch.randn(shape) + 0.3, torch.randn(shape[0], read, shape[1])
     start = torch.randn(shape[0], read, shape[2]) if offset else None
     weights = torch.randn(shape[0], given, shape[2]) if given else None
-    rows, found = torch.ops.farfield.read_and_sum(cells, matrix, start, weights)
-    exact = matrix.double() @ cells.double() + (start.double() if offset else 0)
+    rows, found = torch.ops.farfield.read_and_sum(positions, matrix, start, weights)
+    exact = matrix.double() @ positions.double() + (start.double() if offset else 0)
     weighing = torch.cat([exact.new_ones(shape[0], 1, shape[2]), weights.double() if given else rows.double()], 1)
     assert rows.shape == exact.shape
     if shape[0]:
         assert distance(rows, exact) <= 4 * EPS
-        assert distance(found, weighing @ cells.double().mT) <= 4 * EPS
+        assert distance(found, weighing @ positions.double().mT) <= 4 * EPS
 
 
 def in_one_call(row: ops.Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
@@ -174,11 +174,11 @@ def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
         assert made == ["siamese", "siamese_local", "siamese_ones"]
         assert in_one_call(row, grid, None, 2, 1.0) is not None
         assert in_one_call(row, grid.flatten(2), None, 2, 1.0) is None
-        pooled = dataclasses.replace(row, answers=OPERATORS["softmax_pooled"].answers)
+        pooled = dataclasses.replace(row, keys_from=OPERATORS["softmax_pooled"].keys_from)
         assert in_one_call(pooled, grid, None, 2, 1.0) is None
         with torch.autocast("cpu"):
             assert in_one_call(row, grid, None, 2, 1.0) is None
-    # In training a matrix is kept that is small beside its cells, and scores that are few beside their channels.
+    # In training a matrix is kept that is small beside its positions, and scores that are few beside their channels.
     for shape, few in (((2, 32, 5, 6), True), ((1, 16, 64, 65), False)):
         grid = torch.randn(shape, requires_grad=True)
         matrix = torch.ones(1, shape[1])
@@ -205,7 +205,7 @@ def test_coefficients_are_kept_that_are_few_beside_the_grid(
 
 
 def test_operations_are_those_that_torch_expects(on: None) -> None:
-    grid, cells = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
+    grid, positions = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.farfield.axis_sums.default, (grid,), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5), test_utils=tests)
@@ -213,13 +213,13 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
     torch.library.opcheck(torch.ops.farfield.score_attention.default, (grid, torch.randn(3, 3), True), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
     torch.library.opcheck(torch.ops.farfield.axis_means.default, (grid,), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.cell_attention.default, (cells, 2, 0.5), test_utils=tests)
+    torch.library.opcheck(torch.ops.farfield.position_attention.default, (positions, 2, 0.5), test_utils=tests)
     for weights in (None, torch.rand(4, 7, 7)):
-        arguments = (cells, weights, 2, 0.5, torch.randn(cells.shape))
-        torch.library.opcheck(torch.ops.farfield.cell_attention_backward.default, arguments, test_utils=tests)
+        arguments = (positions, weights, 2, 0.5, torch.randn(positions.shape))
+        torch.library.opcheck(torch.ops.farfield.position_attention_backward.default, arguments, test_utils=tests)
     arguments = (grid, torch.randn(3, 3), True, torch.randn(2, 3, 20), torch.randn(2, 4, 3), torch.randn(grid.shape))
     torch.library.opcheck(torch.ops.farfield.score_attention_backward.default, arguments, test_utils=tests)
-    arguments = (cells, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
+    arguments = (positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     torch.library.opcheck(torch.ops.farfield.read_and_sum.default, arguments, test_utils=tests)
 
 
@@ -227,7 +227,7 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
 ROWS = ("siamese", "siamese_local", "siamese_ones", *AXIS_ROWS)
 
 
-def answers(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def key_size(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """The response, and the gradients of the grid and of all parameters."""
     attention, leaf = attention.to(dtype), grid.to(dtype).requires_grad_()
     response = attention(leaf, mask=mask)
@@ -250,9 +250,9 @@ def test_operators_answer_and_learn_as_by_the_equation(
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)
         mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
-        exact = answers(attention, grid, mask, torch.float64)
-        plain = off(answers, attention, grid, mask, torch.float32)
-        found = answers(attention, grid, mask, torch.float32)
+        exact = key_size(attention, grid, mask, torch.float64)
+        plain = off(key_size, attention, grid, mask, torch.float32)
+        found = key_size(attention, grid, mask, torch.float32)
         for name in found:
             # Numbers that cancel, as the gradient of a key's bias does, say nothing.
             if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
@@ -263,9 +263,9 @@ def test_operators_answer_and_learn_as_by_the_equation(
 def test_large_grids_are_written_past_the_caches(on: None, row: str) -> None:
     """From 2^22 numbers in training; no part of the sides or of a row is a whole vector's."""
     attention, grid = GridAttention(64, row, project=""), torch.randn(1, 64, 257, 261)
-    exact = answers(attention, grid, None, torch.float64)
-    plain = off(answers, attention, grid, None, torch.float32)
-    for name, found in answers(attention, grid, None, torch.float32).items():
+    exact = key_size(attention, grid, None, torch.float64)
+    plain = off(key_size, attention, grid, None, torch.float32)
+    for name, found in key_size(attention, grid, None, torch.float32).items():
         assert distance(found, exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
 
 
@@ -311,7 +311,7 @@ def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None
     grid = torch.randn(2, 32, 5, 6, requires_grad=True)
     GridAttention(32, "siamese")(grid).sum().backward()
     assert seen == ["read_and_sum", "gradients_of_rows"]  # the gradient of a sum is expanded, which no kernel takes
-    answers(GridAttention(32, "siamese"), grid.detach(), None, torch.float32)
+    key_size(GridAttention(32, "siamese"), grid.detach(), None, torch.float32)
     assert seen[2:] == ["read_and_sum", "gradients_of_response", "gradients_of_rows"]
 
 

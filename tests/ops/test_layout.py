@@ -18,8 +18,8 @@ FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("row", ROWS)
 def test_channels_last_in_is_channels_last_out(row: str, rank: int, masked: bool) -> None:
-    sides = (3, 5, 2)[:rank]
-    case = draw(row, sides, (4, 3, 2)[:rank], heads=2, masked=masked)
+    size = (3, 5, 2)[:rank]
+    case = draw(row, size, (4, 3, 2)[:rank], heads=2, masked=masked)
     last = case.replace(
         **{field: getattr(case, field).to(memory_format=FORMATS[rank]) for field in ("query", "key", "value")}
     )
@@ -32,8 +32,8 @@ def test_channels_last_in_is_channels_last_out(row: str, rank: int, masked: bool
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_contiguous_response_of_ranks_without_a_format(row: str) -> None:
-    for sides in ((7,), (2, 3, 2, 2)):
-        assert draw(row, sides, (4, 3), heads=2).library().is_contiguous()
+    for size in ((7,), (2, 3, 2, 2)):
+        assert draw(row, size, (4, 3), heads=2).library().is_contiguous()
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -67,8 +67,8 @@ def test_rows_pickle_and_are_one_table(row: str) -> None:
 
 
 def test_a_summary_pickles() -> None:
-    cells, real = torch.randn(1, 2, 4, 30), torch.ones(1, 1, 1, 30)
-    summary = ops.summarize(ops.OPERATORS["factorized_gaussian"], cells, cells, real)
+    positions, valid = torch.randn(1, 2, 4, 30), torch.ones(1, 1, 1, 30)
+    summary = ops.summarize(ops.OPERATORS["factorized_gaussian"], positions, positions, valid)
     again = pickle.loads(pickle.dumps(summary))
     assert isinstance(again, ops.Summary)
     assert torch.equal(again.values, summary.values)

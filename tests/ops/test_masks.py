@@ -1,4 +1,4 @@
-"""What a masked cell holds never matters, to the bit, in responses and in gradients; no real cell answers 0."""
+"""What a masked position holds never matters, to the bit, in responses and in gradients; no valid position answers 0."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ POISONS = [math.nan, math.inf, -math.inf, 1e300]
 
 
 def _filled(case: Case, poison: float) -> Case:
-    """The same call with `poison` in every cell that a mask hides."""
+    """The same call with `poison` in every position that a mask hides."""
     hidden = ~case.options["mask"][:, None]
     changes = {"key": case.key.masked_fill(hidden, poison), "value": case.value.masked_fill(hidden, poison)}
     return case.replace(query=case.query.masked_fill(~case.options["query_mask"][:, None], poison), **changes)
 
 
-@pytest.mark.parametrize("sides", [((9,), (11,)), ((3, 5), (4, 3)), ((2, 3, 2), (3, 2, 3))], ids=["1", "2", "3"])
+@pytest.mark.parametrize("size", [((9,), (11,)), ((3, 5), (4, 3)), ((2, 3, 2), (3, 2, 3))], ids=["1", "2", "3"])
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("row", ROWS)
-def test_masked_content_is_bit_equal_to_zeros(row: str, poison: float, sides: tuple) -> None:
-    case = draw(row, *sides, heads=2, masked=True)
+def test_masked_content_is_bit_equal_to_zeros(row: str, poison: float, size: tuple) -> None:
+    case = draw(row, *size, heads=2, masked=True)
     clean, poisoned = leaves(_filled(case, 0.0)), leaves(_filled(case, poison))
     want, got = clean.library(), poisoned.library()
     assert torch.equal(got, want)
@@ -38,7 +38,7 @@ def test_masked_content_is_bit_equal_to_zeros(row: str, poison: float, sides: tu
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_masked_cells_get_no_gradient(row: str) -> None:
+def test_masked_positions_get_no_gradient(row: str) -> None:
     case = leaves(draw(row, heads=2, masked=True))
     output = case.library()
     found = gradients(output, case.inputs, torch.randn_like(output))
@@ -58,7 +58,7 @@ def test_a_mask_of_ones_is_no_mask(row: str) -> None:
 
 @pytest.mark.parametrize("poison", [0.0, math.nan])
 @pytest.mark.parametrize("row", ROWS)
-def test_a_sample_with_no_real_cell_answers_zero(row: str, poison: float) -> None:
+def test_a_sample_with_no_valid_position_answers_zero(row: str, poison: float) -> None:
     case = draw(row, heads=2, masked=True)
     mask = case.options["mask"].clone()
     mask[0] = False
@@ -73,7 +73,7 @@ def test_a_sample_with_no_real_cell_answers_zero(row: str, poison: float) -> Non
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_batch_with_no_real_cell_at_all(row: str) -> None:
+def test_a_batch_with_no_valid_position_at_all(row: str) -> None:
     case = leaves(draw(row, heads=2, masked=True).replace(mask=torch.zeros(2, 4, 3, dtype=torch.bool)))
     output = case.library()
     assert torch.equal(output, torch.zeros_like(output))
@@ -82,11 +82,11 @@ def test_a_batch_with_no_real_cell_at_all(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_no_real_asking_cell_still_gets_a_finite_response(row: str) -> None:
+def test_no_valid_asking_position_still_gets_a_finite_response(row: str) -> None:
     case = draw(row, heads=2, masked=True)
-    asks = case.options["query_mask"].clone()
-    asks[0] = False
-    poisoned = _filled(case.replace(query_mask=asks), math.nan)
+    query_size = case.options["query_mask"].clone()
+    query_size[0] = False
+    poisoned = _filled(case.replace(query_mask=query_size), math.nan)
     output = poisoned.library()
     assert output.isfinite().all()
     assert_close(output, poisoned.loops())
@@ -96,7 +96,7 @@ def test_no_real_asking_cell_still_gets_a_finite_response(row: str) -> None:
 def test_padding_a_ragged_batch_answers_as_each_grid_alone(row: str) -> None:
     generator = seeded_generator(3)
     grids = [
-        torch.randn(4, *sides, generator=generator, dtype=torch.float64) for sides in ((3, 5), (4, 2), (1, 1), (5, 4))
+        torch.randn(4, *size, generator=generator, dtype=torch.float64) for size in ((3, 5), (4, 2), (1, 1), (5, 4))
     ]
     batch, mask = pad_grids(grids)
     case = draw(row, (5, 5), (5, 5), batch=4, values=4, heads=2)
@@ -211,12 +211,12 @@ def test_every_function_of_the_table_is_finite_in_every_dtype(row: str, dtype: t
     operator = ops.OPERATORS[row]
     width = 1 if operator.score else 4
     key, query, value = (torch.randn(2, 1, size, 6).to(dtype).requires_grad_() for size in (width, width, 3))
-    real = torch.tensor([[1.0, 0, 1, 1, 0, 1], [0] * 6])[:, None, None]
+    valid = torch.tensor([[1.0, 0, 1, 1, 0, 1], [0] * 6])[:, None, None]
     if operator.basis is not None:
-        basis, peak = operator.basis(key, real)
-        assert (basis * real).isfinite().all()
+        basis, peak = operator.basis(key, valid)
+        assert (basis * valid).isfinite().all()
         assert peak is None or peak.isfinite().all()
-    summary = ops.summarize(operator, key, value * real.to(dtype), real)
+    summary = ops.summarize(operator, key, value * valid.to(dtype), valid)
     coefficients = operator.coefficients(query, summary)
     response = ops.respond(operator, query, summary)
     for output in (coefficients, response):

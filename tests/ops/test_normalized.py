@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from explicit import MEAN_ROWS, real_cells
+from explicit import MEAN_ROWS, valid_positions
 from farfield import ops
 from farfield.nn import GridAttention
 from grids import PAIRS, Case, assert_close, draw, draw_mask, name
@@ -29,37 +29,37 @@ def literal(case: Case) -> Case:
 
 def mean_of_valid(response: Tensor, mask: Tensor | None) -> Tensor:
     """The mean over valid positions, `(b, c)` with ones for the spatial dims."""
-    valid = real_cells(response, mask)[:, None].to(response)
+    valid = valid_positions(response, mask)[:, None].to(response)
     dims = tuple(range(2, response.dim()))
     return (response * valid).sum(dims, keepdim=True) / valid.sum(dims, keepdim=True)
 
 
-@given(asks=SIZES, answers=SIZES, heads=st.sampled_from([1, 2]), masked=st.booleans(), seed=SEEDS)
+@given(query_size=SIZES, key_size=SIZES, heads=st.sampled_from([1, 2]), masked=st.booleans(), seed=SEEDS)
 def test_it_is_the_literal_operator_less_all_but_one_of_its_means(
-    asks: tuple, answers: tuple, heads: int, masked: bool, seed: int
+    query_size: tuple, key_size: tuple, heads: int, masked: bool, seed: int
 ) -> None:
-    case = draw("kronecker_qkv", asks, answers, heads=heads, masked=masked, scale=0.7, seed=seed)
-    printed, axes = literal(case).library(), len(asks)
+    case = draw("kronecker_qkv", query_size, key_size, heads=heads, masked=masked, scale=0.7, seed=seed)
+    printed, axes = literal(case).library(), len(query_size)
     mean = mean_of_valid(printed, case.options.get("query_mask"))
     assert_close(case.library(), printed - (axes - 1) / axes * mean, 1e-13)
 
 
-@given(asks=SIZES, answers=SIZES, masked=st.booleans(), seed=SEEDS)
-def test_its_mean_is_that_of_one_axis(asks: tuple, answers: tuple, masked: bool, seed: int) -> None:
+@given(query_size=SIZES, key_size=SIZES, masked=st.booleans(), seed=SEEDS)
+def test_its_mean_is_that_of_one_axis(query_size: tuple, key_size: tuple, masked: bool, seed: int) -> None:
     """Every axis has a mean by the counts of its valid positions; the normalized response has their mean."""
-    case = draw("kronecker_qkv", asks, answers, masked=masked, seed=seed)
+    case = draw("kronecker_qkv", query_size, key_size, masked=masked, seed=seed)
     mask = case.options.get("query_mask")
     got, printed = (mean_of_valid(each.library(), mask) for each in (case, literal(case)))
-    assert float((got - printed / len(asks)).abs().max()) <= 1e-13 * float(printed.abs().max() + 1)
+    assert float((got - printed / len(query_size)).abs().max()) <= 1e-13 * float(printed.abs().max() + 1)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("asks", "answers"), PAIRS, ids=lambda size: name(size))
-def test_values_of_one_are_answered_by_one(asks: tuple, answers: tuple, masked: bool) -> None:
-    case = draw("kronecker_qkv", asks, answers, heads=2, masked=masked, scale=3.0)
+@pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
+def test_values_of_one_are_answered_by_one(query_size: tuple, key_size: tuple, masked: bool) -> None:
+    case = draw("kronecker_qkv", query_size, key_size, heads=2, masked=masked, scale=3.0)
     ones = case.replace(value=torch.ones_like(case.value))
     assert_close(ones.library(), torch.ones_like(ones.library()), 1e-14)
-    assert_close(literal(ones).library(), torch.full_like(ones.library(), len(asks)), 1e-14)
+    assert_close(literal(ones).library(), torch.full_like(ones.library(), len(query_size)), 1e-14)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
@@ -115,28 +115,30 @@ def test_a_query_without_a_valid_position_is_finite(row: str, size: tuple, bias:
     assert attention(query, mask=mask).isfinite().all()
 
 
-@given(answers=SIZES, cut=st.integers(1, 4), masked=st.booleans(), seed=SEEDS)
-def test_tiles_take_the_mean_of_the_whole(answers: tuple, cut: int, masked: bool, seed: int) -> None:
+@given(key_size=SIZES, cut=st.integers(1, 4), masked=st.booleans(), seed=SEEDS)
+def test_tiles_take_the_mean_of_the_whole(key_size: tuple, cut: int, masked: bool, seed: int) -> None:
     """A tile's own positions have another mean."""
-    case = draw("kronecker_qkv", (5, 3), answers, channels=4, masked=masked, seed=seed)
+    case = draw("kronecker_qkv", (5, 3), key_size, channels=4, masked=masked, seed=seed)
     attention = GridAttention(4, "kronecker_qkv", project="vo", heads=2).double()
-    grid, mask, whole = case.query, case.options.get("query_mask"), {"sides": (5, 3)}
+    grid, mask, whole = case.query, case.options.get("query_mask"), {"size": (5, 3)}
     summary = attention.summarize(case.key, mask=case.options.get("mask"))
     parts = [
         {"grid": grid[:, :, first:last], "mask": None if mask is None else mask[:, first:last], "origin": (first, 0)}
         for first, last in ((0, cut), (cut, 5))
     ]
-    asked = [attention.gather_asked(part["grid"], mask=part["mask"], origin=part["origin"], **whole) for part in parts]
-    merged = asked[0].merge(asked[1])
+    query_sums = [
+        attention.gather_queries(part["grid"], mask=part["mask"], origin=part["origin"], **whole) for part in parts
+    ]
+    merged = query_sums[0].merge(query_sums[1])
     tiled = [
-        attention.respond(part["grid"], summary, mask=part["mask"], origin=part["origin"], **whole, asked=merged)
+        attention.respond(part["grid"], summary, mask=part["mask"], origin=part["origin"], **whole, query_sums=merged)
         for part in parts
     ]
     assert_close(torch.cat(tiled, 2), attention.respond(grid, summary, mask=mask), 1e-13)
 
 
 def test_a_user_s_operator_may_be_normalized() -> None:
-    own = dataclasses.replace(ops.OPERATORS["kronecker_qkv_literal"], asks=ops.NORMALIZED_AXES)
+    own = dataclasses.replace(ops.OPERATORS["kronecker_qkv_literal"], queries_from=ops.NORMALIZED_AXES)
     assert own == ops.OPERATORS["kronecker_qkv"] != ops.OPERATORS["kronecker_qkv_literal"]
     grid = torch.randn(2, 4, 3, 5)
     assert torch.equal(GridAttention(4, own, project="")(grid), GridAttention(4, "kronecker_qkv", project="")(grid))

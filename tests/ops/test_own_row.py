@@ -17,14 +17,14 @@ from farfield.ops import Operator, Summary, respond, summarize
 from grids import assert_close, draw, tiles, to_numpy
 
 
-def feature(cells: Tensor) -> Tensor:
+def feature(positions: Tensor) -> Tensor:
     """φ of Katharopoulos et al. 2020."""
-    return F.elu(cells) + 1
+    return F.elu(positions) + 1
 
 
-def basis(key: Tensor, real: Tensor) -> tuple[Tensor, None]:
+def basis(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
     """Each feature is a slot."""
-    return feature(key) * real, None
+    return feature(key) * valid, None
 
 
 def coefficients(query: Tensor, summary: Summary) -> Tensor:
@@ -42,9 +42,9 @@ def _loops(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor |
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("sides", [(7,), (4, 5), (3, 2, 3)], ids=["1", "2", "3"])
-def test_it_is_its_own_loops(sides: tuple, masked: bool) -> None:
-    case = draw("averaged", sides, sides, values=4, masked=masked)
+@pytest.mark.parametrize("size", [(7,), (4, 5), (3, 2, 3)], ids=["1", "2", "3"])
+def test_it_is_its_own_loops(size: tuple, masked: bool) -> None:
+    case = draw("averaged", size, size, values=4, masked=masked)
     mask = case.options.get("mask")
     attention = GridAttention(4, ELU_LINEAR, heads=2, project="").double()
     got = attention(case.query, case.key, context_mask=mask)
@@ -65,7 +65,7 @@ def test_it_keeps_masked_content_out() -> None:
         assert torch.equal(clean, poisoned)
 
 
-def test_a_sample_with_no_real_cell_answers_zero() -> None:
+def test_a_sample_with_no_valid_position_answers_zero() -> None:
     attention = GridAttention(4, ELU_LINEAR, project="").double()
     grid, mask = torch.randn(2, 4, 5, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
     mask[0] = False
@@ -75,14 +75,14 @@ def test_a_sample_with_no_real_cell_answers_zero() -> None:
 
 
 def test_its_tiles_merge() -> None:
-    sides, cuts = (7, 9), ((3,), (1, 6))
-    case = draw("averaged", (3, 4), sides, masked=True)
+    size, cuts = (7, 9), ((3,), (1, 6))
+    case = draw("averaged", (3, 4), size, masked=True)
     mask = case.options["mask"]
     attention = GridAttention(4, ELU_LINEAR, heads=2, project="").double()
     merged = None
-    for origin, slices in reversed(list(tiles(sides, cuts))):
-        cells = (slice(None), slice(None), *slices)
-        summary = attention.summarize(case.key[cells], mask=mask[cells[:1] + slices], origin=origin, sides=sides)
+    for origin, slices in reversed(list(tiles(size, cuts))):
+        positions = (slice(None), slice(None), *slices)
+        summary = attention.summarize(case.key[positions], mask=mask[positions[:1] + slices], origin=origin, size=size)
         merged = summary if merged is None else merged.merge(summary)
     assert_close(attention.respond(case.query, merged), _loops(case.query, case.key, case.key, 2, mask))
 
@@ -103,10 +103,10 @@ def test_its_values_fold() -> None:
 def test_gradcheck() -> None:
     key, value = (torch.randn(1, 2, 3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     query = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    real = (torch.rand(1, 1, 1, 7) > 0.3).double()
+    valid = (torch.rand(1, 1, 1, 7) > 0.3).double()
 
     def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return respond(ELU_LINEAR, query, summarize(ELU_LINEAR, key, value, real))
+        return respond(ELU_LINEAR, query, summarize(ELU_LINEAR, key, value, valid))
 
     assert torch.autograd.gradcheck(whole, (query, key, value))
 
@@ -123,8 +123,8 @@ def test_it_compiles_once() -> None:
     attention = GridAttention(4, ELU_LINEAR, heads=2, project="qkvo")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
-    for sides in ((5, 6), (9, 4), (12, 7)):
-        grid = torch.randn(2, 4, *sides)
+    for size in ((5, 6), (9, 4), (12, 7)):
+        grid = torch.randn(2, 4, *size)
         assert_close(compiled(grid), attention(grid), 1e-5)
     assert counter.frame_count == 1
 

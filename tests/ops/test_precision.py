@@ -23,7 +23,7 @@ from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves,
 from seeding import seeded_generator
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# SPEC: factorized and dot divide by channels and not by cells, so they may leave float16's range on long grids.
+# SPEC: factorized and dot divide by channels and not by positions, so they may leave float16's range on long grids.
 LONG_ROWS = (
     "averaged",
     "siamese",
@@ -50,19 +50,21 @@ def _bound(row: str, dtype: torch.dtype, positions: int) -> float:
 def _slots(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values `(b, h, n, d)` and valid slots `(b, 1, 1, n)` of a row of the softmax, in float64."""
     mask, query_mask, heads = (case.options.get(name) for name in ("mask", "query_mask", "heads"))
-    query = case.query.masked_fill(~explicit.real_cells(case.query, query_mask)[:, None], 0.0)
-    key, value, valid = case.key, case.value, explicit.real_cells(case.key, mask)
+    query = case.query.masked_fill(~explicit.valid_positions(case.query, query_mask)[:, None], 0.0)
+    key, value, valid = case.key, case.value, explicit.valid_positions(case.key, mask)
     if case.row == "softmax_pooled":
         (key, valid), value = explicit.pool(key, mask), explicit.pool(value, mask)[0]
     query, key, value = (explicit.split(grid, heads or 1) for grid in (query, key, value))
     valid = valid.flatten(1)
     if case.row in explicit.AXIS_ROWS:
-        axes = explicit.axes(tuple(case.key.shape[2:]), explicit.real_cells(case.key, mask))
+        axes = explicit.axes(tuple(case.key.shape[2:]), explicit.valid_positions(case.key, mask))
         key, value, valid = key @ axes.means[:, None], value @ axes.means[:, None], axes.present
     if case.row in explicit.MEAN_ROWS:
         query = (
             query
-            @ explicit.axes(tuple(case.query.shape[2:]), explicit.real_cells(case.query, query_mask)).means[:, None]
+            @ explicit.axes(tuple(case.query.shape[2:]), explicit.valid_positions(case.query, query_mask)).means[
+                :, None
+            ]
         )
     return query.mT, key.mT, value.mT, valid[:, None, None]
 
@@ -78,16 +80,16 @@ def _bound_of_softmax(exact: Case, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("sides", [(17, 19), (61, 67)], ids=["323 cells", "4087 cells"])
+@pytest.mark.parametrize("size", [(17, 19), (61, 67)], ids=["323 positions", "4087 positions"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS)
-def test_responses_are_within_their_bound(row: str, dtype: torch.dtype, sides: tuple, masked: bool) -> None:
-    case = draw(row, (6, 7), sides, channels=8, values=8, heads=2, masked=masked)
+def test_responses_are_within_their_bound(row: str, dtype: torch.dtype, size: tuple, masked: bool) -> None:
+    case = draw(row, (6, 7), size, channels=8, values=8, heads=2, masked=masked)
     low, exact = _rounded(case, dtype)
     got = low.library()
     assert got.dtype == dtype
     softmax = row in SCALED_ROWS
-    bound = _bound_of_softmax(exact, dtype) if softmax else _bound(row, dtype, math.prod(sides))
+    bound = _bound_of_softmax(exact, dtype) if softmax else _bound(row, dtype, math.prod(size))
     assert relative_error(got, exact.explicit()) <= bound
 
 
@@ -117,9 +119,9 @@ def _assert_gradients_within(bound: float, row: str, dtype: torch.dtype) -> None
 
 
 def _long_response(case: Case) -> torch.Tensor:
-    """The float64 response of a long grid at a few asking cells, by the equations with sums for the N×N matrix."""
+    """The float64 response of a long grid at a few asking positions, by the equations with sums for the N×N matrix."""
     q, k, v = (grid.double().flatten(2)[0] for grid in (case.query, case.key, case.value))  # (c, m), (c, n), (p, n)
-    sides, count = case.key.shape[2:], k.shape[1]
+    size, count = case.key.shape[2:], k.shape[1]
     weight = case.options.get("weight", torch.ones(k.shape[0])).double()
     if case.row == "averaged":
         return v @ k.T @ q / count
@@ -128,7 +130,7 @@ def _long_response(case: Case) -> torch.Tensor:
     if case.row in ("siamese", "siamese_ones", "siamese_local"):
         local = v.mean(dim=1, keepdim=True) * (weight @ q)
         return local if case.row == "siamese_local" else local + (v @ (weight @ k) / count)[:, None]
-    key, value = (torch.cat(_means(grid.unflatten(1, sides)), dim=1) for grid in (k, v))
+    key, value = (torch.cat(_means(grid.unflatten(1, size)), dim=1) for grid in (k, v))
     if case.row == "kronecker_kv":
         return value @ (key.T @ q).softmax(dim=0)
     asking = _means(q.unflatten(1, case.query.shape[2:]))
@@ -145,7 +147,7 @@ def _means(grid: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["centred", "one sign"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", LONG_ROWS)
-def test_a_million_cells_in_half_precision(row: str, dtype: torch.dtype, offset: float) -> None:
+def test_a_million_positions_in_half_precision(row: str, dtype: torch.dtype, offset: float) -> None:
     generator = seeded_generator(1)
     key = torch.randn(1, 8, 1024, 1024, generator=generator).add_(offset).to(dtype)
     query = torch.randn(1, 8, 5, 7, generator=generator).to(dtype)
@@ -164,11 +166,11 @@ def test_the_long_form_is_the_explicit_matrix(row: str) -> None:
     assert relative_error(_long_response(case).view(1, 6, 5, 7), case.explicit()) <= 1e-14
 
 
-@pytest.mark.parametrize("sides", [(256, 257), (1024, 1024)], ids=["65792 cells", "2^20 cells"])
+@pytest.mark.parametrize("size", [(256, 257), (1024, 1024)], ids=["65792 positions", "2^20 positions"])
 @pytest.mark.parametrize("row", LONG_ROWS)
-def test_long_single_precision_grids_keep_their_bound(row: str, sides: tuple) -> None:
+def test_long_single_precision_grids_keep_their_bound(row: str, size: tuple) -> None:
     generator = seeded_generator(1)
-    key = torch.randn(1, 8, *sides, generator=generator)
+    key = torch.randn(1, 8, *size, generator=generator)
     query = torch.randn(1, 8, 5, 7, generator=generator)
     options = {"weight": torch.randn(8, generator=generator)} if row in WEIGHT_ROWS else {}
     case = Case(row, query, key, key, options)
@@ -218,7 +220,7 @@ def test_responses_under_autocast_are_within_four_eps_of_its_dtype(row: str, dty
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if ops.OPERATORS[row].basis is not None])
-def test_sums_over_cells_are_the_same_under_autocast(row: str) -> None:
+def test_sums_over_positions_are_the_same_under_autocast(row: str) -> None:
     case = _of_one_sign(row)
     split = (1, 1, 1, 1640) if ops.OPERATORS[row].score else (1, 1, 8, 1640)
     key, value = case.key.flatten()[: split[2] * 1640].view(split), case.value.view(1, 1, 8, 1640)

@@ -12,7 +12,7 @@ from farfield.nn import GridAttention
 from partly import partly
 
 ROWS = [name for name, row in ops.OPERATORS.items() if row.basis is not None]
-SIDES = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few cells": (2,)}
+SIZE = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few positions": (2,)}
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, heads: int) -> Tensor:
@@ -22,13 +22,13 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor,
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES.keys())
+@pytest.mark.parametrize("size", SIZE.values(), ids=SIZE.keys())
 @pytest.mark.parametrize("name", ops.OPERATORS)
-def test_one_grid_thrice_is_three_equal_grids(name, sides, heads):
+def test_one_grid_thrice_is_three_equal_grids(name, size, heads):
     torch.manual_seed(0)
-    grid = torch.randn(2, 6, *sides, dtype=torch.float64, requires_grad=True)
+    grid = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    upon = torch.randn(2, 6, *sides, dtype=torch.float64)
+    upon = torch.randn(2, 6, *size, dtype=torch.float64)
     copies = [grid.detach().clone().requires_grad_() for _ in range(3)]
     one, three = attend(name, grid, grid, grid, weight, heads), attend(name, *copies, weight, heads)
     torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-12)

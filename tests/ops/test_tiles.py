@@ -21,21 +21,21 @@ WHOLES = {
 }
 
 
-def _read(case: Case, cells: Tensor) -> Tensor:
-    """Cells split into heads, or one score a head where the row reads through a vector (SAN Eq. 4)."""
+def _read(case: Case, positions: Tensor) -> Tensor:
+    """Positions split into heads, or one score a head where the row reads through a vector (SAN Eq. 4)."""
     row, heads = ops.OPERATORS[case.row], case.options["heads"]
-    split = cells.unflatten(1, (heads, -1))
+    split = positions.unflatten(1, (heads, -1))
     if row.score is None:
         return split
-    weight = case.options["weight"] if case.row in WEIGHT_ROWS else cells.new_ones(cells.shape[1])
+    weight = case.options["weight"] if case.row in WEIGHT_ROWS else positions.new_ones(positions.shape[1])
     return weight.reshape(heads, 1, -1) @ split
 
 
 def _summarize(case: Case, key: Tensor, value: Tensor, mask: Tensor | None, place: tuple | None) -> ops.Summary:
     row = ops.OPERATORS[case.row]
-    keys, real = row.answers.gather(key, mask, place)
-    values, _ = row.answers.gather(value, mask, place)
-    return ops.summarize(row, _read(case, keys), values.unflatten(1, (case.options["heads"], -1)), real[:, None])
+    keys, valid = row.keys_from.gather(key, mask, place)
+    values, _ = row.keys_from.gather(value, mask, place)
+    return ops.summarize(row, _read(case, keys), values.unflatten(1, (case.options["heads"], -1)), valid[:, None])
 
 
 def _whole(case: Case) -> ops.Summary:
@@ -43,21 +43,21 @@ def _whole(case: Case) -> ops.Summary:
 
 
 def _respond(case: Case, summary: ops.Summary) -> Tensor:
-    row, sides = ops.OPERATORS[case.row], tuple(case.query.shape[2:])
-    cells, real = row.asks.gather(case.query, case.options.get("query_mask"))
-    cells = cells if row.asks.side_by_side else cells / real.clamp_min(1)
-    response = ops.respond(row, _read(case, cells), summary).flatten(1, 2)
-    return row.asks.scatter(row.asks.normalized(response, real, len(sides)), sides)
+    row, size = ops.OPERATORS[case.row], tuple(case.query.shape[2:])
+    positions, valid = row.queries_from.gather(case.query, case.options.get("query_mask"))
+    positions = positions if row.queries_from.side_by_side else positions / valid.clamp_min(1)
+    response = ops.respond(row, _read(case, positions), summary).flatten(1, 2)
+    return row.queries_from.scatter(row.queries_from.normalized(response, valid, len(size)), size)
 
 
 def _tile_summaries(case: Case, cuts: tuple) -> list[ops.Summary]:
-    sides, mask = tuple(case.key.shape[2:]), case.options.get("mask")
+    size, mask = tuple(case.key.shape[2:]), case.options.get("mask")
     summaries = []
-    for origin, slices in tiles(sides, cuts):
+    for origin, slices in tiles(size, cuts):
         part = (slice(None), *slices)
-        cells = (slice(None), *part)
+        positions = (slice(None), *part)
         tile_mask = None if mask is None else mask[part]
-        summaries.append(_summarize(case, case.key[cells], case.value[cells], tile_mask, (origin, sides)))
+        summaries.append(_summarize(case, case.key[positions], case.value[positions], tile_mask, (origin, size)))
     return summaries
 
 
@@ -71,8 +71,8 @@ def test_responding_to_a_summary_is_attention(row: str) -> None:
 @pytest.mark.parametrize("rank", WHOLES)
 @pytest.mark.parametrize("row", ROWS)
 def test_merged_shuffled_tiles_are_the_whole(row: str, rank: str, masked: bool) -> None:
-    sides, cuts = WHOLES[rank]
-    case = draw(row, (3, 4), sides, heads=2, masked=masked)
+    size, cuts = WHOLES[rank]
+    case = draw(row, (3, 4), size, heads=2, masked=masked)
     summaries = _tile_summaries(case, cuts)
     assert len(summaries) > 2
     want = case.loops()
@@ -87,8 +87,8 @@ def test_merged_shuffled_tiles_are_the_whole(row: str, rank: str, masked: bool) 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_merging_is_associative_and_commutative_up_to_rounding(row: str) -> None:
-    sides, cuts = WHOLES["2"]
-    case = draw(row, (3, 4), sides, heads=2, masked=True)
+    size, cuts = WHOLES["2"]
+    case = draw(row, (3, 4), size, heads=2, masked=True)
     first, second, third = _tile_summaries(case, cuts)[:3]
     forms = [first.merge(second).merge(third), first.merge(second.merge(third)), third.merge(first).merge(second)]
     for one, other in itertools.combinations(forms, 2):
@@ -96,9 +96,9 @@ def test_merging_is_associative_and_commutative_up_to_rounding(row: str) -> None
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_tile_without_a_real_cell_adds_nothing(row: str) -> None:
-    sides, cuts = WHOLES["2"]
-    case = draw(row, (3, 4), sides, heads=2, masked=True)
+def test_a_tile_without_a_valid_position_adds_nothing(row: str) -> None:
+    size, cuts = WHOLES["2"]
+    case = draw(row, (3, 4), size, heads=2, masked=True)
     case.options["mask"][:, :4, :2] = False
     empty, *others = _tile_summaries(case.replace(key=case.key * 50), cuts)
     merged = empty
@@ -109,8 +109,8 @@ def test_a_tile_without_a_real_cell_adds_nothing(row: str) -> None:
 
 @pytest.mark.parametrize("row", ["factorized_gaussian", "softmax", "kronecker_kv"])
 def test_tiles_whose_exponents_are_far_apart(row: str) -> None:
-    sides, cuts = (4, 6), ((2,), (2, 4))
-    case = draw(row, (3, 4), sides, heads=2)
+    size, cuts = (4, 6), ((2,), (2, 4))
+    case = draw(row, (3, 4), size, heads=2)
     key = case.key.clone()
     key[:, :, 2:, 4:] += 800.0
     case = case.replace(key=key)
@@ -123,8 +123,8 @@ def test_tiles_whose_exponents_are_far_apart(row: str) -> None:
 @pytest.mark.parametrize("rank", ["2", "3"])
 @pytest.mark.parametrize("row", ROWS)
 def test_tiles_give_every_gradient(row: str, rank: str) -> None:
-    sides, cuts = WHOLES[rank]
-    case = draw(row, (3, 4), sides, heads=2, masked=True)
+    size, cuts = WHOLES[rank]
+    case = draw(row, (3, 4), size, heads=2, masked=True)
     key, value = case.key.requires_grad_(), case.value.requires_grad_()
     merged = None
     for summary in _tile_summaries(case, cuts):
@@ -150,11 +150,11 @@ def test_pooling_of_ones_own_size(kind: str) -> None:
     """Non-local video pools (1, 2, 2); one `dataclasses.replace` on the row is all it takes."""
     import reference
 
-    row = dataclasses.replace(ops.OPERATORS["softmax_pooled"], answers=ops.pooled((1, 2, 2), kind))
+    row = dataclasses.replace(ops.OPERATORS["softmax_pooled"], keys_from=ops.pooled((1, 2, 2), kind))
     case = draw("softmax_pooled", (2, 3, 2), (3, 5, 4), masked=True)
-    keys, real = row.answers.gather(case.key, case.options["mask"])
-    values, _ = row.answers.gather(case.value, case.options["mask"])
-    summary = ops.summarize(row, keys[:, None], values[:, None], real[:, None])
+    keys, valid = row.keys_from.gather(case.key, case.options["mask"])
+    values, _ = row.keys_from.gather(case.value, case.options["mask"])
+    summary = ops.summarize(row, keys[:, None], values[:, None], valid[:, None])
     got = ops.respond(row, case.query.flatten(2)[:, None], summary)
     grids = (to_numpy(grid) for grid in (case.query, case.key, case.value))
     want = reference.softmax_pooled(*grids, mask=to_numpy(case.options["mask"]), size=(1, 2, 2), kind=kind)
@@ -174,7 +174,7 @@ def test_mapping_the_values_of_a_summary_is_projecting_before(row: str, masked: 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
-    """Only rows without compression keep a slot for each answering cell."""
+    """Only rows without compression keep a slot for each answering position."""
     slots = [_whole(draw(row, (3,), (side, side), heads=2)).values.shape[2] for side in (4, 8)]
     grows = {
         "softmax": (16, 64),

@@ -29,17 +29,17 @@ def module(
         ).eval()
 
 
-def fa(operator: str, sides: tuple[int, ...], channels: int = 64) -> cost.Cost:
+def fa(operator: str, size: tuple[int, ...], channels: int = 64) -> cost.Cost:
     """FA's typical setting, half the channels in keys and queries; the dot product stands for its non-local module."""
     return cost.predict(
-        operator, channels=channels, sides=sides, project="qkv", inner_channels=channels // 2, convention="FA"
+        operator, channels=channels, size=size, project="qkv", inner_channels=channels // 2, convention="FA"
     )
 
 
-def ratios(sides: tuple[int, ...], channels: int) -> tuple[float, float]:
+def ratios(size: tuple[int, ...], channels: int) -> tuple[float, float]:
     """How many times more memory and computation the conventional module takes."""
-    dense, linear = fa("dot", sides, channels), fa("factorized", sides, channels)
-    return dense.activation_bytes / linear.activation_bytes, dense.madds / linear.madds
+    dense, linear = fa("dot", size, channels), fa("factorized", size, channels)
+    return dense.activation_bytes / linear.activation_bytes, dense.macs / linear.macs
 
 
 # ---- introduction ----------------------------------------------------------------------------------------------------
@@ -47,18 +47,18 @@ def test_128_by_128() -> None:
     found = fa("softmax", (128, 128))
     assert found.activation_bytes > 1 * GIGA  # "over 1 GB"
     assert f"{found.activation_bytes / GIGA:.2f}" == "1.09"
-    assert cost.predict_module("CA-dot", channels=64, cells=128**2).activation_bytes == found.activation_bytes
+    assert cost.predict_module("CA-dot", channels=64, positions=128**2).activation_bytes == found.activation_bytes
     assert found.coefficients == 128**4
-    # "over 50 GMACC", where 1 MACC is one multiplication or one addition: two a multiply-add.
-    assert 50 * GIGA < 2 * found.madds < 53 * GIGA
+    # "over 50 GMACC", where 1 MACC is one multiplication or one addition: two a MACs.
+    assert 50 * GIGA < 2 * found.macs < 53 * GIGA
 
 
 def test_64_by_64_by_32() -> None:
     found = fa("softmax", (64, 64, 32))
     assert 68 * GIGA < found.activation_bytes < 69 * GIGA  # "over 68 GB"
     assert f"{found.activation_bytes / GIGA:.1f}" == "68.9"
-    assert cost.predict_module("CA-dot", channels=64, cells=64 * 64 * 32).activation_bytes == found.activation_bytes
-    assert 3.2e12 < 2 * found.madds < 3.4e12  # "over 3.2 TMACC"
+    assert cost.predict_module("CA-dot", channels=64, positions=64 * 64 * 32).activation_bytes == found.activation_bytes
+    assert 3.2e12 < 2 * found.macs < 3.4e12  # "over 3.2 TMACC"
 
 
 # ---- §3.4 ------------------------------------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ def test_64_by_64() -> None:
 def test_256_by_256() -> None:
     found = fa("dot", (256, 256))
     assert f"{4 * (found.coefficients or 0) / GIGA:.1f} GB" == "17.2 GB"
-    # Here 1 MACC has to be one multiply-add.
-    assert f"{int(found.madds / GIGA)} GMACC" == "412 GMACC"
+    # Here 1 MACC has to be one MACs.
+    assert f"{int(found.macs / GIGA)} GMACC" == "412 GMACC"
     small = fa("dot", (64, 64))
     linear = fa("factorized", (256, 256))
     assert linear.activation_bytes < small.activation_bytes
-    assert linear.madds < small.madds
+    assert linear.macs < small.macs
 
 
 def test_28_by_28_by_4() -> None:
@@ -92,14 +92,14 @@ def test_64_by_64_by_32_ratios() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sides", "channels", "ratio"),
+    ("size", "channels", "ratio"),
     [((64, 64), 64, "32.33"), ((28, 28, 4), 512, "3.40"), ((64, 64, 32), 64, "1024.33"), ((64, 64, 32), 1024, "64.33")],
 )
-def test_computation_with_the_factor_that_table_9_lacks(sides: tuple[int, ...], channels: int, ratio: str) -> None:
-    # (2kc + c²)s in place of 2(2kc + c²)s in Table 9's row CA-dot: one multiply-add of the maps counted as one MACC.
-    dense, linear = fa("dot", sides, channels), fa("factorized", sides, channels)
-    maps = 2 * channels**2 * math.prod(sides)
-    assert f"{(2 * dense.madds - maps) / (2 * linear.madds):.2f}" == ratio
+def test_computation_with_the_factor_that_table_9_lacks(size: tuple[int, ...], channels: int, ratio: str) -> None:
+    # (2kc + c²)s in place of 2(2kc + c²)s in Table 9's row CA-dot: one MACs of the maps counted as one MACC.
+    dense, linear = fa("dot", size, channels), fa("factorized", size, channels)
+    maps = 2 * channels**2 * math.prod(size)
+    assert f"{(2 * dense.macs - maps) / (2 * linear.macs):.2f}" == ratio
 
 
 # ---- Tables 9-11 by the modules of this library, as far as they are not misprinted (docs/printed-numbers.md) ---------
@@ -108,12 +108,12 @@ SIZES = list(itertools.product((12, 64), (8, 24), (16, 40), (1, 4), (30, 200)))
 
 @pytest.mark.parametrize(("c", "b", "m", "h", "s"), SIZES)
 def test_table_9(c: int, b: int, m: int, h: int, s: int) -> None:
-    """Memory in numbers (4 bytes), computation in multiplications and additions (2 a multiply-add); k = b."""
+    """Memory in numbers (4 bytes), computation in multiplications and additions (2 a MACs); k = b."""
 
     def found(operator: str, project: str, width: int | None, heads: int) -> tuple[int, int]:
         attention = module(operator, c, project=project, inner=b, width=width, heads=heads)
-        predicted = cost.predict(attention, sides=(s,), convention="FA")
-        return predicted.activation_bytes // 4, 2 * predicted.madds
+        predicted = cost.predict(attention, size=(s,), convention="FA")
+        return predicted.activation_bytes // 4, 2 * predicted.macs
 
     assert found("factorized", "qkv", None, 1) == ((2 * b + 3 * c) * s + b * c, (8 * b * c + 2 * c**2) * s)
     # CA-dot: the table lacks a factor 2 in its first term, which all other rows have.
@@ -130,21 +130,21 @@ def test_table_9(c: int, b: int, m: int, h: int, s: int) -> None:
 @pytest.mark.parametrize(("c", "h", "s"), [(64, 1, 100), (64, 4, 100), (128, 8, 900)])
 def test_table_10_and_11(c: int, h: int, s: int) -> None:
     half = module("factorized", c, project="qkvo", inner=c // 2, width=c // 2, heads=h)
-    found = cost.predict(half, sides=(s,), convention="FA")
+    found = cost.predict(half, size=(s,), convention="FA")
     assert found.activation_bytes / 4 == 4 * c * s + c**2 / (4 * h)
-    assert 2 * found.madds == (4 * c**2 + c**2 / h) * s
+    assert 2 * found.macs == (4 * c**2 + c**2 / h) * s
     quarter = module("factorized", c, project="qkvo", inner=c // 4, width=c // 4, heads=h)
-    found = cost.predict(quarter, sides=(s,), convention="FA")
+    found = cost.predict(quarter, size=(s,), convention="FA")
     assert found.activation_bytes / 4 == 3 * c * s + c**2 / (16 * h)
-    assert 2 * found.madds == (2 * c**2 + c**2 / (4 * h)) * s
+    assert 2 * found.macs == (2 * c**2 + c**2 / (4 * h)) * s
     dense = module("dot", c, project="qkvo", inner=c // 4, width=c // 4, heads=h)
-    assert cost.predict(dense, sides=(s,), convention="FA").activation_bytes / 4 == 3 * c * s + h * s**2
+    assert cost.predict(dense, size=(s,), convention="FA").activation_bytes / 4 == 3 * c * s + h * s**2
     plain = module("factorized", c, project="qkv", inner=c // 2)
-    found = cost.predict(plain, sides=(s,), convention="FA")
-    assert (found.activation_bytes / 4, 2 * found.madds) == (4 * c * s + c**2 / 2, 6 * c**2 * s)
+    found = cost.predict(plain, size=(s,), convention="FA")
+    assert (found.activation_bytes / 4, 2 * found.macs) == (4 * c * s + c**2 / 2, 6 * c**2 * s)
 
 
-# ---- Tables 8-12 by `predict_module`, every printed cell -------------------------------------------------------------
+# ---- Tables 8-12 by `predict_module`, every printed entry -------------------------------------------------------------
 # Name -> Factorized, Value bottleneck, Multi-head, Pointwise Feedforward.
 TABLE_8 = {
     "FA-dot": (True, False, False, False),
@@ -159,9 +159,9 @@ TABLE_8 = {
 
 
 def test_table_8() -> None:
-    for name, cells in TABLE_8.items():
+    for name, entries in TABLE_8.items():
         architecture = cost.MODULES[name]
-        assert (architecture.row == "factorized", *architecture[1:]) == cells, name
+        assert (architecture.row == "factorized", *architecture[1:]) == entries, name
     assert set(cost.MODULES) - set(TABLE_8) == {"ResBlock", "ResBlock-bot"}
 
 
@@ -217,24 +217,24 @@ TABLES = [(TABLE_9, SLIPS_9, None), (TABLE_10, SLIPS_10, 2), (TABLE_11, SLIPS_11
 @pytest.mark.parametrize(("c", "h", "s"), [(64, 1, 30), (64, 4, 200), (128, 8, 77)])
 @pytest.mark.parametrize(
     ("name", "printed", "slip", "part"),
-    [pytest.param(name, cells, slips.get(name, "0"), part, id=f"{9 + place}-{name}")
-     for place, (table, slips, part) in enumerate(TABLES) for name, cells in table.items()],
+    [pytest.param(name, entries, slips.get(name, "0"), part, id=f"{9 + place}-{name}")
+     for place, (table, slips, part) in enumerate(TABLES) for name, entries in table.items()],
 )  # fmt: skip
 def test_tables_9_to_11(
     name: str, printed: tuple[str, str], slip: str, part: int | None, c: int, h: int, s: int
 ) -> None:
     b, m = (c // part, c // part) if part else (40, 24)
-    found = cost.predict_module(name, channels=c, cells=s, basis=b, width=m, heads=h)
+    found = cost.predict_module(name, channels=c, positions=s, basis=b, width=m, heads=h)
     sizes = {"b": b, "c": c, "m": m, "h": h, "s": s}
-    memory, computation = (eval(cell, sizes) for cell in printed)
+    memory, computation = (eval(entry, sizes) for entry in printed)
     assert found.activation_bytes == 4 * memory
-    assert 2 * found.madds == computation + eval(slip, sizes)
+    assert 2 * found.macs == computation + eval(slip, sizes)
 
 
-def test_the_page_says_how_many_cells_come_out() -> None:
+def test_the_page_says_how_many_entries_come_out() -> None:
     page = (Path(__file__).parents[2] / "docs" / "printed-numbers.md").read_text(encoding="utf-8")
-    cells, slips = (sum(len(each[place]) for each in TABLES) for place in (0, 1))
-    assert f"| FA Tables 9–11 | memory {cells} of {cells}, computation {cells - slips} of {cells} |" in page
+    entries, slips = (sum(len(each[place]) for each in TABLES) for place in (0, 1))
+    assert f"| FA Tables 9–11 | memory {entries} of {entries}, computation {entries - slips} of {entries} |" in page
 
 
 TABLE_12 = {"ResBlock": 1, "ResBlock-bot": 1}
@@ -243,10 +243,10 @@ TABLE_12 |= {name: 1 if name.startswith("FA") else 2 for name in TABLE_8}
 
 @pytest.mark.parametrize(("name", "power"), TABLE_12.items())
 def test_table_12(name: str, power: int) -> None:
-    found = [cost.predict_module(name, channels=64, cells=s, heads=4) for s in (10**6, 2 * 10**6)]
+    found = [cost.predict_module(name, channels=64, positions=s, heads=4) for s in (10**6, 2 * 10**6)]
     for small, large in (
         [each.activation_bytes for each in found],
-        [each.madds for each in found],
+        [each.macs for each in found],
     ):
         assert large / small == pytest.approx(2**power, rel=1e-3)
 
@@ -263,22 +263,22 @@ def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
         heads = 4 if architecture.multi_head else 1
         made, norms = module(row, 32, project=project, inner=16, width=width, heads=heads), 0
     options = {"basis": 32, "width": 32} if architecture.feedforward else {"basis": 16, "width": 12}
-    found = cost.predict_module(name, channels=32, cells=9, heads=4, **options)
+    found = cost.predict_module(name, channels=32, positions=9, heads=4, **options)
     assert found.parameters == sum(parameter.numel() for parameter in made.parameters()) - norms
 
 
 def test_modules_that_do_not_exist() -> None:
     with pytest.raises(LookupError, match=r'cost\.predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
-        cost.predict_module("FA-Tmf", channels=64, cells=9)
-    with pytest.raises(ValueError, match="cells must be a whole number from 1, got 0"):
-        cost.predict_module("FA-dot", channels=64, cells=0)
+        cost.predict_module("FA-Tmf", channels=64, positions=9)
+    with pytest.raises(ValueError, match="positions must be a whole number from 1, got 0"):
+        cost.predict_module("FA-dot", channels=64, positions=0)
     with pytest.raises(ValueError, match="heads=3 does not divide the 32 channels of basis"):
-        cost.predict_module("FA-multi", channels=64, cells=9, heads=3)
+        cost.predict_module("FA-multi", channels=64, positions=9, heads=3)
 
 
 # ---- Figure 5: BERT --------------------------------------------------------------------------------------------------
 def test_a_bert_of_8192_tokens_is_impractical_with_conventional_attention_alone() -> None:
-    layer = {"channels": 768, "cells": 8192, "basis": 768, "width": 768, "heads": 12}
+    layer = {"channels": 768, "positions": 8192, "basis": 768, "width": 768, "heads": 12}
     dense, linear = (12 * cost.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm"))
     assert dense > 40  # more than any GPU had then
     assert linear < 4
@@ -291,7 +291,7 @@ def test_bert_saves_20_percent_only_with_its_parameters(tokens: int, activations
     dense, linear = (
         layers
         * (
-            cost.predict(module(row, 768, project="qkvo", heads=12), sides=(tokens,), convention="FA").activation_bytes
+            cost.predict(module(row, 768, project="qkvo", heads=12), size=(tokens,), convention="FA").activation_bytes
             // 4
         )
         for row in ("dot", "factorized")
@@ -314,7 +314,7 @@ def test_bert_saves_20_percent_only_with_its_parameters(tokens: int, activations
 def test_detection_modules(channels: int, whole: int, reprojected: int, half: int, narrow: int) -> None:
     def parameters(project: str, width: int | None = None) -> int:
         attention = module("factorized_gaussian", channels, project=project, inner=64, width=width)
-        return cost.predict(attention, sides=(14, 20)).parameters
+        return cost.predict(attention, size=(14, 20)).parameters
 
     assert parameters("qkv") == whole
     assert parameters("qkvo") == reprojected
@@ -324,8 +324,8 @@ def test_detection_modules(channels: int, whole: int, reprojected: int, half: in
 
 def test_stereo_modules() -> None:
     whole, narrow = (module("factorized_gaussian", 128, project="qkvo", inner=64, width=width) for width in (None, 64))
-    assert cost.predict(whole, sides=(64, 128)).parameters == 49_536
-    assert cost.predict(narrow, sides=(64, 128)).parameters == 33_088
+    assert cost.predict(whole, size=(64, 128)).parameters == 49_536
+    assert cost.predict(narrow, size=(64, 128)).parameters == 33_088
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_stereo_modules() -> None:
 )
 def test_restoration_modules(channels: int, softmax: int, siamese: int, bare: int) -> None:
     def predicted(operator: str, project: str) -> cost.Cost:
-        return cost.predict(operator, channels=channels, sides=(4, 16, 16), project=project)
+        return cost.predict(operator, channels=channels, size=(4, 16, 16), project=project)
 
     assert predicted("softmax", "qkvo").parameters == softmax
     assert predicted("siamese", "qkvo").parameters == siamese
@@ -342,7 +342,7 @@ def test_restoration_modules(channels: int, softmax: int, siamese: int, bare: in
 
 
 @pytest.mark.parametrize(
-    ("sides", "size"),
+    ("size", "gigabytes"),
     [
         ((224, 320), "20.6"),  # fpn1 of a detector, one image
         ((16, 64, 64), "17.2"),  # the finest decoder of a restoration patch
@@ -351,6 +351,6 @@ def test_restoration_modules(channels: int, softmax: int, siamese: int, bare: in
         ((136, 240), "4.3"),  # a whole stereo frame
     ],
 )
-def test_one_softmax_map(sides: tuple[int, ...], size: str) -> None:
-    coefficients = cost.predict("softmax", channels=8, sides=sides).coefficients or 0
-    assert f"{4 * coefficients / GIGA:.{len(size.partition('.')[2])}f}" == size
+def test_one_softmax_map(size: tuple[int, ...], gigabytes: str) -> None:
+    coefficients = cost.predict("softmax", channels=8, size=size).coefficients or 0
+    assert f"{4 * coefficients / GIGA:.{len(gigabytes.partition('.')[2])}f}" == gigabytes

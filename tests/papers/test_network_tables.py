@@ -1,4 +1,4 @@
-"""KAN Tables 3-5 and SAN Tables 3, 4, 6 and 8: parameters and multiply-adds of every network, as printed."""
+"""KAN Tables 3-5 and SAN Tables 3, 4, 6 and 8: parameters and MACs of every network, as printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from farfield import cost, models, nn
 from printed import millions, network
 
-# Exact, at 224 x 224: weights (no biases, no norms); multiply-adds in the papers' convention, in millions.
+# Exact, at 224 x 224: weights (no biases, no norms); MACs in the papers' convention, in millions.
 COUNTS = {
     "mobilenet_v2": (3_469_760, "300.77"),
     "kanet_kv": (3_448_448, "288.41"),
@@ -24,7 +24,7 @@ COUNTS = {
     "mobilenet_v2_siamese": (3_462_080, "300.09"),
     "senet": (3_448_448, "278.31"),
 }
-# Networks whose printed cells do not come out are in docs/printed-numbers.md and not here.
+# Networks whose printed entries do not come out are in docs/printed-numbers.md and not here.
 PRINTED_PARAMETERS = {
     "mobilenet_v2": "3.47m",  # KAN Tables 3 and 5, SAN Tables 3 and 6: with the classifier's 1,000 biases
     "kanet_kv": "3.44m",  # KAN Tables 3, 4 and 5
@@ -37,7 +37,7 @@ PRINTED_PARAMETERS = {
     "senet": "3.44m",  # SAN Table 4
     "mobilenet_v2_kronecker_kv": "3.46m",  # KAN Table 5
 }
-PRINTED_MADDS = {
+PRINTED_MACS = {
     "mobilenet_v2": "300m",  # KAN Tables 3 and 5, SAN Table 3
     "kanet_kv": "288m",  # KAN Tables 3, 4 and 5
     "kanet_qkv": "281m",  # KAN Tables 3 and 4
@@ -54,9 +54,9 @@ def test_every_network_is_counted() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", COUNTS)
-def test_weights_and_multiply_adds(name: str) -> None:
+def test_weights_and_macs(name: str) -> None:
     found = network(name)
-    assert (found.weights, f"{found.madds / 1e6:.2f}") == COUNTS[name]
+    assert (found.weights, f"{found.macs / 1e6:.2f}") == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", PRINTED_PARAMETERS)
@@ -65,9 +65,9 @@ def test_printed_parameters(name: str) -> None:
     assert millions(weights + 1000 * (name == "mobilenet_v2"), 2) == PRINTED_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PRINTED_MADDS)
-def test_printed_multiply_adds(name: str) -> None:
-    assert millions(network(name).madds) == PRINTED_MADDS[name]
+@pytest.mark.parametrize("name", PRINTED_MACS)
+def test_printed_macs(name: str) -> None:
+    assert millions(network(name).macs) == PRINTED_MACS[name]
 
 
 def test_san_table_8() -> None:
@@ -85,8 +85,8 @@ def test_parameters_with_norms_and_biases() -> None:
 
 def test_reduce_first_executes_what_kan_counts_and_less_than_san_counts() -> None:
     for name in ("mobilenet_v2", "kanet_kv", "attnnet", "attnnet_pooled"):
-        assert network(name, "farfield").madds == network(name).madds
-    executed = {name: f"{network(name, 'farfield').madds / 1e6:.2f}" for name in ("sanet", "attnnet_averaged")}
+        assert network(name, "farfield").macs == network(name).macs
+    executed = {name: f"{network(name, 'farfield').macs / 1e6:.2f}" for name in ("sanet", "attnnet_averaged")}
     assert executed == {"sanet": "281.81", "attnnet_averaged": "310.98"}
 
 
@@ -94,13 +94,13 @@ def test_a_block_maps_the_responses_of_the_axes_by_themselves() -> None:
     """The last convolution acts on one vector an index of each axis, before they are added to the grid."""
     blocks = [(28, 32, 32), *[(14, 64, 64)] * 3, (14, 64, 96), *[(14, 96, 96)] * 2, *[(7, 160, 160)] * 2, (7, 160, 320)]
     mapped = sum(2 * side * channels * out for side, channels, out in blocks)
-    assert network("kanet_qkv", "farfield").madds - network("kanet_qkv").madds == mapped
+    assert network("kanet_qkv", "farfield").macs - network("kanet_qkv").macs == mapped
 
 
 def test_pooling_in_floor_mode_would_not_give_the_printed_count() -> None:
-    # 7 cells a side become 3 in floor mode and 4 in ceil mode, in the three blocks of 160 channels.
+    # 7 positions a side become 3 in floor mode and 4 in ceil mode, in the three blocks of 160 channels.
     lost = 3 * (16 - 9) * (160**2 + 2 * 49 * 160)
-    assert f"{(network('attnnet_pooled').madds - lost) / 1e6:.2f}" == "299.38"
+    assert f"{(network('attnnet_pooled').macs - lost) / 1e6:.2f}" == "299.38"
 
 
 def test_squeeze_excite_reductions() -> None:
@@ -120,8 +120,8 @@ def test_attention_blocks_channels() -> None:
     assert sum(channels**2 for channels in ATTENTION_CHANNELS) == 112_640
 
 
-def test_the_skip_block_saves_cells_times_channels_squared() -> None:
-    # KAN §3.5 prints a saving of h·w·c multiply-adds; it is h·w·c².
+def test_the_skip_block_saves_positions_times_channels_squared() -> None:
+    # KAN §3.5 prints a saving of h·w·c MACs; it is h·w·c².
     plain, skip = (cost.count(nn.BaseBlock(24, 24, skip=skip).eval(), (1, 24, 14, 14)) for skip in (False, True))
-    assert plain.madds - skip.madds == 14 * 14 * 24**2
+    assert plain.macs - skip.macs == 14 * 14 * 24**2
     assert plain.weights - skip.weights == 24**2

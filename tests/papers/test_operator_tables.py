@@ -1,4 +1,4 @@
-"""KAN Table 2 and SAN Table 2: every cell that comes out by formula, as printed."""
+"""KAN Table 2 and SAN Table 2: every entry that comes out by formula, as printed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from farfield import cost
 
-# (operator, side): MAdd, cost saving, memory, memory saving. 8 channels; MAdd of one sample with the value map, memory
+# (operator, side): MACs, cost saving, memory, memory saving. 8 channels; MACs of one sample with the value map, memory
 # of a batch of 8.
 KAN_TABLE_2 = {
     ("softmax", 14): ("0.63m", "0.00%", "5.2MB", "0.00%"),
@@ -34,7 +34,7 @@ KAN_MEMORY_SAVING_NEARLY = {
     ("kronecker_kv", 28),
 }
 
-# (operator, side, channels): MAdd, memory, memory saving. No value map; batch 32 is inferred.
+# (operator, side, channels): MACs, memory, memory saving. No value map; batch 32 is inferred.
 SAN_TABLE_2 = {
     ("softmax", 14, 64): ("4.92m", "20.97MB", "0.00%"),
     ("softmax_pooled", 14, 64): ("1.23m", "8.39MB", "59.99%"),
@@ -52,11 +52,11 @@ SAN_TABLE_2 = {
 
 
 def kan(row: str, side: int, batch: int = 1) -> cost.Cost:
-    return cost.predict(row, channels=8, sides=(side, side), batch=batch, convention="paper")
+    return cost.predict(row, channels=8, size=(side, side), batch=batch, convention="paper")
 
 
 def san(row: str, side: int, channels: int, batch: int = 1) -> cost.Cost:
-    return cost.predict(row, channels=channels, sides=(side, side), batch=batch, project="", convention="SAN")
+    return cost.predict(row, channels=channels, size=(side, side), batch=batch, project="", convention="SAN")
 
 
 def saving(small: float, large: float) -> str:
@@ -67,69 +67,67 @@ def truncated(number: float, digits: int) -> float:
     return int(number * 10**digits) / 10**digits
 
 
-@pytest.mark.parametrize("cell", KAN_TABLE_2, ids=str)
-def test_kan_table_2_multiply_adds(cell: tuple[str, int]) -> None:
-    printed_madds, printed_saving, _, _ = KAN_TABLE_2[cell]
-    madds = kan(*cell).madds
-    assert f"{truncated(madds / 1e6, 2) if cell in KAN_CUT else madds / 1e6:.2f}m" == printed_madds
-    assert saving(madds, kan("softmax", cell[1]).madds) == printed_saving
+@pytest.mark.parametrize("entry", KAN_TABLE_2, ids=str)
+def test_kan_table_2_macs(entry: tuple[str, int]) -> None:
+    printed_macs, printed_saving, _, _ = KAN_TABLE_2[entry]
+    macs = kan(*entry).macs
+    assert f"{truncated(macs / 1e6, 2) if entry in KAN_CUT else macs / 1e6:.2f}m" == printed_macs
+    assert saving(macs, kan("softmax", entry[1]).macs) == printed_saving
 
 
-@pytest.mark.parametrize("cell", KAN_TABLE_2, ids=str)
-def test_kan_table_2_memory(cell: tuple[str, int]) -> None:
-    printed = KAN_TABLE_2[cell][2]
-    size = kan(*cell, batch=8).activation_bytes / 1e6
-    if cell in KAN_MEMORY_NEARLY:
+@pytest.mark.parametrize("entry", KAN_TABLE_2, ids=str)
+def test_kan_table_2_memory(entry: tuple[str, int]) -> None:
+    printed = KAN_TABLE_2[entry][2]
+    size = kan(*entry, batch=8).activation_bytes / 1e6
+    if entry in KAN_MEMORY_NEARLY:
         assert f"{size:,.1f}MB" != printed
         assert size == pytest.approx(float(printed.removesuffix("MB").replace(",", "")), rel=3e-3)
     else:
         assert f"{size:,.1f}MB" == printed
 
 
-@pytest.mark.parametrize("cell", KAN_TABLE_2, ids=str)
-def test_kan_table_2_memory_saving(cell: tuple[str, int]) -> None:
-    printed = KAN_TABLE_2[cell][3]
-    ours = saving(kan(*cell).activation_bytes, kan("softmax", cell[1]).activation_bytes)
-    if cell in KAN_MEMORY_SAVING_NEARLY:
+@pytest.mark.parametrize("entry", KAN_TABLE_2, ids=str)
+def test_kan_table_2_memory_saving(entry: tuple[str, int]) -> None:
+    printed = KAN_TABLE_2[entry][3]
+    ours = saving(kan(*entry).activation_bytes, kan("softmax", entry[1]).activation_bytes)
+    if entry in KAN_MEMORY_SAVING_NEARLY:
         assert ours != printed
         assert float(ours.removesuffix("%")) == pytest.approx(float(printed.removesuffix("%")), abs=0.3)
     else:
         assert ours == printed
 
 
-@pytest.mark.parametrize("cell", SAN_TABLE_2, ids=str)
-def test_san_table_2_multiply_adds(cell: tuple[str, int, int]) -> None:
-    assert f"{san(*cell).madds / 1e6:,.2f}m" == SAN_TABLE_2[cell][0]
+@pytest.mark.parametrize("entry", SAN_TABLE_2, ids=str)
+def test_san_table_2_macs(entry: tuple[str, int, int]) -> None:
+    assert f"{san(*entry).macs / 1e6:,.2f}m" == SAN_TABLE_2[entry][0]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in SAN_TABLE_2 if cell != ("softmax", 56, 256)], ids=str)
-def test_san_table_2_memory(cell: tuple[str, int, int]) -> None:
-    printed = SAN_TABLE_2[cell][1]
-    size = san(*cell, batch=32).activation_bytes
+@pytest.mark.parametrize("entry", [entry for entry in SAN_TABLE_2 if entry != ("softmax", 56, 256)], ids=str)
+def test_san_table_2_memory(entry: tuple[str, int, int]) -> None:
+    printed = SAN_TABLE_2[entry][1]
+    size = san(*entry, batch=32).activation_bytes
     # Megabytes are rounded, gigabytes truncated.
     ours = f"{size / 1e6:.2f}MB" if printed.endswith("MB") else f"{truncated(size / 1e9, 2):.2f}GB"
     assert ours == printed
 
 
-@pytest.mark.parametrize("cell", SAN_TABLE_2, ids=str)
-def test_san_table_2_memory_saving(cell: tuple[str, int, int]) -> None:
-    row, side, channels = cell
-    printed = SAN_TABLE_2[cell][2]
+@pytest.mark.parametrize("entry", SAN_TABLE_2, ids=str)
+def test_san_table_2_memory_saving(entry: tuple[str, int, int]) -> None:
+    row, side, channels = entry
+    printed = SAN_TABLE_2[entry][2]
     if side == 56:
         # The printed 5.04 GB is not reproduced; 5.042 is the one value with which all three savings come out.
-        size, whole = san(*cell, batch=32).activation_bytes, 5.042e9
+        size, whole = san(*entry, batch=32).activation_bytes, 5.042e9
         assert row == "softmax" or saving(size, whole) == printed
-    else:  # of the printed cells
+    else:  # of the printed entries
         size, whole = (float(SAN_TABLE_2[name, side, channels][1].removesuffix("MB")) for name in (row, "softmax"))
         assert saving(size, whole) == printed
 
 
 def test_batches_multiply() -> None:
     for row in cost.FORMULAS:
-        one, eight = (
-            cost.predict(row, channels=8, sides=(14, 14), batch=batch, convention="paper") for batch in (1, 8)
-        )
-        assert (eight.madds, eight.coefficients) == (8 * one.madds, 8 * (one.coefficients or 0))
+        one, eight = (cost.predict(row, channels=8, size=(14, 14), batch=batch, convention="paper") for batch in (1, 8))
+        assert (eight.macs, eight.coefficients) == (8 * one.macs, 8 * (one.coefficients or 0))
         assert (eight.parameters, eight.weights) == (one.parameters, one.weights)
 
 
@@ -137,12 +135,12 @@ def test_batches_multiply() -> None:
 def test_what_executes_is_what_kan_counts(side: int) -> None:
     # KAN maps the values of keys only, before or after the average: the same number.
     for row in ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "kronecker_qkv_literal"):
-        assert cost.predict(row, channels=8, sides=(side, side)).madds == kan(row, side).madds
+        assert cost.predict(row, channels=8, size=(side, side)).macs == kan(row, side).macs
 
 
 def test_what_executes_is_less_than_san_counts_with_a_value_map() -> None:
     for row in ("averaged", "siamese", "siamese_ones", "siamese_local"):
         ours, printed = (
-            cost.predict(row, channels=64, sides=(28, 28), convention=c).madds for c in ("farfield", "paper")
+            cost.predict(row, channels=64, size=(28, 28), convention=c).macs for c in ("farfield", "paper")
         )
         assert ours < 0.7 * printed

@@ -16,15 +16,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "printed-numbers.md"
 
 
 def table(header: str) -> dict[str, list[str]]:
-    """First cell -> the other cells of the table with this header."""
+    """First entry -> the other entries of the table with this header."""
     text = PAGE.read_text(encoding="utf-8")
     block = text[text.index(header) :].split("\n\n")[0]
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
+    rows = [[entry.strip(" `") for entry in line.strip("|").split("|")] for line in block.splitlines()[2:]]
     return {first: rest for first, *rest in rows}
 
 
 def kan(row: str, side: int, batch: int = 8) -> cost.Cost:
-    return cost.predict(row, channels=8, sides=(side, side), batch=batch, convention="paper")
+    return cost.predict(row, channels=8, size=(side, side), batch=batch, convention="paper")
 
 
 def kan_memory(row: str, side: int) -> str:
@@ -35,14 +35,14 @@ def kan_saving(row: str, side: int) -> str:
     return f"{100 * (1 - kan(row, side).activation_bytes / kan('softmax', side).activation_bytes):.2f}%"
 
 
-def fa(operator: str, sides: tuple[int, ...], channels: int) -> cost.Cost:
+def fa(operator: str, size: tuple[int, ...], channels: int) -> cost.Cost:
     return cost.predict(
-        operator, channels=channels, sides=sides, project="qkv", inner_channels=channels // 2, convention="FA"
+        operator, channels=channels, size=size, project="qkv", inner_channels=channels // 2, convention="FA"
     )
 
 
-def fa_ratio(what: str, sides: tuple[int, ...], channels: int, digits: int = 1) -> str:
-    dense, linear = (getattr(fa(row, sides, channels), what) for row in ("dot", "factorized"))
+def fa_ratio(what: str, size: tuple[int, ...], channels: int, digits: int = 1) -> str:
+    dense, linear = (getattr(fa(row, size, channels), what) for row in ("dot", "factorized"))
     return f"{dense / linear:.{digits}f}x"
 
 
@@ -51,7 +51,7 @@ def bert_saving() -> str:
     with torch.device("meta"):
         layers = {row: nn.GridAttention(768, row, project="qkvo", heads=12) for row in ("dot", "factorized")}
     held = {
-        row: 12 * (cost.predict(layer, sides=(512,), convention="FA").activation_bytes // 4)
+        row: 12 * (cost.predict(layer, size=(512,), convention="FA").activation_bytes // 4)
         for row, layer in layers.items()
     }
     whole = held["dot"] + 12 * 4 * 768 * 512 + 109_482_240
@@ -59,7 +59,7 @@ def bert_saving() -> str:
 
 
 def san_memory() -> str:
-    found = cost.predict("softmax", channels=256, sides=(56, 56), batch=32, project="", convention="SAN")
+    found = cost.predict("softmax", channels=256, size=(56, 56), batch=32, project="", convention="SAN")
     return f"{found.activation_bytes / 1e9:.2f}GB"
 
 
@@ -71,7 +71,7 @@ def ratios(slow: str, *fast: str) -> str:
 def ours() -> dict[str, str]:
     fewer = {name: network("mobilenet_v2").weights - network(name).weights for name in ("kanet_kv", "sanet")}
     return {
-        "KAN Table 2, MAdd of KAO_KV, 56²": f"{kan('kronecker_kv', 56, batch=1).madds / 1e6:.2f}m",
+        "KAN Table 2, MACs of KAO_KV, 56²": f"{kan('kronecker_kv', 56, batch=1).macs / 1e6:.2f}m",
         "KAN Table 2, memory of Attn, 28²": kan_memory("softmax", 28),
         "KAN Table 2, memory of Attn, 56²": kan_memory("softmax", 56),
         "KAN Table 2, memory saving of Attn+Pool, 14²": kan_saving("softmax_pooled", 14),
@@ -84,17 +84,17 @@ def ours() -> dict[str, str]:
         "KAN Table 2, speed-up of KAO_QKV, 56²": ratios("1541.1", "5.1"),
         "KAN §4.3, parameters less than MobileNetV2": millions(fewer["kanet_kv"], 2),
         "KAN Table 5, parameters of KANet w/o KAO": millions(network("kanet_without_attention").weights, 2),
-        "KAN Table 5, MAdd of KANet w/o KAO": millions(network("kanet_without_attention").madds),
+        "KAN Table 5, MACs of KANet w/o KAO": millions(network("kanet_without_attention").macs),
         "SAN Table 2, memory of Attn, 56² × 256": san_memory(),
-        "SAN Tables 3 and 4, MAdd of SANet": millions(network("sanet").madds),
-        "SAN Table 4, MAdd of SENet": millions(network("senet").madds),
+        "SAN Tables 3 and 4, MACs of SANet": millions(network("sanet").macs),
+        "SAN Table 4, MACs of SENet": millions(network("senet").macs),
         "SAN Table 6, parameters of SANet w/o SAO": millions(network("sanet_without_attention").weights, 2),
         "SAN Table 6, parameters of MobileNetV2+SAO": millions(network("mobilenet_v2_siamese").weights, 2),
         "SAN §3.4, parameters less than MobileNetV2": millions(fewer["sanet"], 2),
-        "SAN §3.4, MAdd less than MobileNetV2": millions(network("mobilenet_v2").madds - network("sanet").madds),
-        "FA §3.4, 256 × 256": f"{int(2 * fa('dot', (256, 256), 64).madds / 1e9)} GMACC",
+        "SAN §3.4, MACs less than MobileNetV2": millions(network("mobilenet_v2").macs - network("sanet").macs),
+        "FA §3.4, 256 × 256": f"{int(2 * fa('dot', (256, 256), 64).macs / 1e9)} GMACC",
         "FA §3.4, memory, 28 × 28 × 4": fa_ratio("activation_bytes", (28, 28, 4), 512),
-        "FA §3.4, computation, 28 × 28 × 4": fa_ratio("madds", (28, 28, 4), 512),
+        "FA §3.4, computation, 28 × 28 × 4": fa_ratio("macs", (28, 28, 4), 512),
         "FA §3.4, memory, 64 × 64 × 32": fa_ratio("activation_bytes", (64, 64, 32), 64, digits=0),
         "FA conclusion, memory that BERT saves": bert_saving(),
     }
@@ -111,25 +111,25 @@ def test_the_networks_of_the_page() -> None:
     assert len(rows) == 14
     for name, row in rows.items():
         printed, executed = network(name), network(name, "farfield")
-        assert row == [f"{printed.weights:,}", f"{printed.madds / 1e6:.2f} M", f"{executed.madds / 1e6:.2f} M"]
+        assert row == [f"{printed.weights:,}", f"{printed.macs / 1e6:.2f} M", f"{executed.macs / 1e6:.2f} M"]
 
 
 def test_exact_differences_in_the_reasons() -> None:
     whys = {where: row[2] for where, row in table("| where | printed | ours | why |").items()}
-    assert f"{kan('kronecker_kv', 56, batch=1).madds:,}" in whys["KAN Table 2, MAdd of KAO_KV, 56²"]
+    assert f"{kan('kronecker_kv', 56, batch=1).macs:,}" in whys["KAN Table 2, MACs of KAO_KV, 56²"]
     for where, name in (("KAN §4.3", "kanet_kv"), ("SAN §3.4", "sanet")):
         fewer = network("mobilenet_v2").weights - network(name).weights
         assert f"{fewer:,}" in whys[f"{where}, parameters less than MobileNetV2"]
     assert f"{network('mobilenet_v2_siamese').weights:,}" in whys["SAN Table 6, parameters of MobileNetV2+SAO"]
-    fewer = network("mobilenet_v2").madds - network("sanet").madds
-    assert f"{fewer / 1e6:.2f}" in whys["SAN §3.4, MAdd less than MobileNetV2"]
+    fewer = network("mobilenet_v2").macs - network("sanet").macs
+    assert f"{fewer / 1e6:.2f}" in whys["SAN §3.4, MACs less than MobileNetV2"]
 
 
-@pytest.mark.parametrize("kind", ["parameters", "MAdd"])
+@pytest.mark.parametrize("kind", ["parameters", "MACs"])
 def test_the_row_without_attention_repeats_the_one_above_it(kind: str) -> None:
     row = table("| where | printed | ours | why |")[f"KAN Table 5, {kind} of KANet w/o KAO"]
     other = network("mobilenet_v2_kronecker_kv")
-    assert row[0] == (millions(other.weights, 2) if kind == "parameters" else millions(other.madds))
+    assert row[0] == (millions(other.weights, 2) if kind == "parameters" else millions(other.macs))
 
 
 def test_a_wrong_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ EPS = torch.finfo(torch.float32).eps
 
 def export(module: nn.Module, grid: Tensor, argument: str, side: Dim = Dim.DYNAMIC) -> ExportedProgram:
     """Export for any batch and sides; torch finds out by itself from which side on the program holds."""
-    sides = {2 + axis: side for axis in range(grid.dim() - 2)}
-    return torch.export.export(module, (grid,), dynamic_shapes={argument: {0: Dim("batch"), **sides}})
+    size = {2 + axis: side for axis in range(grid.dim() - 2)}
+    return torch.export.export(module, (grid,), dynamic_shapes={argument: {0: Dim("batch"), **size}})
 
 
 def assert_close(found: Tensor, expected: Tensor, layers: int) -> None:
@@ -62,14 +62,14 @@ def blocks(calibrate: Calibrate, stride: int) -> nn.Module:
 @pytest.mark.long
 @pytest.mark.parametrize("rank", partly([1, 2, 3], [2]))
 @pytest.mark.parametrize("row", partly(OPERATORS))
-def test_every_row_is_one_program_for_all_sides(tmp_path: Path, row: str, rank: int) -> None:
+def test_every_row_is_one_program_for_all_size(tmp_path: Path, row: str, rank: int) -> None:
     module, grid = attention(row, rank)
     program = export(module, grid, "grid")
     torch.export.save(program, tmp_path / "row.pt2")
     loaded = torch.export.load(tmp_path / "row.pt2").module()
     # Pooled, a side of 2 would be one of 1, which torch has as another case.
-    for batch, *sides in [(1, 3, 3, 3), (3, 8, 5, 4), (2, 31, 7, 3)] + [(2, 1, 4, 1)] * (row != "softmax_pooled"):
-        grid = torch.randn(batch, 16, *sides[:rank])
+    for batch, *size in [(1, 3, 3, 3), (3, 8, 5, 4), (2, 31, 7, 3)] + [(2, 1, 4, 1)] * (row != "softmax_pooled"):
+        grid = torch.randn(batch, 16, *size[:rank])
         with torch.no_grad():
             assert_close(loaded(grid), module(grid), 4)
 
@@ -87,7 +87,7 @@ def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.CLASSIFIERS)
 def test_networks_are_one_program_for_all_image_sizes(calibrate: Calibrate, name: str) -> None:
-    # One cell a side is another case to torch: at 32 pixels the last grids have one, pooled by 2 those at 64 pixels.
+    # One position a side is another case to torch: at 32 pixels the last grids have one, pooled by 2 those at 64 pixels.
     image, smallest = torch.randn(8, 3, 96, 96), 65 if name == "attnnet_pooled" else 33
     net = calibrate(models.MODELS[name](width=0.25, num_classes=10), image)
     program = export(net, image, "image").module()

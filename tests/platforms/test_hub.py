@@ -24,12 +24,12 @@ SMALL: dict[str, Any] = {"width": 0.125, "num_classes": 3}
 
 
 def rows(card: str) -> dict[str, str]:
-    """First cell -> second cell of the card's table."""
+    """First position -> second position of the card's table."""
     return dict(re.findall(r"^\| `?([\w-]+)`? \| (.+) \|$", card, re.MULTILINE))
 
 
-def number(cell: str) -> int:
-    return int(cell.split()[0].replace(",", ""))
+def number(position: str) -> int:
+    return int(position.split()[0].replace(",", ""))
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -46,15 +46,15 @@ def test_a_card_holds_the_counts_of_the_network(name: str, operator: str, millio
     assert number(found["weights"]) == sum(part.numel() for part in [*matrices, *learned_vectors])
     assert number(found["weights"]) == pytest.approx(millions * 1e6, rel=0.03)
     assert number(found["parameters"]) == sum(parameter.numel() for parameter in net.parameters())
-    assert number(found["multiply-adds"]) == cost.count(net.eval(), (1, 3, 224, 224)).madds
-    assert found["multiply-adds"].endswith("for one image of 3×224×224")
+    assert number(found["MACs"]) == cost.count(net.eval(), (1, 3, 224, 224)).macs
+    assert found["MACs"].endswith("for one image of 3×224×224")
 
 
 def test_a_card_counts_for_the_images_it_is_told_of() -> None:
     net = models.senet(in_channels=1, strides=(1, 1, 2, 2, 2), reduction=4, **SMALL)
     found = rows(str(net.generate_model_card(image_size=32)))
-    assert number(found["multiply-adds"]) == cost.count(net.eval(), (1, 1, 32, 32)).madds
-    assert found["multiply-adds"].endswith("for one image of 1×32×32")
+    assert number(found["MACs"]) == cost.count(net.eval(), (1, 1, 32, 32)).macs
+    assert found["MACs"].endswith("for one image of 1×32×32")
     arguments = {key: json.loads(found[key].strip("`")) for key in net.config if key != "model"}
     assert {"model": "senet", **arguments} == net.config
 

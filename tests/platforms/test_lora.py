@@ -124,7 +124,7 @@ def test_an_adapter_trains_is_saved_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_dropout_of_an_adapter_drops_channels(tmp_path: Path) -> None:
-    """The map is read once a pass, so that its dropout is one draw for all cells; in eval there is none."""
+    """The map is read once a pass, so that its dropout is one draw for all positions; in eval there is none."""
     adapted = perturb(get_peft_model(Placed("siamese"), config("value", lora_dropout=0.5)))
     image = torch.randn(1, 3, 6, 6)
     assert not torch.equal(adapted.train()(image), adapted(image))

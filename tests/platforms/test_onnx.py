@@ -22,13 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 Calibrate = Callable[[nn.Module, Tensor], nn.Module]
 EPS = torch.finfo(torch.float32).eps
-SIDES = ("depth", "height", "width")
+SIZE = ("depth", "height", "width")
 
 
 def free(tensor: Tensor) -> dict[int, str]:
-    """The axes of a grid `(batch, channels, *sides)` or a mask `(batch, *sides)` that may have any size."""
+    """The axes of a grid `(batch, channels, *size)` or a mask `(batch, *size)` that may have any size."""
     first = 1 if tensor.dtype == torch.bool else 2
-    return {0: "batch", **dict(zip(range(first, tensor.dim()), SIDES, strict=False))}
+    return {0: "batch", **dict(zip(range(first, tensor.dim()), SIZE, strict=False))}
 
 
 def export(module: nn.Module, example: Sequence[Tensor], names: Sequence[str], file: Path) -> Callable[..., Tensor]:
@@ -58,11 +58,11 @@ def attention(row: str) -> GridAttention:
     return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
 
 
-def assert_close(found: Tensor, expected: Tensor, cells: int) -> None:
-    """Each of both rounds at four stages; a sum over n cells in any order is off by about sqrt(n) roundings."""
+def assert_close(found: Tensor, expected: Tensor, positions: int) -> None:
+    """Each of both rounds at four stages; a sum over n positions in any order is off by about sqrt(n) roundings."""
     assert found.shape == expected.shape
     error = (found - expected).norm() / expected.norm()
-    assert error <= 2 * 4 * EPS * cells**0.5, f"{error:.2e} over {cells} cells"
+    assert error <= 2 * 4 * EPS * positions**0.5, f"{error:.2e} over {positions} positions"
 
 
 SIZES = {
@@ -83,11 +83,11 @@ CASES = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("row", "rank"), CASES)
-def test_every_row_at_any_batch_and_sides(tmp_path: Path, row: str, rank: int) -> None:
+def test_every_row_at_any_batch_and_size(tmp_path: Path, row: str, rank: int) -> None:
     module = attention(row)
     run = export(module, [torch.randn(2, 16, *(6, 10, 8)[:rank])], ["grid"], tmp_path / "row.onnx")
-    for batch, *sides in SIZES[rank]:
-        grid = torch.randn(batch, 16, *sides)
+    for batch, *size in SIZES[rank]:
+        grid = torch.randn(batch, 16, *size)
         with torch.no_grad():
             assert_close(run(grid), module(grid), grid[0, 0].numel())
 
@@ -102,8 +102,8 @@ def test_every_row_with_a_mask(tmp_path: Path, row: str) -> None:
         with torch.no_grad():
             expected = module(batch, mask=mask)
         found = run(batch, mask)
-        for index, real in enumerate(mask):
-            assert_close(found[index, :, real], expected[index, :, real], mask[0].numel())
+        for index, valid in enumerate(mask):
+            assert_close(found[index, :, valid], expected[index, :, valid], mask[0].numel())
         hidden = torch.where(mask[:, None], batch, 1e6)
         assert torch.equal(run(hidden, mask).movedim(1, -1)[mask], found.movedim(1, -1)[mask])
 

@@ -45,9 +45,9 @@ def test_bytes_that_are_sent_are_those_of_the_formula(found: list[dict], row: st
         assert sent == predicted
 
 
-def test_bytes_do_not_grow_with_the_cells() -> None:
+def test_bytes_do_not_grow_with_the_positions() -> None:
     for row in ROWS:
-        small, large = (cost.predict(row, channels=16, sides=(side, side)).gathered_bytes for side in (8, 16))
+        small, large = (cost.predict(row, channels=16, size=(side, side)).gathered_bytes for side in (8, 16))
         if row not in COMPRESSING:
             assert small is None
         elif row.startswith("kronecker"):
@@ -99,7 +99,7 @@ MISUSES = {
     "  rank 0, 1  (3, 3) at origin (0, 0)\n  fix: origin=, the first index of each process's own part",
     "overlap": "ranks 0 and 1 overlap.\n  rank 0  (5, 3) at origin (0, 0)\n  rank 1  (3, 3) at origin (3, 0)\n",
     "gap": "each position of (7, 3) must be in one part, but 3 positions are in no part.\n  rank 0  (3, 3) at",
-    "sides": "must have the same sides of the whole.\n  rank 0  (6, 3)\n  rank 1  (7, 3)\n  fix: sides=",
+    "size": "must have the same size of the whole.\n  rank 0  (6, 3)\n  rank 1  (7, 3)\n  fix: size=",
     "batch at origins": "ShapeError: sharded_attention: all processes must have parts of one batch, of as many sides.\n"
     "  rank 0  (1, 2)\n  rank 1  (2, 2)\n",
     "batch": "ShapeError: sharded_attention: parts may differ on side 0 alone.\n"
@@ -111,8 +111,8 @@ MISUSES = {
     "  rank 1  torch.float64\n  fix: part.to(dtype)",
     "dim": "must have the same dim.\n  rank 0  0\n  rank 1  1\n  fix: split one side, dim=",
     "spatial dims": "must have the same dim.\n  rank 0  0\n  rank 1  2\n",
-    "origin of one": "must have origin and sides, or none of them.\n  rank 0  no origin and sides\n  rank 1  origin",
-    "origin alone": "a tile says where it lies by both origin and sides",
+    "origin of one": "must have origin and size, or none of them.\n  rank 0  no origin and size\n  rank 1  origin",
+    "origin alone": "a tile says where it lies by both origin and size",
     "one refuses a channel": "ValueError: sharded_attention: a process refuses its arguments, so all do.\n"
     "  rank 0  its arguments fit\n  rank 1  ShapeError: GridAttention: grid must have the module's 4 channels, got 3.",
     "one refuses an operator": "rank 1  ValueError: sharded_attention: the summary of softmax_pooled is the grid",

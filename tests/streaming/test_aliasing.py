@@ -209,7 +209,7 @@ def test_a_path_that_is_the_inputs_is_refused(
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path / ("link" if linked else "real"))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=rf'out and the volume are both in ".*real/{name}'):
+    with pytest.raises(ValueError, match=rf'out and the volume are both in ".*valid/{name}'):
         predict(volume, name, overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -253,9 +253,14 @@ def test_neighbours_are_taken(tmp_path: Path) -> None:
 
 def test_each_input_of_a_bare_layer_is_looked_at() -> None:
     layer, grid, context = settled(attention("siamese")), torch.randn(6, 8, 9), torch.randn(6, 8, 9)
-    mask, real = torch.ones(8, 9, dtype=torch.bool), torch.ones(8, 9, dtype=torch.bool)
-    inputs = {"context": context, "mask": mask, "context_mask": real}
-    outs = {"grid": grid, "context": context, "mask": mask.expand(6, 8, 9), "mask of the context": real.expand(6, 8, 9)}
+    mask, valid = torch.ones(8, 9, dtype=torch.bool), torch.ones(8, 9, dtype=torch.bool)
+    inputs = {"context": context, "mask": mask, "context_mask": valid}
+    outs = {
+        "grid": grid,
+        "context": context,
+        "mask": mask.expand(6, 8, 9),
+        "mask of the context": valid.expand(6, 8, 9),
+    }
     for name, out in outs.items():
         with pytest.raises(ValueError, match=f"respond_whole: out and the {name} are both in the same memory"):
             respond_whole(layer, grid, **inputs, tile=(4, 4), out=out, quiet=True)

@@ -47,7 +47,7 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
 
 
 def cropped(output: Tensor, plan: Plan) -> Tensor:
-    """What is promised of a padded volume: the network's output without the cells that stand for what was padded."""
+    """What is promised of a padded volume: the network's output without the positions that stand for what was padded."""
     for along, (before, after) in zip(plan.output.grid.along, plan.padding, strict=True):
         if along is not None:
             start, stop = int(before * along.ratio), output.shape[along.axis] - int(after * along.ratio)
@@ -91,16 +91,16 @@ def sequence(*found: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("net", "size", "tile", "pad"),
     [
-        # Padded to 34 x 58, and half as long: 17 x 29 cells stand for the volume, not 16 x 28.
+        # Padded to 34 x 58, and half as long: 17 x 29 positions stand for the volume, not 16 x 28.
         (sequence(nn.Conv2d(1, 4, 3, stride=2, padding=1)), (33, 57), (8, 8), "reflect"),
         # What is returned ends before the volume does.
         (sequence(nn.Conv2d(1, 4, 5), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 1, 2, stride=2)), (33, 57), 8, "reflect"),
-        # Tiles of one cell at the end, which hold nothing of what is returned.
+        # Tiles of one position at the end, which hold nothing of what is returned.
         (sequence(nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, 1, 3)), (33, 57), (8, 8), None),
-        # Reflected to a longer grid: the last cells see further back than others do.
+        # Reflected to a longer grid: the last positions see further back than others do.
         (sequence(nn.ReflectionPad1d((0, 3)), nn.Conv1d(1, 1, 4)), (33,), (8,), None),
         (sequence(*[nn.Conv1d(1, 1, 4, padding="same", padding_mode="reflect") for _ in range(2)]), (33,), (8,), None),
-        # Windows of two cells with a gap, which see nothing of a grid one cell wide.
+        # Windows of two positions with a gap, which see nothing of a grid one position wide.
         (sequence(nn.Conv2d(1, 6, 2, padding="same", dilation=2)), (20, 27), (None, 5), None),
         # The last tile that returns anything is smaller than the network takes.
         (sequence(nn.Conv1d(1, 6, 4, dilation=2), nn.ZeroPad1d(1)), (23,), (3,), None),
@@ -120,8 +120,8 @@ def test_networks_at_the_edge_of_what_tiles_can_do(
 
 
 @pytest.mark.parametrize("size", [(33, 57), (34, 57), (35, 60), (36, 58)])
-def test_a_padded_volume_has_the_cells_of_one_that_needs_no_padding(size: tuple[int, int]) -> None:
-    # Convolutions that halve a side, rounding up, take any side: padding must not change how many cells come.
+def test_a_padded_volume_has_the_positions_of_one_that_needs_no_padding(size: tuple[int, int]) -> None:
+    # Convolutions that halve a side, rounding up, take any side: padding must not change how many positions come.
     net = sequence(nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1))
     grid = torch.randn(1, 1, *size)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_padded_volume_has_the_cells_of_one_that_needs_no_padding(size: tuple[
 
 def test_a_stride_of_nine_pads_to_a_multiple_of_nine() -> None:
     net = sequence(nn.Conv1d(1, 1, 1, stride=3), nn.Conv1d(1, 1, 3, stride=3))
-    assert plan_whole(net, (40,), tile=(9,), pad="reflect").sides == (45,)
+    assert plan_whole(net, (40,), tile=(9,), pad="reflect").size == (45,)
 
 
 def test_a_volume_of_which_nothing_is_left() -> None:

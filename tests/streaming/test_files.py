@@ -22,13 +22,13 @@ from farfield.streaming import predict_whole
 from partly import partly
 from streamed_nets import Hourglass, relative, settled
 
-SIDES = (12, 20, 22)
+SIZE = (12, 20, 22)
 SUFFIXES = (".npy", ".zarr", ".tif", ".ome.tiff")
 
 
 @pytest.fixture
 def volume() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 255, SIDES).astype("uint8")
+    return np.random.default_rng(0).integers(0, 255, SIZE).astype("uint8")
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_files_as_others_read_them(volume: np.ndarray, net: torch.nn.Module, tmp
     np.testing.assert_array_equal(array[:], want)
     assert (array.metadata.zarr_format, array.chunks) == (3, (8, 8, 8))
     with tifffile.TiffFile(tmp_path / "out.ome.tiff") as file:
-        assert (file.is_ome, file.series[0].axes, file.series[0].shape) == (True, "ZYX", SIDES)
+        assert (file.is_ome, file.series[0].axes, file.series[0].shape) == (True, "ZYX", SIZE)
 
 
 def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_pat
 
     want = predict_whole(net, volume, tile=8, quiet=True)
     with h5py.File(tmp_path / "out.h5", "w") as file:
-        array = file.create_dataset("out", SIDES, "float64")
+        array = file.create_dataset("out", SIZE, "float64")
         assert predict_whole(net, volume, tile=8, out=array, quiet=True) is array
         np.testing.assert_array_equal(array[:], want)
-    tensor = torch.zeros(SIDES)
+    tensor = torch.zeros(SIZE)
     predict_whole(net, volume, tile=8, out=tensor, quiet=True)
     np.testing.assert_array_equal(tensor, want)
 
@@ -284,7 +284,7 @@ def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray
 
 
 def test_tiles_that_memory_chose_stay_chosen(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
-    assert predict_whole(net, volume, out=begun, quiet=True).shape == SIDES
+    assert predict_whole(net, volume, out=begun, quiet=True).shape == SIZE
 
 
 def test_a_volume_that_changes_under_way(net: torch.nn.Module) -> None:
@@ -336,7 +336,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_pa
     first, second = done.stdout.strip().splitlines()
     assert f"[Errno {errno.EFBIG}] predict_whole: " in first
     assert "fix: " in first
-    assert second == str(SIDES)
+    assert second == str(SIZE)
     assert [each.name for each in tmp_path.iterdir()] == [f"out{suffix}"]
 
 

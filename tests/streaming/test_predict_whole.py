@@ -16,7 +16,7 @@ from partly import UNLIKE, partly
 from streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
-# What the issue asks for; float32 has eps 1.2e-7, and sums over cells take other orders.
+# What the issue asks for; float32 has eps 1.2e-7, and sums over positions take other orders.
 TOLERANCE = 1e-5
 
 
@@ -27,12 +27,12 @@ def whole(net: nn.Module, grid: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("row", partly(ROWS, [*UNLIKE, "factorized_gaussian"]))
 @pytest.mark.parametrize(
-    ("sides", "tile"), [((38, 46), 12), ((14, 10, 18), (8, 6, None)), ((45,), 8)], ids=["2d", "3d", "1d"]
+    ("size", "tile"), [((38, 46), 12), ((14, 10, 18), (8, 6, None)), ((45,), 8)], ids=["2d", "3d", "1d"]
 )
-def test_tiles_give_what_the_whole_gives(row: str, sides: tuple[int, ...], tile: object) -> None:
-    net = settled(Hourglass(row, len(sides)))
-    sides = tuple(side + side % 2 for side in sides)
-    grid = torch.randn(1, 1, *sides)
+def test_tiles_give_what_the_whole_gives(row: str, size: tuple[int, ...], tile: object) -> None:
+    net = settled(Hourglass(row, len(size)))
+    size = tuple(side + side % 2 for side in size)
+    grid = torch.randn(1, 1, *size)
     assert relative(predict_whole(net, grid, tile=tile, quiet=True), whole(net, grid)) < TOLERANCE
 
 
@@ -58,7 +58,7 @@ def test_a_plain_sliding_window_differs() -> None:
     plan = plan_whole(net, grid.shape, tile=tile)
     halo, want, got = plan.passes[-1].halo, whole(net, grid), torch.empty_like(grid)
     for core in plan.cores:
-        (top, bottom), (left, right) = halo.around(core, plan.sides)
+        (top, bottom), (left, right) = halo.around(core, plan.size)
         (y0, y1), (x0, x1) = core
         part = whole(net, grid[:, :, top:bottom, left:right])
         got[:, :, y0:y1, x0:x1] = part[:, :, y0 - top : y1 - top, x0 - left : x1 - left]
@@ -70,7 +70,10 @@ def test_a_network_without_attention_is_one_pass() -> None:
     net, grid = settled(nn.Sequential(nn.Conv2d(1, 4, 5, padding=2), nn.Conv2d(4, 3, 3))), torch.randn(1, 31, 29)
     plan = plan_whole(net, grid.shape, tile=10)
     assert len(plan.passes) == 1
-    assert plan.passes[0].halo == ((2, 2), (4, 4))  # the convolution without padding is one cell short at the far end
+    assert plan.passes[0].halo == (
+        (2, 2),
+        (4, 4),
+    )  # the convolution without padding is one position short at the far end
     got = predict_whole(net, grid, tile=10, quiet=True)
     assert got.shape == (3, 29, 27)
     assert relative(got, whole(net, grid[None])[0]) < TOLERANCE
@@ -146,7 +149,7 @@ def test_padding_is_that_of_the_padded_volume(mode: str) -> None:
 def test_padding_is_to_the_strides_and_not_to_the_windows_of_pooled_attention() -> None:
     net, grid = settled(Hourglass("softmax_pooled", 2)), torch.randn(1, 1, 37, 42)
     plan = plan_whole(net, grid.shape, tile=10, pad="reflect")
-    assert (plan.sides, plan.tile) == ((38, 42), (12, 12))
+    assert (plan.size, plan.tile) == ((38, 42), (12, 12))
     want = whole(net, F.pad(grid, (0, 0, 0, 1), mode="reflect"))[:, :, :37]
     assert relative(predict_whole(net, grid, tile=10, pad="reflect", quiet=True), want) < TOLERANCE
 
@@ -202,7 +205,7 @@ def test_the_plan_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     predict_whole(net, grid, tile=20)
     hook.remove()
     expected = [(20 + each.halo.after[0],) * 2 for each in plan.passes for _ in plan.cores]
-    assert [sides for sides in seen if sides[0] > 19][-len(expected) :] == expected
+    assert [size for size in seen if size[0] > 19][-len(expected) :] == expected
     said = capsys.readouterr().err
     assert "pass 1 of 4: summarize bottom" in said
     assert "times the work of the network on the whole" in said
@@ -263,12 +266,12 @@ class LastMixing(nn.Module):
         return grid + self.mix(self.norm(grid.movedim(1, -1))).movedim(-1, 1)
 
 
-@pytest.mark.parametrize(("sides", "tile"), [((41,), 9), ((30, 41), 11), ((9, 12, 20), 6)], ids=["1d", "2d", "3d"])
-def test_layers_that_have_the_channels_last(sides: tuple[int, ...], tile: int) -> None:
-    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(sides)]
+@pytest.mark.parametrize(("size", "tile"), [((41,), 9), ((30, 41), 11), ((9, 12, 20), 6)], ids=["1d", "2d", "3d"])
+def test_layers_that_have_the_channels_last(size: tuple[int, ...], tile: int) -> None:
+    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(size)]
     layers = [convolution(1, 8, 5, padding=2), LastNorm(8), LastMixing(8), attention("siamese", 8)]
     net = settled(nn.Sequential(*layers, LastNorm(8), convolution(8, 2, 3, padding=1)))
-    grid = torch.randn(1, 1, *sides)
+    grid = torch.randn(1, 1, *size)
     assert relative(predict_whole(net, grid, tile=tile, quiet=True), whole(net, grid)) < TOLERANCE
 
 

@@ -73,7 +73,7 @@ class Round(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (Gate(), r'Conv2d at "1.1.reduce" sees further than \d+ cells, on side 0'),
+        (Gate(), r'Conv2d at "1.1.reduce" sees further than \d+ positions, on side 0'),
         (Corners(), r'Corners at "1.1" gives a tile other than what it gives the whole, on side 0'),
         (Ramp(), r'Ramp at "1.1" gives a tile other than .* on side 1'),
         (Round(), r'Round at "1.1" gives a tile other than .* on side 1'),
@@ -150,7 +150,7 @@ def test_saturated_and_constant_volumes() -> None:
 @pytest.mark.parametrize(
     ("volume", "options", "error", "text"),
     [
-        ((8,), {}, ShapeError, r"a volume of 2 sides is \(\*sides\), .* got shape \(8,\)"),
+        ((8,), {}, ShapeError, r"a volume of 2 sides is \(\*size\), .* got shape \(8,\)"),
         ((1, 1, 1, 8, 8), {}, ShapeError, r"a volume of 2 sides is .* got shape \(1, 1, 1, 8, 8\)"),
         ((0, 8), {}, ShapeError, "the volume has an empty side"),
         ((8, 8), {"tile": 0}, ShapeError, "tile must be 1 or more a side, got 0; fix"),
@@ -162,7 +162,7 @@ def test_saturated_and_constant_volumes() -> None:
         ),
         ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be 0 or more a side, got -1; fix"),
         ((8, 8), {"pad": "mirror"}, LookupError, 'no pad "mirror"'),
-        ((3, 8, 8), {}, ValueError, r"Hourglass does not take a grid of sides \(8, 8\)"),
+        ((3, 8, 8), {}, ValueError, r"Hourglass does not take a grid of size \(8, 8\)"),
         ((8, 8), {"out": np.zeros((8, 9))}, ShapeError, r"out must have shape \(8, 8\), got \(8, 9\)"),
         ((8, 8), {"out": 3}, TypeError, "out must be a path, an array that takes slices, or None, got int"),
     ],

@@ -38,9 +38,9 @@ def test_tiles_give_what_the_whole_gives(row: str, masked: bool) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_context_of_other_rank_answers(row: str) -> None:
     layer, grid, context = settled(attention(row)), torch.randn(6, 12, 9), torch.randn(6, 8, 5, 6)
-    mask, real = torch.rand(12, 9) > 0.2, torch.rand(8, 5, 6) > 0.3
-    got = respond_whole(layer, grid, context=context, mask=mask, context_mask=real, tile=5, quiet=True)
-    want = whole(layer, grid[None], context[None], mask=mask[None], context_mask=real[None])[0]
+    mask, valid = torch.rand(12, 9) > 0.2, torch.rand(8, 5, 6) > 0.3
+    got = respond_whole(layer, grid, context=context, mask=mask, context_mask=valid, tile=5, quiet=True)
+    want = whole(layer, grid[None], context[None], mask=mask[None], context_mask=valid[None])[0]
     assert relative(got[:, mask], want[:, mask]) < TOLERANCE
 
 

@@ -150,7 +150,7 @@ def predicted(network: nn.Module, root: Path, folder: Path) -> list[dict[str, An
 def test_average_precision_is_that_of_cocoeval_on_the_results_that_predict_wrote(
     tmp_path: Path, crowd: bool, limit: int
 ) -> None:
-    root = make_coco(tmp_path / "made", {"train": 1, "val": 9}, sides=(96, 120), crowd=crowd, empty=1)
+    root = make_coco(tmp_path / "made", {"train": 1, "val": 9}, size=(96, 120), crowd=crowd, empty=1)
     logged = evaluated(Oracle(str(root)), root, max_detections=limit)
     results = predicted(Oracle(str(root)), root, tmp_path / "out")
     assert len(results) == 9 * 3 * 3
@@ -215,7 +215,7 @@ def test_every_epoch_begins_a_new_measurement(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [["fpn_all", "res4"], []])
 def test_one_batch_is_overfitted(tmp_path: Path, places: list[str]) -> None:
-    root = make_coco(tmp_path / "made", {"train": 1, "val": 1}, sides=(64, 64))
+    root = make_coco(tmp_path / "made", {"train": 1, "val": 1}, size=(64, 64))
     # The validation image is the training image.
     write_annotations(root, "val", read_annotations(root, "train"))
     (root / "val" / "val_0.png").unlink()
@@ -270,7 +270,7 @@ def test_an_image_that_two_processes_read_is_written_once() -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_a_picture(tmp_path: Path) -> None:
-    root = make_coco(tmp_path / "made", sides=(800, 1000))
+    root = make_coco(tmp_path / "made", size=(800, 1000))
     writer, trainer = DetectionFolder(str(tmp_path / "out")), Trainer(**QUIET)
     module = Detect(Counted())
     writer.on_predict_start(trainer, module)

@@ -102,7 +102,7 @@ def test_a_step_with_every_operator_changes_both_networks(tmp_path: Path, row: s
 
 
 @pytest.mark.parametrize(("side", "at"), [(32, 16), (64, 32), (128, 64)], ids=["32", "64", "128"])
-def test_a_step_at_the_sides_of_the_papers(tmp_path: Path, side: int, at: int) -> None:
+def test_a_step_at_the_size_of_the_papers(tmp_path: Path, side: int, at: int) -> None:
     options = {**SMALL, "side": side, "attention_at": at, "generator_channels": 4, "discriminator_channels": 4}
     network = models.sagan("factorized_gaussian", **options)
     fit = trainer(tmp_path, 1)
@@ -181,7 +181,7 @@ def test_the_averaged_generators_norms_are_measured_with_its_own_weights(tmp_pat
         for _ in range(32):
             module.averaged(torch.randn(64, 8))
     found = torch.cat(inputs).mean((0, 2, 3))
-    # The mean of 16 batches of 64 images against that of 32, in standard deviations of a cell.
+    # The mean of 16 batches of 64 images against that of 32, in standard deviations of a position.
     deviation = norm.running_var.sqrt()
     assert float(((found - norm.running_mean) / deviation).abs().max()) < 0.1
 

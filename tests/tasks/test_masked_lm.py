@@ -54,7 +54,7 @@ def texts(number: int, words: int = 20, length: int = 9, hidden: float = 0.3) ->
 
 
 def padding() -> Batch:
-    """A batch in which nothing is real."""
+    """A batch in which nothing is valid."""
     return Batch(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5).bool(), torch.full((2, 5), -100), ["a", "b"])
 
 

@@ -15,7 +15,7 @@ from farfield.tasks.restore import scaled_psnr
 
 
 def by_hand(truth: np.ndarray, restored: np.ndarray) -> tuple[float, float, float]:
-    """The definition, sorted and summed in Python; SSIM with a cube of 7 cells and sample covariances."""
+    """The definition, sorted and summed in Python; SSIM with a cube of 7 positions and sample covariances."""
     values = sorted(truth.ravel().tolist())
 
     def percentile(share: float) -> float:
@@ -34,12 +34,12 @@ def by_hand(truth: np.ndarray, restored: np.ndarray) -> tuple[float, float, floa
     error = sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) / len(x)
 
     a, b = (np.array(part).reshape(truth.shape) for part in (x, y))
-    cells = 7**truth.ndim
+    positions = 7**truth.ndim
     mean = [uniform_filter(part, 7) for part in (a, b, a * a, b * b, a * b)]
     spread = [
-        cells / (cells - 1) * (mean[2] - mean[0] ** 2),
-        cells / (cells - 1) * (mean[3] - mean[1] ** 2),
-        cells / (cells - 1) * (mean[4] - mean[0] * mean[1]),
+        positions / (positions - 1) * (mean[2] - mean[0] ** 2),
+        positions / (positions - 1) * (mean[3] - mean[1] ** 2),
+        positions / (positions - 1) * (mean[4] - mean[0] * mean[1]),
     ]
     similar = (2 * mean[0] * mean[1] + 1e-4) * (2 * spread[2] + 9e-4)
     similar /= (mean[0] ** 2 + mean[1] ** 2 + 1e-4) * (spread[0] + spread[1] + 9e-4)
@@ -47,11 +47,11 @@ def by_hand(truth: np.ndarray, restored: np.ndarray) -> tuple[float, float, floa
     return -10 * math.log10(error), float(similar[inside].mean()), math.sqrt(error)
 
 
-@pytest.mark.parametrize("sides", [(31, 40), (9, 15, 11)])
-def test_the_metrics_are_their_definition(sides: tuple[int, ...]) -> None:
-    random = np.random.default_rng(len(sides))
-    truth = random.gamma(1.0, 300.0, sides)
-    restored = 0.3 * truth + random.normal(0, 60, sides) + 1000
+@pytest.mark.parametrize("size", [(31, 40), (9, 15, 11)])
+def test_the_metrics_are_their_definition(size: tuple[int, ...]) -> None:
+    random = np.random.default_rng(len(size))
+    truth = random.gamma(1.0, 300.0, size)
+    restored = 0.3 * truth + random.normal(0, 60, size) + 1000
     assert tuple(care_metrics(truth, restored)) == pytest.approx(by_hand(truth, restored), rel=1e-9)
 
 
@@ -87,7 +87,7 @@ def test_flat_stacks_have_no_ssim() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     truth = np.random.default_rng(0).random((8, 16, 16))
-    with pytest.raises(ValueError, match=re.escape("must have the same sides, got (8, 16, 16) and (8, 16, 15)")):
+    with pytest.raises(ValueError, match=re.escape("must have the same size, got (8, 16, 16) and (8, 16, 15)")):
         care_metrics(truth, truth[..., 1:])
     with pytest.raises(ValueError, match=r"the truth is constant: percentiles 0.1 and 99.9 are both 3\."):
         care_metrics(np.full((8, 8), 3), np.ones((8, 8)))
@@ -96,7 +96,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_curves_show_the_same_psnr_but_for_the_percentiles() -> None:
     random = np.random.default_rng(0)
     truth = random.random((3, 1, 8, 12, 12))
-    # So that percentiles 0.1 and 99.9 are 0 and 1: more cells than a thousandth are.
+    # So that percentiles 0.1 and 99.9 are 0 and 1: more positions than a thousandth are.
     truth[..., 0, :, 0], truth[..., 0, :, 1] = 0, 1
     restored = 2 * truth + random.normal(0, 0.2, truth.shape)
     expected = np.mean([care_metrics(a[0], b[0]).psnr for a, b in zip(truth, restored, strict=True)])

@@ -142,13 +142,13 @@ def restored_by_hand(network: nn.Module, stack: np.ndarray, multiples: tuple[int
 
 
 @pytest.mark.parametrize("tile", partly([None, 8, [4, 12, 16]], [8]))
-@pytest.mark.parametrize("sides", [(9, 30, 22), (1, 7, 7), (3, 5, 2)])
+@pytest.mark.parametrize("size", [(9, 30, 22), (1, 7, 7), (3, 5, 2)])
 @pytest.mark.parametrize("operator", partly([None, "siamese", "kronecker_qkv"], ["kronecker_qkv"]))
 def test_a_stack_is_normalised_padded_restored_and_brought_back(
-    operator: Any, sides: tuple[int, ...], tile: Any
+    operator: Any, size: tuple[int, ...], tile: Any
 ) -> None:
     network = awake(models.unet_care(operator, first_channels=4, depth=2))
-    stack = np.random.default_rng(0).poisson(40, sides).astype(np.uint16)
+    stack = np.random.default_rng(0).poisson(40, size).astype(np.uint16)
     expected = restored_by_hand(network, stack, (4, 4, 4))
     found = restore(network, stack, tile=tile)
     assert found.dtype == np.float32
@@ -186,7 +186,7 @@ def test_grey_levels_are_percentiles(dtype: str) -> None:
     ("stack", "text"),
     [
         (np.full((4, 8, 8), 7, np.uint16), "as good as constant: its percentiles 2.0 and 99.8 are both 7"),
-        (np.where(np.arange(256) == 3, np.nan, 1.0).reshape(4, 8, 8), "1 of 256 cells are no numbers"),
+        (np.where(np.arange(256) == 3, np.nan, 1.0).reshape(4, 8, 8), "1 of 256 positions are no numbers"),
         (np.ones((8, 8)), "restores grids of 3 sides, this one has 2: (8, 8)"),
     ],
 )

@@ -144,7 +144,7 @@ def test_void_counts_nowhere_and_nothing_but_void_is_no_loss() -> None:
     assert not logits.grad.any()
 
 
-def test_labels_are_reduced_to_the_nearest_of_each_cells_centre() -> None:
+def test_labels_are_reduced_to_the_nearest_of_each_positions_centre() -> None:
     labels = torch.arange(321).expand(1, 321, -1)
     found = reduced(labels, torch.zeros(1, 2, 41, 41))
     centres = (np.arange(41) + 0.5) * 321 / 41

@@ -55,8 +55,8 @@ class Tiny(nn.Module):
         return torch.cat([self.weight * left.mean(1, keepdim=True) + place for place in range(3)], 1)
 
 
-def scenes(number: int, sides: tuple[int, int] = (32, 64)) -> Batch:
-    pairs = [made_pair(seed, sides) for seed in range(number)]
+def scenes(number: int, size: tuple[int, int] = (32, 64)) -> Batch:
+    pairs = [made_pair(seed, size) for seed in range(number)]
     images = [torch.stack([torch.from_numpy(pair[place]).permute(2, 0, 1) for pair in pairs]) for place in (0, 1)]
     left, right = ((image.float() - 128) / 64 for image in images)
     return left, right, torch.stack([torch.from_numpy(pair[2]) for pair in pairs])
@@ -87,13 +87,13 @@ def frames(number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     random = np.random.default_rng(0)
     found, truth = [], []
     for place in range(number):
-        sides = (5 + place % 3, 9)
-        true = random.uniform(0, 130, sides).astype(np.float32)
-        true[random.random(sides) < 0.3] = np.inf
+        size = (5 + place % 3, 9)
+        true = random.uniform(0, 130, size).astype(np.float32)
+        true[random.random(size) < 0.3] = np.inf
         true[0, :3] = np.nan, 96, 95.99
         if place == 2:
-            true = np.full(sides, 120, np.float32)
-        found.append((np.nan_to_num(true, posinf=7) + random.normal(0, 4, sides)).astype(np.float32))
+            true = np.full(size, 120, np.float32)
+        found.append((np.nan_to_num(true, posinf=7) + random.normal(0, 4, size)).astype(np.float32))
         truth.append(true)
     return found, truth
 
@@ -142,7 +142,7 @@ def test_a_network_that_fails_is_not_measured_as_good() -> None:
 
 
 def test_what_is_logged_is_measured_on_whole_pairs_of_their_own_sizes() -> None:
-    batches = [scenes(1, sides) for sides in ((33, 50), (32, 64), (17, 49))]
+    batches = [scenes(1, size) for size in ((33, 50), (32, 64), (17, 49))]
     module = Stereo(Tiny())
     [logged] = Trainer(**QUIET).test(module, Made(batches), verbose=False)
     found = [(2 * left.mean(1) + 2)[0].numpy() for left, _, _ in batches]
@@ -158,15 +158,15 @@ def test_all_above_the_largest_is_said() -> None:
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("sides", [(540, 960), (32, 64), (1, 1), (33, 47)])
-def test_padding_is_at_the_top_and_on_the_right(sides: tuple[int, int]) -> None:
-    image = torch.randn(1, 3, *sides)
+@pytest.mark.parametrize("size", [(540, 960), (32, 64), (1, 1), (33, 47)])
+def test_padding_is_at_the_top_and_on_the_right(size: tuple[int, int]) -> None:
+    image = torch.randn(1, 3, *size)
     out = padded(image, (16, 16))
-    height, width = (-(-side // 16) * 16 for side in sides)
+    height, width = (-(-side // 16) * 16 for side in size)
     assert out.shape == (1, 3, height, width)
-    assert torch.equal(out[..., height - sides[0] :, : sides[1]], image)
-    assert not out[..., : height - sides[0], :].any()
-    assert not out[..., sides[1] :].any()
+    assert torch.equal(out[..., height - size[0] :, : size[1]], image)
+    assert not out[..., : height - size[0], :].any()
+    assert not out[..., size[1] :].any()
 
 
 def test_what_is_cropped_again_is_what_the_network_gave_there() -> None:

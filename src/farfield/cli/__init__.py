@@ -26,7 +26,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("demo", "demo", "train two networks on handwritten digits, compare costs, draw attention"),
     "operators": Command("tables", "cli", "the operators: source, slots, merging, cost"),
-    "models": Command("tables", "cli", "the networks: weights and multiply-adds beside the printed ones"),
+    "models": Command("tables", "cli", "the networks: weights and MACs beside the printed ones"),
     "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and what executes"),
     "measure": Command("tables", "cli", "operators on this machine: time and memory against softmax attention"),
     "plan": Command("plan", "cli", "which operators fit a memory, what each takes, and when it pays"),

@@ -203,9 +203,9 @@ class Bar(Callback):
 def costs(name: str, network: torch.nn.Module) -> Row:
     """Count one image's pass: the network as trained, and in full by the papers' rule."""
     small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
-    full = cost.predict(models.MODELS[name]().eval(), channels=3, sides=(224, 224), convention="paper")
-    found = {"weights": small.weights, "madds": small.madds, "full_weights": full.weights, "full_madds": full.madds}
-    return found | {"printed_weights": NETWORKS[name].parameters, "printed_madds": NETWORKS[name].madds}
+    full = cost.predict(models.MODELS[name]().eval(), channels=3, size=(224, 224), convention="paper")
+    found = {"weights": small.weights, "macs": small.macs, "full_weights": full.weights, "full_macs": full.macs}
+    return found | {"printed_weights": NETWORKS[name].parameters, "printed_macs": NETWORKS[name].macs}
 
 
 def trained_table(rows: list[Row]) -> Table:
@@ -215,7 +215,7 @@ def trained_table(rows: list[Row]) -> Table:
         Column("accuracy", "held-out accuracy", percent),
         Column("right", f"right of {rows[0]['held_out']}"),
         Column("weights", "weights", "{:,}".format),
-        Column("madds", "multiply-adds", millions),
+        Column("macs", "MACs", millions),
         Column("seconds", "trained in", lambda seconds: f"{clock(seconds)} min"),
     ]
     return Table(f"as trained: {SIDE} × {SIDE}, ten classes", columns, rows)
@@ -227,8 +227,8 @@ def full_table(rows: list[Row]) -> Table:
         Column("network", "network", left=True),
         Column("full_weights", "weights", "{:,}".format),
         Column("printed_weights", "KAN"),
-        Column("full_madds", "multiply-adds", millions),
-        Column("printed_madds", "KAN"),
+        Column("full_macs", "MACs", millions),
+        Column("printed_macs", "KAN"),
     ]
     return Table("in full, 224 × 224; KAN: as printed", columns, rows)
 
@@ -248,8 +248,8 @@ def table_2_grid(side: int) -> list[Row]:
         {
             "grid": f"{side}²",
             "operator": name,
-            "madds": cost.predict(name, channels=8, sides=(side, side), convention="paper").madds,
-            "printed_madds": row.madds,
+            "macs": cost.predict(name, channels=8, size=(side, side), convention="paper").macs,
+            "printed_macs": row.macs,
             "bytes": found[name].peak_bytes,
             "printed_memory": row.memory,
             "seconds": found[name].seconds,
@@ -266,8 +266,8 @@ def table_2(rows: list[Row]) -> Table:
     columns = [
         Column("grid", "grid", left=True),
         Column("operator", "operator", left=True),
-        Column("madds", "multiply-adds", millions),
-        Column("printed_madds", "KAN"),
+        Column("macs", "MACs", millions),
+        Column("printed_macs", "KAN"),
         Column("bytes", "memory", megabytes),
         Column("printed_memory", "KAN"),
         Column("seconds", "time", milliseconds),
@@ -276,7 +276,7 @@ def table_2(rows: list[Row]) -> Table:
         Column("printed_speed_up", "KAN"),
     ]
     notes = [
-        "Multiply-adds of one image, by formula; time and memory of the batch. Softmax attention runs in torch's fused",
+        "MACs of one image, by formula; time and memory of the batch. Softmax attention runs in torch's fused",
         "kernel, which never forms the attention matrix: hence less memory and smaller speed-ups than printed.",
     ]
     return Table("batch 8, 8 channels, on one thread; KAN: as printed", columns, rows, notes)

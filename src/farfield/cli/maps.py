@@ -1,13 +1,13 @@
 """`farfield maps`: what the attention of a trained network takes from where, over a photograph.
 
     farfield maps --model runs/imagenette --image photo.jpg
-    farfield maps --model runs/imagenette --image photo.jpg --cell 120,80 --cell 40,200
+    farfield maps --model runs/imagenette --image photo.jpg --position 120,80 --position 40,200
     farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
     farfield maps --model runs/imagenette --norms
     farfield maps --network kanet_qkv --image photo.jpg --health
 
 The first lists the layers, the last says how loud each of them is and what it learns from, the others draw a figure.
-Pixels are named as cells are everywhere in farfield, by one index an axis: row,column from 0,0 at the top left.
+Pixels are named as positions are everywhere in farfield, by one index an axis: row,column from 0,0 at the top left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With status 2 for a wrong option.
-        ValueError: For a cell outside the image, a network without attention, or maps that its operator does not have.
+        ValueError: For a position outside the image, a network without attention, or maps that its operator does not have.
         LookupError: For an unknown layer.
         OSError: For a model or an image that is not there, and an output that is one of the photographs.
     """
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> None:
         options.error("give a network, --model; for --health also one that is not trained, --network")
     if not (arguments.norms or arguments.image):
         options.error("give a photograph, --image photo.jpg, or --norms for the norms' scales over training")
-    if arguments.norms + bool(arguments.cell) + arguments.basis + arguments.health > 1:
-        options.error("--cell, --basis, --norms and --health show one thing each; give one of them")
+    if arguments.norms + bool(arguments.position) + arguments.basis + arguments.health > 1:
+        options.error("--position, --basis, --norms and --health show one thing each; give one of them")
     if len(arguments.image) > 1 and not arguments.basis:
         options.error("several photographs are for --basis; give one --image")
     check_not_input("farfield maps", arguments.output, map(Path, arguments.image))
@@ -59,11 +59,11 @@ def look(arguments: argparse.Namespace) -> View:
     if arguments.health:
         return measured(trained, photographs[0], arguments.size)
     found = [attention(trained, photograph, arguments.size) for photograph in photographs]
-    if not (arguments.cell or arguments.basis):
+    if not (arguments.position or arguments.basis):
         return listing(found[0], photographs[0], arguments.size or trained.side, trained.source)
     name = chosen(found[0], arguments.layer)
-    if arguments.cell:
-        return rows(name, found[0][name], photographs[0], arguments.cell, arguments.head)
+    if arguments.position:
+        return rows(name, found[0][name], photographs[0], arguments.position, arguments.head)
     return masks(name, [layers[name] for layers in found], photographs, arguments.head, arguments.slot)
 
 
@@ -80,7 +80,12 @@ def parser() -> argparse.ArgumentParser:
         "--image", action="append", default=[], metavar="FILE", help="a photograph; several for --basis"
     )
     parser.add_argument(
-        "--cell", action="append", default=[], type=pixel, metavar="ROW,COLUMN", help="a pixel that asks; repeatable"
+        "--position",
+        action="append",
+        default=[],
+        type=pixel,
+        metavar="ROW,COLUMN",
+        help="a pixel that asks; repeatable",
     )
     parser.add_argument("--basis", action="store_true", help="what the slots are made of, in place of rows")
     parser.add_argument("--norms", action="store_true", help="the norms' learned scales in each checkpoint of a run")
@@ -126,11 +131,11 @@ def positive(text: str) -> int:
 
 
 def pair(place: Sequence[int]) -> str:
-    """A pixel or a cell as the command line names it."""
+    """A pixel or a position as the command line names it."""
     return f"{place[0]},{place[1]}"
 
 
-TEXTS: dict[str, Callable[[Any], str]] = {"sides": joined, "pixel": pair, "cell": pair}
+TEXTS: dict[str, Callable[[Any], str]] = {"size": joined, "pixel": pair, "position": pair}
 TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
 TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
 TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")

@@ -15,7 +15,7 @@ from torch import Tensor
 from farfield.maps import overlay
 from farfield.tasks.checkpoints import written
 
-# Of the cells that ask: to be told apart by people who see colours differently, and on any photograph.
+# Of the positions that ask: to be told apart by people who see colours differently, and on any photograph.
 COLOURS = ("#ff3b30", "#34c759", "#2f7bff", "#ffd60a", "#d65cff", "#ff9f0a", "#40e0ff", "#ff7eb6")
 INK, FAINT = "#1b1d21", "#6b7280"
 PANELS = 6
@@ -49,14 +49,14 @@ class Heat(NamedTuple):
 
 
 def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: str) -> Figure:
-    """FA's Figure 2: the photograph with the cells that ask, then what each of them attends to."""
+    """FA's Figure 2: the photograph with the positions that ask, then what each of them attends to."""
     columns = len(heats) + 1 if len(heats) < 4 else 3
     figure, axes = panels(-(-(len(heats) + 1) // columns), columns, photograph.height / photograph.width, title, note)
-    cells = axes.ravel()
-    show(cells[0], photograph, photograph.shown, "the cells that ask")
-    for heat, axis in zip(heats, cells[1:], strict=False):
+    positions = axes.ravel()
+    show(positions[0], photograph, photograph.shown, "the positions that ask")
+    for heat, axis in zip(heats, positions[1:], strict=False):
         show(axis, photograph, overlay(photograph.shown, heat.weights), heat.label)
-        mark(cells[0], heat)
+        mark(positions[0], heat)
         mark(axis, heat)
     return figure
 
@@ -65,9 +65,9 @@ def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, no
     """FA's Figure 7: a photograph a row, and what its slots are made of in columns."""
     tallest = max(photograph.height / photograph.width for photograph, _ in rows)
     figure, axes = panels(len(rows), len(rows[0][1]) + 1, tallest, title, note)
-    for (photograph, heats), cells in zip(rows, axes, strict=True):
-        show(cells[0], photograph, photograph.shown, photograph.path.name)
-        for heat, axis in zip(heats, cells[1:], strict=True):
+    for (photograph, heats), positions in zip(rows, axes, strict=True):
+        show(positions[0], photograph, photograph.shown, photograph.path.name)
+        for heat, axis in zip(heats, positions[1:], strict=True):
             show(axis, photograph, overlay(photograph.shown, heat.weights), heat.label)
     return figure
 

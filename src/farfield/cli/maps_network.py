@@ -55,8 +55,8 @@ class Trained(NamedTuple):
     def prepare(self, image: Tensor, side: int | None) -> Tensor:
         """A batch of one from a `uint8` image `(3, height, width)`: resized whole, not cropped, and normalised."""
         shorter = min(image.shape[1:])
-        sides = [length * (side or self.side) // shorter for length in image.shape[1:]]
-        small = F.interpolate(image[None], sides, mode="bilinear", antialias=True)
+        size = [length * (side or self.side) // shorter for length in image.shape[1:]]
+        small = F.interpolate(image[None], size, mode="bilinear", antialias=True)
         return self.normalize(small / 255)
 
 

@@ -23,7 +23,7 @@ from farfield.tasks.checkpoints import read
 
 # What a photograph is shown at, at most, in pixels.
 SHOWN = 800
-WEIGHTS = "Each panel has a scale of its own; blue: negative. 1/N: what each cell weighs in a mean. "
+WEIGHTS = "Each panel has a scale of its own; blue: negative. 1/N: what each position weighs in a mean. "
 
 
 class View(NamedTuple):
@@ -68,14 +68,14 @@ def check_found(network: nn.Module, found: Sized) -> None:
 
 
 def is_image(layer: Layer) -> bool:
-    """Whether a layer's cells, those that ask and those that answer, lie over an image."""
+    """Whether a layer's positions, those that ask and those that answer, lie over an image."""
     return layer.grid.dim() == 4 and (layer.context is None or layer.context.dim() == 4)
 
 
 def finest(found: dict[str, Layer]) -> str | None:
-    """The first of the layers with the most cells over an image."""
-    cells = {name: layer.grid[0, 0].numel() for name, layer in found.items() if is_image(layer)}
-    return max(cells, key=lambda name: cells[name], default=None)
+    """The first of the layers with the most positions over an image."""
+    positions = {name: layer.grid[0, 0].numel() for name, layer in found.items() if is_image(layer)}
+    return max(positions, key=lambda name: positions[name], default=None)
 
 
 def chosen(found: dict[str, Layer], name: str | None) -> str:
@@ -84,9 +84,9 @@ def chosen(found: dict[str, Layer], name: str | None) -> str:
         raise unknown("--layer", "attention layer", name, found)
     name = name or finest(found) or next(iter(found))
     if not is_image(found[name]):
-        sides = tuple(found[name].grid.shape[2:])
+        size = tuple(found[name].grid.shape[2:])
         fix = "farfield.maps.attention_row takes grids of any rank."
-        raise ValueError(f"{name} sees a grid of sides {sides}, which does not lie over an image; fix: {fix}")
+        raise ValueError(f"{name} sees a grid of size {size}, which does not lie over an image; fix: {fix}")
     return name
 
 
@@ -98,12 +98,12 @@ def listing(found: dict[str, Layer], photograph: Photograph, side: int, source: 
             "operator": layer.attention.operator_name,
             "heads": layer.attention.heads,
             "channels": layer.attention.channels,
-            "sides": list(layer.grid.shape[2:]),
+            "size": list(layer.grid.shape[2:]),
         }
         for name, layer in found.items()
     ]
     notes = [f"Grids of {photograph.path.name}, its shorter side resized to {side} pixels, normalised {source}."]
-    notes.append(f"--cell ROW,COLUMN and --basis look into {finest(found)}, or the --layer that you name.")
+    notes.append(f"--position ROW,COLUMN and --basis look into {finest(found)}, or the --layer that you name.")
     return View("Attention layers", rows, notes)
 
 
@@ -141,16 +141,21 @@ def quarters(image: Tensor) -> Tensor:
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 def rows(name: str, layer: Layer, photograph: Photograph, pixels: Sequence[tuple[int, int]], head: int | None) -> View:
-    """What the cell of each pixel takes from all cells: FA's Figure 2."""
+    """What the position of each pixel takes from all positions: FA's Figure 2."""
     check_head(name, layer, head)
     heats, told = [], []
     for index, asks in enumerate(pixels):
-        cell = cell_of(asks, photograph, layer)
+        position = position_of(asks, photograph, layer)
         weights = maps.attention_row(
-            layer.attention, layer.grid, cell, context=layer.context, mask=layer.mask, context_mask=layer.context_mask
+            layer.attention,
+            layer.grid,
+            position,
+            context=layer.context,
+            mask=layer.mask,
+            context_mask=layer.context_mask,
         )[0]
         weights = weights.mean(0) if head is None else weights[head]
-        told.append({"pixel": list(asks), "cell": list(cell), **extremes(weights), "row": weights.tolist()})
+        told.append({"pixel": list(asks), "position": list(position), **extremes(weights), "row": weights.tolist()})
         label = f"row {asks[0]}, column {asks[1]}\n{span(weights)}"
         heats.append(Heat(weights, label, asks, COLOURS[index % len(COLOURS)]))
     one = f"head {head} of {layer.attention.heads}" if head is not None else "the average of its heads"
@@ -159,15 +164,15 @@ def rows(name: str, layer: Layer, photograph: Photograph, pixels: Sequence[tuple
     return View("Attention rows", [{"layer": name, "head": head} | row for row in told], [heading], figure)
 
 
-def cell_of(asks: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
-    """The cell of a layer's grid that a pixel of the photograph lies in."""
+def position_of(asks: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
+    """The position of a layer's grid that a pixel of the photograph lies in."""
     (row, column), (height, width) = asks, layer.grid.shape[2:]
     if row >= photograph.height or column >= photograph.width:
         fix = f"from 0,0 to {photograph.height - 1},{photograph.width - 1}."
         if row < photograph.width and column < photograph.height:
-            fix = f"the row comes first: --cell {column},{row}."
+            fix = f"the row comes first: --position {column},{row}."
         raise ValueError(
-            f"--cell {row},{column} does not lie in {photograph.path.name}, which has {photograph.height} rows and "
+            f"--position {row},{column} does not lie in {photograph.path.name}, which has {photograph.height} rows and "
             f"{photograph.width} columns of pixels; fix: {fix}"
         )
     return row * height // photograph.height, column * width // photograph.width
@@ -186,14 +191,14 @@ def extremes(weights: Tensor) -> Row:
 
 
 def span(weights: Tensor) -> str:
-    """The largest weight, and the smallest if it is negative, as multiples of what a cell weighs in a mean."""
+    """The largest weight, and the smallest if it is negative, as multiples of what a position weighs in a mean."""
     low, high = (float(bound) * weights.numel() for bound in (weights.min(), weights.max()))
     return f"{low:.3g} to {high:.3g} times 1/N" if low < 0 else f"up to {high:.3g} times 1/N"
 
 
 def named(name: str, layer: Layer) -> str:
     """A layer, for people."""
-    return f"{name} · {layer.attention.operator_name} · {joined(list(layer.grid.shape[2:]))} cells"
+    return f"{name} · {layer.attention.operator_name} · {joined(list(layer.grid.shape[2:]))} positions"
 
 
 # ---- basis masks -----------------------------------------------------------------------------------------------------

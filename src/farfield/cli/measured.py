@@ -22,9 +22,9 @@ def measured_rows(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
     device = torch.device(arguments.device)
     names = sorted(names, key=lambda name: name != "softmax")
     rows: list[Row] = []
-    for sides in arguments.sides or [(14, 14), (28, 28), (56, 56)]:
+    for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
         torch.manual_seed(0)
-        grid = torch.randn(arguments.batch, arguments.channels, *sides, device=device, requires_grad=arguments.backward)
+        grid = torch.randn(arguments.batch, arguments.channels, *size, device=device, requires_grad=arguments.backward)
         rows += rows_of_grid(grid, arguments, names)
     return rows
 
@@ -45,7 +45,7 @@ def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[
         measured, printed = found[name], table.rows.get(name) if table else None
         rows.append(
             {
-                "sides": list(grid.shape[2:]),
+                "size": list(grid.shape[2:]),
                 "operator": name,
                 "seconds": measured.seconds,
                 "fastest": measured.fastest,

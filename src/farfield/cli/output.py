@@ -97,7 +97,7 @@ def written(column: Column, row: Row) -> str:
 
 # ---- units -----------------------------------------------------------------------------------------------------------
 def millions(number: float) -> str:
-    """Multiply-adds as the papers write them."""
+    """MACs as the papers write them."""
     return f"{number / 1e6:,.2f}m" if number >= 5000 else f"{number:,.0f}"
 
 
@@ -126,6 +126,6 @@ def ratio(number: float) -> str:
     return f"{number:,.1f}×"
 
 
-def joined(sides: list[int]) -> str:
+def joined(size: list[int]) -> str:
     """Sides of a grid."""
-    return " × ".join(map(str, sides))
+    return " × ".join(map(str, size))

@@ -1,4 +1,4 @@
-"""The picture of `farfield demo`: what one cell of a photograph attends to, by operator."""
+"""The picture of `farfield demo`: what one position of a photograph attends to, by operator."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from farfield.tasks.checkpoints import written
 
 PAPER, INK, FAINT, ACCENT, TROUGH = "#101216", "#f4f1ea", "#98a0ad", "#ff9f4a", "#2a2e37"
 COLD = LinearSegmentedColormap.from_list("cold", ["#06080d", "#12355b", "#3f7fc0"])
-# Where the bars of the costs start: below the cheapest operator, a round number of multiply-adds.
+# Where the bars of the costs start: below the cheapest operator, a round number of MACs.
 CHEAP = 1e5
 CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
-SIDES, SHARPNESS = (64, 96), 14.0
+SIZE, SHARPNESS = (64, 96), 14.0
 # On a petal of the small dahlia at the lower edge: what it attends to lies far away.
-CELL = (60, 57)
+POSITION = (60, 57)
 SAYS = {
-    "softmax": "every cell, weighed by its likeness",
-    "softmax_pooled": "the largest of every 2 × 2 cells",
+    "softmax": "every position, weighed by its likeness",
+    "softmax_pooled": "the largest of every 2 × 2 positions",
     "kronecker_kv": "the means of all rows and columns",
     "kronecker_qkv": "means ask, and means answer",
-    "averaged": "products with all cells, of both signs",
-    "factorized_gaussian": "a map for each channel, mixed by the cell",
+    "averaged": "products with all positions, of both signs",
+    "factorized_gaussian": "a map for each channel, mixed by the position",
     "siamese": "the sum of two scores, its own and theirs",
 }
 
 
 class Panel(NamedTuple):
-    """One operator's part of the picture: its row of the attention matrix, and its multiply-adds."""
+    """One operator's part of the picture: its row of the attention matrix, and its MACs."""
 
     name: str
     weights: NDArray[np.float64]
-    madds: int
+    macs: int
 
 
-def write(path: Path, cell: Sequence[int] = CELL, sides: Sequence[int] = SIDES) -> None:
-    """Write the picture, whole or not at all: a photograph with the asking cell, and what it takes from where."""
+def write(path: Path, position: Sequence[int] = POSITION, size: Sequence[int] = SIZE) -> None:
+    """Write the picture, whole or not at all: a photograph with the asking position, and what it takes from where."""
     photograph = load_sample_image("flower.jpg") / 255.0
-    grid = features(photograph, sides)
-    figure = draw(photograph, [panel(name, grid, cell) for name in SAYS], cell)
+    grid = features(photograph, size)
+    figure = draw(photograph, [panel(name, grid, position) for name in SAYS], position)
     with written(path) as file:
         figure.savefig(file, format="png", facecolor=PAPER)
 
 
-def features(photograph: NDArray[np.float64], sides: Sequence[int]) -> Tensor:
-    """Describe the surroundings of each cell by colour and contrast at two scales, and by nothing that tells its place.
+def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
+    """Describe the surroundings of each position by colour and contrast at two scales, and by nothing that tells its place.
 
     Each description has length √SHARPNESS and stands twice, once negated: products are SHARPNESS · cosine, and each
     channel is large where one property is.
@@ -71,55 +71,53 @@ def features(photograph: NDArray[np.float64], sides: Sequence[int]) -> Tensor:
     edges = np.log1p(filters.gaussian(filters.sobel(light), 5))
     contrast = np.log1p(np.abs(filters.gaussian(light**2, 8) - filters.gaussian(light, 8) ** 2))
     stacked = np.concatenate([*blurred, edges[..., None], contrast[..., None]], -1)
-    cells = transform.resize(stacked, (*sides, stacked.shape[-1]), anti_aliasing=True)
-    cells = (cells - cells.mean((0, 1))) / cells.std((0, 1))
-    cells *= np.sqrt(SHARPNESS / 2) / np.linalg.norm(cells, axis=-1, keepdims=True)
-    return torch.from_numpy(np.concatenate([cells, -cells], -1)).float().permute(2, 0, 1)[None]
+    positions = transform.resize(stacked, (*size, stacked.shape[-1]), anti_aliasing=True)
+    positions = (positions - positions.mean((0, 1))) / positions.std((0, 1))
+    positions *= np.sqrt(SHARPNESS / 2) / np.linalg.norm(positions, axis=-1, keepdims=True)
+    return torch.from_numpy(np.concatenate([positions, -positions], -1)).float().permute(2, 0, 1)[None]
 
 
-def panel(name: str, grid: Tensor, cell: Sequence[int]) -> Panel:
-    """Take one operator's attention row at the cell, and its cost by formula."""
+def panel(name: str, grid: Tensor, position: Sequence[int]) -> Panel:
+    """Take one operator's attention row at the position, and its cost by formula."""
     attention = GridAttention(grid.shape[1], name)
     if attention.weight is not None:
-        # Nothing is trained here: the direction in which the cells differ most stands for a learned one.
+        # Nothing is trained here: the direction in which the positions differ most stands for a learned one.
         direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
         with torch.no_grad():
-            attention.weight.copy_(direction * (direction @ grid[0, :, cell[0], cell[1]]).sign())
-    weights = attention_row(attention, grid, cell)[0].sum(0).double().numpy()
-    return Panel(name, weights, cost.predict(name, channels=grid.shape[1], sides=grid.shape[2:]).madds)
+            attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
+    weights = attention_row(attention, grid, position)[0].sum(0).double().numpy()
+    return Panel(name, weights, cost.predict(name, channels=grid.shape[1], size=grid.shape[2:]).macs)
 
 
-def draw(photograph: NDArray[np.float64], panels: Sequence[Panel], cell: Sequence[int]) -> Figure:
+def draw(photograph: NDArray[np.float64], panels: Sequence[Panel], position: Sequence[int]) -> Figure:
     """Lay the panels out in two rows, the photograph first."""
     columns = (len(panels) + 2) // 2
     figure = Figure(figsize=(4.15 * columns, 8.7), dpi=150)
     axes = figure.subplots(2, columns).ravel()
     figure.subplots_adjust(left=0.02, right=0.98, top=0.82, bottom=0.12, wspace=0.07, hspace=0.4)
     figure.text(0.02, 0.935, "What one petal attends to", color=INK, fontsize=23, weight="bold")
-    (h, w), most = panels[0].weights.shape, max(one.madds for one in panels)
-    subtitle = (
-        f"The marked cell asks, all {h} × {w} cells answer, by the same features of colour and contrast everywhere."
-    )
+    (h, w), most = panels[0].weights.shape, max(one.macs for one in panels)
+    subtitle = f"The marked position asks, all {h} × {w} positions answer, by the same features of colour and contrast everywhere."
     figure.text(0.02, 0.893, subtitle, color=FAINT, fontsize=12.5)
-    show_photograph(axes[0], photograph, cell, (h, w))
+    show_photograph(axes[0], photograph, position, (h, w))
     for axis, one in zip(axes[1:], panels, strict=False):
-        show_panel(axis, photograph, one, cell, most)
-    note = "Glow: the weight of each cell, relative to the largest of its panel; blue: negative weights.     "
-    note += f"Bars: multiply-adds of one pass, value map included, on a log scale from {millions(CHEAP)}."
+        show_panel(axis, photograph, one, position, most)
+    note = "Glow: the weight of each position, relative to the largest of its panel; blue: negative weights.     "
+    note += f"Bars: MACs of one pass, value map included, on a log scale from {millions(CHEAP)}."
     figure.text(0.02, 0.03, note, color=FAINT, fontsize=10)
     figure.text(0.98, 0.03, CREDIT, color=FAINT, fontsize=10, ha="right")
     return figure
 
 
-def show_photograph(axis: Axes, photograph: NDArray[np.float64], cell: Sequence[int], sides: Sequence[int]) -> None:
-    """Show the photograph with the marked cell."""
+def show_photograph(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], size: Sequence[int]) -> None:
+    """Show the photograph with the marked position."""
     axis.imshow(photograph)
-    mark(axis, photograph, cell, sides)
+    mark(axis, photograph, position, size)
     axis.set_axis_off()
-    label(axis, "photograph", "", "the marked cell asks")
+    label(axis, "photograph", "", "the marked position asks")
 
 
-def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, cell: Sequence[int], most: int) -> None:
+def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, position: Sequence[int], most: int) -> None:
     """Show one operator's weights as a glow over the darkened photograph, and its cost as a bar."""
     height, width = photograph.shape[:2]
     dark = color.rgb2gray(photograph)[..., None] * np.array([0.26, 0.28, 0.33])
@@ -128,19 +126,21 @@ def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, cell: Se
     warm = mpl.colormaps["inferno"](0.1 + 0.85 * strength[..., 0])
     colours = np.where(glow[..., None] > 0, warm, COLD(strength[..., 0]))[..., :3]
     axis.imshow(np.clip(dark * (1 - 0.8 * strength) + colours * strength**0.8, 0, 1))
-    mark(axis, photograph, cell, one.weights.shape)
+    mark(axis, photograph, position, one.weights.shape)
     axis.set_axis_off()
-    label(axis, one.name, millions(one.madds), SAYS[one.name])
-    share = np.log(max(one.madds / CHEAP, 1)) / np.log(most / CHEAP)
+    label(axis, one.name, millions(one.macs), SAYS[one.name])
+    share = np.log(max(one.macs / CHEAP, 1)) / np.log(most / CHEAP)
     for length, colour in ((1.0, TROUGH), (share, ACCENT)):
         axis.add_patch(
             Rectangle((0, -0.035), length, 0.016, transform=axis.transAxes, color=colour, clip_on=False, lw=0)
         )
 
 
-def mark(axis: Axes, photograph: NDArray[np.float64], cell: Sequence[int], sides: Sequence[int]) -> None:
-    """Ring the asking cell."""
-    y, x = ((index + 0.5) * size / side for index, size, side in zip(cell, photograph.shape, sides, strict=False))
+def mark(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], size: Sequence[int]) -> None:
+    """Ring the asking position."""
+    y, x = (
+        (index + 0.5) * length / side for index, length, side in zip(position, photograph.shape, size, strict=False)
+    )
     for colour, width in (("black", 3.6), ("white", 1.8)):
         axis.plot(x, y, "o", markersize=11, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
-from farfield.cli.tables import grid_sides, number, sentence
+from farfield.cli.tables import grid_size, number, sentence
 
 if TYPE_CHECKING:
     from farfield.cost import Plan
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
     parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
-    parser.add_argument("--sides", type=grid_sides, required=True, metavar="56,56", help="sides of the grid")
+    parser.add_argument("--size", type=grid_size, required=True, metavar="56,56", help="sides of the grid")
     parser.add_argument("--batch", type=number, default=1, help="samples (default: %(default)s)")
     parser.add_argument("--memory", type=memory, metavar="8GiB", help="what there is: bytes, or with a unit")
     parser.add_argument("--heads", type=number, default=1, help="default: %(default)s")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--backward", action="store_true", help="a training step must fit, not a forward pass alone")
     parser.add_argument("--device", default="cpu", help="where time is measured (default: %(default)s)")
-    parser.add_argument("--no-time", action="store_true", help="measure nothing: multiply-adds and bytes only")
+    parser.add_argument("--no-time", action="store_true", help="measure nothing: MACs and bytes only")
     add_formats(parser)
     arguments = parser.parse_args(argv)
     show(plan_table(arguments), arguments)
@@ -54,12 +54,12 @@ def memory(text: str) -> int:
 
 
 def plan_table(arguments: argparse.Namespace) -> Table:
-    """Say which operators fit a memory, what each takes, and from how many cells on it beats regular attention."""
+    """Say which operators fit a memory, what each takes, and from how many positions on it beats regular attention."""
     from farfield import cost
 
     plans = cost.plan(
         channels=arguments.channels,
-        sides=arguments.sides,
+        size=arguments.size,
         batch=arguments.batch,
         heads=arguments.heads,
         project=arguments.project,
@@ -72,19 +72,19 @@ def plan_table(arguments: argparse.Namespace) -> Table:
         columns.append(Column("fits", "fits", lambda fits: "yes" if fits else "no", left=True))
     for key, heading in (("forward", "forward"), ("training", "and backward")):
         columns += [
-            Column(f"madds_{key}", f"MAdd {heading}", millions),
+            Column(f"macs_{key}", f"MACs {heading}", millions),
             Column(f"bytes_{key}", "memory", megabytes_finely),
         ]
         if not arguments.no_time:
             columns.append(Column(f"seconds_{key}", "time", duration))
-    columns += [Column("cheaper_madds", "MAdd less from", "N = {:,}".format)]
+    columns += [Column("cheaper_macs", "MACs less from", "N = {:,}".format)]
     columns += [Column("cheaper_bytes", "memory less from", "N = {:,}".format)]
     judged = "a training step" if arguments.backward else "a forward pass"
     limit = f", {judged} in {megabytes_finely(arguments.memory)}" if arguments.memory else ""
-    title = f"{joined(list(arguments.sides))} cells, {sentence(arguments)}, batch {arguments.batch}{limit}"
+    title = f"{joined(list(arguments.size))} positions, {sentence(arguments)}, batch {arguments.batch}{limit}"
     notes = [
         "Memory: the grid, the parameters and all that is alive with them at the peak, in float32.",
-        "Less from: the cells from which on a forward pass costs less than softmax attention, on equal sides.",
+        "Less from: the positions from which on a forward pass costs less than softmax attention, on equal sides.",
     ]
     if not arguments.no_time:
         notes.insert(1, f"Time: estimated from a short run on {arguments.device}.")
@@ -100,5 +100,5 @@ def row_of(plan: Plan) -> Row:
     """One operator, raw."""
     row: Row = {"operator": plan.operator, "fits": plan.fits}
     for key, needs in (("forward", plan.forward), ("training", plan.training)):
-        row |= {f"madds_{key}": needs.madds, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}
-    return row | {"cheaper_madds": plan.cheaper_madds, "cheaper_bytes": plan.cheaper_bytes}
+        row |= {f"macs_{key}": needs.macs, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}
+    return row | {"cheaper_macs": plan.cheaper_macs, "cheaper_bytes": plan.cheaper_bytes}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Printed(NamedTuple):
     """One row of an operator table, as printed; None where the paper has no such column."""
 
-    madds: str
+    macs: str
     saving: str | None
     memory: str
     memory_saving: str
@@ -49,11 +49,11 @@ SAN_TABLE_2 = {
 
 
 class Network(NamedTuple):
-    """One network of the papers' tables: its name there, parameters and multiply-adds as printed."""
+    """One network of the papers' tables: its name there, parameters and MACs as printed."""
 
     name: str
     parameters: str | None = None
-    madds: str | None = None
+    macs: str | None = None
 
 
 NETWORKS = {
@@ -82,11 +82,11 @@ class Tabled(NamedTuple):
     rows: dict[str, Printed]
 
 
-def table_for(sides: tuple[int, ...], channels: int, *, batch: int, heads: int, project: str) -> Tabled | None:
+def table_for(size: tuple[int, ...], channels: int, *, batch: int, heads: int, project: str) -> Tabled | None:
     """The printed table of these sizes, if a paper has one."""
-    if heads != 1 or len(sides) != 2 or sides[0] != sides[1]:
+    if heads != 1 or len(size) != 2 or size[0] != size[1]:
         return None
-    side = sides[0]
+    side = size[0]
     if channels == 8 and batch == 8 and project == "v":
         found = {row: printed for (row, length), printed in KAN_TABLE_2.items() if length == side}
         return Tabled("KAN", "KAN Table 2", found) if found else None

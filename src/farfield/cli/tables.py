@@ -25,15 +25,15 @@ from farfield.cli.output import (
 from farfield.cli.printed import NETWORKS, Tabled, table_for
 
 # Without torch, which takes seconds to load; tests hold it to the operators themselves.
-# Row -> its equation, its slots, what merging two summaries does, and how its multiply-adds grow: N cells, c channels,
+# Row -> its equation, its slots, what merging two summaries does, and how its MACs grow: N positions, c channels,
 # h heads, self-attention.
 OPERATORS = {
-    "softmax": ("KAN 1, SAN 1, FA 9", "one a cell", "stand side by side", "N²·c"),
-    "softmax_pooled": ("KAN Table 2", "one a pooled cell", "stand side by side", "N²·c / 2^rank"),
+    "softmax": ("KAN 1, SAN 1, FA 9", "one a position", "stand side by side", "N²·c"),
+    "softmax_pooled": ("KAN Table 2", "one a pooled position", "stand side by side", "N²·c / 2^rank"),
     "kronecker_kv": ("KAN 14-16", "one an index of each axis", "add", "N·Σsides·c"),
     "kronecker_qkv": ("KAN 13, 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
     "kronecker_qkv_literal": ("KAN 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
-    "dot": ("FA 6", "one a cell", "stand side by side", "N²·c"),
+    "dot": ("FA 6", "one a position", "stand side by side", "N²·c"),
     "factorized": ("FA 3, FA 8", "one a key channel", "add", "N·c²/h"),
     "averaged": ("SAN 2", "one a key channel", "add", "N·c²/h"),
     "factorized_gaussian": ("FA 4", "one a key channel", "rescale to the larger peak, add", "N·c²/h"),
@@ -70,7 +70,7 @@ def number(text: str) -> int:
     return int(text)
 
 
-def grid_sides(text: str) -> tuple[int, ...]:
+def grid_size(text: str) -> tuple[int, ...]:
     """Sides of a grid, such as 56,56."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
@@ -122,8 +122,8 @@ def operators_table(arguments: argparse.Namespace) -> Table:
     rows: list[Row] = [{"operator": name, **dict(zip(keys, row, strict=True))} for name, row in OPERATORS.items()]
     columns = [Column("operator", "operator", left=True), Column("source", "equation", left=True)]
     columns += [Column("slots", "slots a head", left=True), Column("merging", "summaries of tiles", left=True)]
-    columns.append(Column("cost", "multiply-adds grow as", left=True))
-    return Table("Operators", columns, rows, ["N cells of c channels, h heads; farfield cost gives the numbers."])
+    columns.append(Column("cost", "MACs grow as", left=True))
+    return Table("Operators", columns, rows, ["N positions of c channels, h heads; farfield cost gives the numbers."])
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def models_options(parser: argparse.ArgumentParser) -> None:
 
 
 def models_table(arguments: argparse.Namespace) -> Table:
-    """List the networks: weights and multiply-adds, beside what the papers print."""
+    """List the networks: weights and MACs, beside what the papers print."""
     import torch
 
     from farfield import cost, models
@@ -150,17 +150,17 @@ def models_table(arguments: argparse.Namespace) -> Table:
             net = models.CLASSIFIERS[name](num_classes=arguments.classes, width=arguments.width).eval()
         size = arguments.size, arguments.size
         executed = cost.count(net, (1, 3, *size))
-        printed = cost.predict(net, channels=3, sides=size, convention="paper")
+        printed = cost.predict(net, channels=3, size=size, convention="paper")
         network = NETWORKS.get(name)
         row: Row = {"model": name, "paper_name": network.name if network else None, "weights": executed.weights}
-        row |= {"parameters": executed.parameters, "madds_paper": printed.madds, "madds_executed": executed.madds}
+        row |= {"parameters": executed.parameters, "macs_paper": printed.macs, "macs_executed": executed.macs}
         row["weights_printed"] = network.parameters if network and as_printed else None
-        row["madds_printed"] = network.madds if network and as_printed else None
+        row["macs_printed"] = network.macs if network and as_printed else None
         rows.append(row)
     columns = [Column("model", "model", left=True), Column("paper_name", "in the papers", left=True)]
     columns += [Column("weights", "weights", "{:,}".format), Column("weights_printed", "printed")]
-    columns += [Column("madds_paper", "MAdd, papers' rule", millions), Column("madds_printed", "printed")]
-    columns.append(Column("madds_executed", "MAdd that executes", millions))
+    columns += [Column("macs_paper", "MACs, papers' rule", millions), Column("macs_printed", "printed")]
+    columns.append(Column("macs_executed", "MACs that executes", millions))
     title = f"Networks at {arguments.size} × {arguments.size}, {arguments.classes} classes, width {arguments.width:g}"
     notes = ["Weights: parameters without biases and norms. The papers cut digits off: 365.37 million are 365m."]
     return Table(title, columns, rows, notes)
@@ -171,14 +171,14 @@ def cost_options(parser: argparse.ArgumentParser) -> None:
     """Options of `farfield cost`."""
     grid_options(parser)
     parser.add_argument(
-        "--sides", type=grid_sides, default=(56, 56), metavar="56,56", help="sides of the grid (default: 56,56)"
+        "--size", type=grid_size, default=(56, 56), metavar="56,56", help="sides of the grid (default: 56,56)"
     )
 
 
 def cost_table(arguments: argparse.Namespace) -> Table:
-    """Multiply-adds and memory of the operators by formula, beside the papers' tables and beside what executes."""
+    """MACs and memory of the operators by formula, beside the papers' tables and beside what executes."""
     table = table_for(
-        arguments.sides,
+        arguments.size,
         arguments.channels,
         batch=arguments.batch,
         heads=arguments.heads,
@@ -187,7 +187,7 @@ def cost_table(arguments: argparse.Namespace) -> Table:
     rows = [cost_row(name, arguments, table) for name in chosen(arguments)]
     columns = [Column("operator", "operator", left=True)]
     for key, heading, text in (
-        ("madds", "MAdd", millions),
+        ("macs", "MACs", millions),
         ("saving", "saving", percent),
         ("memory", "memory", megabytes_finely if table and table.paper == "SAN" else megabytes),
         ("memory_saving", "saving", percent),
@@ -195,13 +195,15 @@ def cost_table(arguments: argparse.Namespace) -> Table:
         columns.append(Column(f"{key}_paper", heading, text))
         if any(row[f"{key}_printed"] for row in rows):
             columns.append(Column(f"{key}_printed", "printed"))
-    columns += [Column("madds_executed", "MAdd executed", millions), Column("activation_bytes", "formed", megabytes)]
+    columns += [Column("macs_executed", "MACs executed", millions), Column("activation_bytes", "formed", megabytes)]
     columns.append(Column("gathered_bytes", "sent", megabytes))
-    title = f"{joined(list(arguments.sides))} cells, {sentence(arguments)}: MAdd of one sample, memory of a batch of "
+    title = (
+        f"{joined(list(arguments.size))} positions, {sentence(arguments)}: MACs of one sample, memory of a batch of "
+    )
     printed = f" Printed: {table.name}; what differs is on the documentation's page of results." if table else ""
     notes = [
-        f"MAdd and memory: by the papers' formulas; saving: against softmax.{printed}",
-        "MAdd executed: counted on this library's code, which sums values before it maps them. Formed: what it holds.",
+        f"MACs and memory: by the papers' formulas; saving: against softmax.{printed}",
+        "MACs executed: counted on this library's code, which sums values before it maps them. Formed: what it holds.",
         "Sent: by each process where the grid is spread over several; nothing for rows whose summary is the grid.",
     ]
     return Table(f"{title}{arguments.batch}", columns, rows, notes)
@@ -222,7 +224,7 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
         return cost.predict(
             row,
             channels=arguments.channels,
-            sides=arguments.sides,
+            size=arguments.size,
             batch=batch,
             heads=arguments.heads,
             project=operators.OPERATORS[row].projections(arguments.project),
@@ -233,20 +235,20 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
     with torch.device("meta"):
         maps = operators.OPERATORS[name].projections(arguments.project)
         attention = nn.GridAttention(arguments.channels, name, heads=arguments.heads, project=maps).eval()
-    formed = cost.predict(attention, sides=arguments.sides, batch=arguments.batch)
+    formed = cost.predict(attention, size=arguments.size, batch=arguments.batch)
     printed = table.rows.get(name) if table else None
     return {
         "operator": name,
         "paper": paper,
-        "madds_paper": one.madds,
-        "madds_printed": printed and printed.madds,
-        "saving_paper": 1 - whole.madds / dense.madds,
+        "macs_paper": one.macs,
+        "macs_printed": printed and printed.macs,
+        "saving_paper": 1 - whole.macs / dense.macs,
         "saving_printed": printed and printed.saving,
         "memory_paper": whole.activation_bytes,
         "memory_printed": printed and printed.memory,
         "memory_saving_paper": 1 - whole.activation_bytes / dense.activation_bytes,
         "memory_saving_printed": printed and printed.memory_saving,
-        "madds_executed": cost.count(attention, (1, arguments.channels, *arguments.sides)).madds,
+        "macs_executed": cost.count(attention, (1, arguments.channels, *arguments.size)).macs,
         "activation_bytes": formed.activation_bytes,
         "gathered_bytes": formed.gathered_bytes,
         "coefficients": one.coefficients,
@@ -260,8 +262,8 @@ def measure_options(parser: argparse.ArgumentParser) -> None:
     """Options of `farfield measure`."""
     grid_options(parser)
     parser.add_argument(
-        "--sides",
-        type=grid_sides,
+        "--size",
+        type=grid_size,
         action="append",
         metavar="56,56",
         help="sides of the grid; may be given several times (default: 14,14 28,28 56,56)",
@@ -278,7 +280,7 @@ def measure_table(arguments: argparse.Namespace) -> Table:
     from farfield.cli.measured import measured_rows
 
     rows = measured_rows(arguments, chosen(arguments))
-    columns = [Column("sides", "cells", joined, left=True), Column("operator", "operator", left=True)]
+    columns = [Column("size", "positions", joined, left=True), Column("operator", "operator", left=True)]
     columns += [Column("seconds", "time", milliseconds), Column("copies", "copies", "{:,.1f}".format)]
     columns.append(Column("speed_up", "speed-up", ratio))
     if any(row["speed_up_printed"] for row in rows):

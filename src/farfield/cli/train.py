@@ -129,7 +129,9 @@ class Training(LightningCLI):
             parser.add_argument("--output", type=str | None, help="of predict: a .tif or .zarr, or a folder")
             said = "of predict: replace what is there, or skip it"
             parser.add_argument("--overwrite", type=Literal["skip"] | bool, default=False, help=said)
-            parser.add_argument("--tile", type=list[int] | int | None, help="cells a side at a time; null: by memory")
+            parser.add_argument(
+                "--tile", type=list[int] | int | None, help="positions a side at a time; null: by memory"
+            )
             for name in ("output", "overwrite", "tile"):
                 parser.link_arguments(name, f"model.{name}")
         parser.set_defaults(

@@ -1,7 +1,7 @@
 """What attention costs: by formula, by counting what executes, and by measuring it.
 
 `predict` answers before anything runs, from a formula for each row; `count` runs a module on tensors without numbers
-and counts the multiply-adds that really execute; `measure` takes seconds and bytes on this machine, `compare` those of
+and counts the MACs that really execute; `measure` takes seconds and bytes on this machine, `compare` those of
 several modules in turns, `saved_bytes` what one keeps for its gradients. `plan` says which operators fit a memory.
 `predict_module` has FA's modules of `MODULES`, with what stands around their attention.
 """

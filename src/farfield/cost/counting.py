@@ -1,4 +1,4 @@
-"""What really executes in a module: multiply-adds, counted on fake tensors, which have shapes and no numbers.
+"""What really executes in a module: MACs, counted on fake tensors, which have shapes and no numbers.
 
 A fake tensor is a meta tensor that says it is on a CPU, so code that asks for a device runs as it is.
 """
@@ -28,20 +28,20 @@ class Cost:
     """What one forward pass takes.
 
     Attributes:
-        madds: Multiply-adds (one multiply and one add = 1) of the whole batch.
+        macs: MACs (one multiply and one add = 1) of the whole batch.
         parameters: Numbers that are learned, every one.
         weights: Those of linear maps, convolutions and siamese vectors: parameters without biases and norms, as the
             papers count.
         activation_bytes: Bytes of what the pass forms, whole batch; `predict` and `count` say what that covers.
-        coefficients: Numbers of an operator's coefficients (heads × slots × asking cells), whole batch; None for a
+        coefficients: Numbers of an operator's coefficients (heads × slots × asking positions), whole batch; None for a
             network. For the softmax and Kronecker rows they are never formed.
         gathered_bytes: What each process sends where the grid is spread over processes (`farfield.sharding`): a
             summary, whole batch, in float32, and what asks where sums ask. None where the summary is the grid, and for
             networks.
-        by_module: Path -> multiply-adds of every module that has any, its children's included; empty for a formula.
+        by_module: Path -> MACs of every module that has any, its children's included; empty for a formula.
     """
 
-    madds: int
+    macs: int
     parameters: int
     weights: int
     activation_bytes: int
@@ -51,16 +51,16 @@ class Cost:
 
 
 class Call(NamedTuple):
-    """One call of a module on one grid: the grid's shape, and the multiply-adds that executed."""
+    """One call of a module on one grid: the grid's shape, and the MACs that executed."""
 
     shape: tuple[int, ...]
-    madds: int
+    macs: int
 
 
 def count(module: nn.Module, inputs: Inputs) -> Cost:
     """Count what really executes in one forward pass of a module, without computing it or touching its weights.
 
-    Multiply-adds are those of convolutions, matrix products and scaled dot-product attention, wherever in the pass they
+    MACs are those of convolutions, matrix products and scaled dot-product attention, wherever in the pass they
     are (`torch.utils.flop_counter`, halved). Elementwise work, reductions (means, norms, pooling) and softmax count
     nothing, as in the papers. The module runs in the mode it is in: in training, batch norm of coefficients costs its
     moments; call `.eval()` first for inference.
@@ -79,13 +79,13 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
     Example:
         >>> import torch
         >>> from farfield import cost
-        >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).madds == 3 * 8 * 9 * 100
+        >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).macs == 3 * 8 * 9 * 100
         True
     """
     cost, counter = run(module, inputs)[0], FlopCounterMode(display=False)
     # Again with nobody listening, as users run it: blocks fold what they otherwise call layer by layer.
     execute(module, inputs, counter)
-    return replace(cost, madds=counter.get_total_flops() // 2, by_module=madds_by_module(module, counter))
+    return replace(cost, macs=counter.get_total_flops() // 2, by_module=macs_by_module(module, counter))
 
 
 def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None:
@@ -115,11 +115,11 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]
         for hook in hooks:
             hook.remove()
     cost = Cost(
-        madds=counter.get_total_flops() // 2,
+        macs=counter.get_total_flops() // 2,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         weights=sum(parameter.numel() for parameter in weights_of(module)),
         activation_bytes=sum(sizes),
-        by_module=madds_by_module(module, counter),
+        by_module=macs_by_module(module, counter),
     )
     return cost, calls
 
@@ -186,8 +186,8 @@ def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-def madds_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
-    """Path -> multiply-adds, in the order in which modules ran."""
+def macs_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
+    """Path -> MACs, in the order in which modules ran."""
     prefix = f"{type(module).__name__}."
     return {
         name.removeprefix(prefix): sum(flops.values()) // 2

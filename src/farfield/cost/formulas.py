@@ -1,7 +1,7 @@
-"""What each operator costs, one short function a row: the papers' multiply-adds, and the steps that execute here.
+"""What each operator costs, one short function a row: the papers' MACs, and the steps that execute here.
 
-All numbers are for one sample of self-attention. N cells of c channels ask; queries and keys have d channels, values p,
-outputs o; h heads. One multiply and one add are one multiply-add. A reduction without a product (means, maxima), an
+All numbers are for one sample of self-attention. N positions of c channels ask; queries and keys have d channels, values p,
+outputs o; h heads. One multiply and one add are one MACs. A reduction without a product (means, maxima), an
 elementwise step and a softmax count nothing, in the papers and here.
 """
 
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     """What a formula reads.
 
     Attributes:
-        sides: Of the grid, which asks and answers.
+        size: Of the grid, which asks and answers.
         channels: Of the grid, c.
         inner: Channels of queries and keys, d.
         width: Channels of values, p.
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
         biased: Whether a bias or a norm's shift is added to the responses.
     """
 
-    sides: tuple[int, ...]
+    size: tuple[int, ...]
     channels: int
     inner: int
     width: int
@@ -38,33 +38,33 @@ class Sizes(NamedTuple):
     biased: bool = False
 
     @property
-    def cells(self) -> int:
+    def positions(self) -> int:
         """N."""
-        return math.prod(self.sides)
+        return math.prod(self.size)
 
     @property
     def windows(self) -> int:
-        """Cells left by pooling 2 a side in ceil mode."""
-        return math.prod(math.ceil(side / 2) for side in self.sides)
+        """Positions left by pooling 2 a side in ceil mode."""
+        return math.prod(math.ceil(side / 2) for side in self.size)
 
     @property
     def indices(self) -> int:
-        """Indices of all axes, Σ sides."""
-        return sum(self.sides)
+        """Indices of all axes, Σ size."""
+        return sum(self.size)
 
     @property
     def out(self) -> int:
         """Channels of the response after the output map, if there is one."""
         return self.channels if "o" in self.project else self.width
 
-    def projections(self, asks: int, answers: int) -> int:
-        """Multiply-adds of the linear maps, each applied to the cells it reads, before anything else."""
+    def projections(self, queries: int, keys: int) -> int:
+        """MACs of the linear maps, each applied to the positions it reads, before anything else."""
         c, d, p = self.channels, self.inner, self.width
         return (
-            asks * c * d * ("q" in self.project)
-            + answers * c * d * ("k" in self.project)
-            + answers * c * p * ("v" in self.project)
-            + asks * p * c * ("o" in self.project)
+            queries * c * d * ("q" in self.project)
+            + keys * c * d * ("k" in self.project)
+            + keys * c * p * ("v" in self.project)
+            + queries * p * c * ("o" in self.project)
         )
 
 
@@ -72,20 +72,20 @@ class Steps(NamedTuple):
     """What one operator does.
 
     Attributes:
-        printed: Multiply-adds as the papers count them.
-        asks: Cells that ask.
-        answers: Cells that answer, after pooling or averaging.
+        printed: MACs as the papers count them.
+        queries: Positions that ask.
+        keys: Positions that answer, after pooling or averaging.
         slots: Of the summary, a head.
         formed: Numbers of the basis or the coefficients (for a softmax of products: of queries and keys, as its kernel
             reads them) that stand in memory at once.
-        basis: Whether answering cells are weighed into the slots; else each is a slot of its own.
+        basis: Whether answering positions are weighed into the slots; else each is a slot of its own.
         scored: Whether queries and keys are read through one vector a head.
         reads_keys: Whether keys are read at all.
     """
 
     printed: int
-    asks: int
-    answers: int
+    queries: int
+    keys: int
     slots: int
     formed: int
     basis: bool = True
@@ -94,25 +94,25 @@ class Steps(NamedTuple):
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------
-def dense(s: Sizes, asks: int, answers: int) -> Steps:
+def dense(s: Sizes, queries: int, keys: int) -> Steps:
     """KᵀQ is asks·answers·d, V times its softmax asks·answers·p; the coefficients are never formed."""
-    printed = s.projections(asks, answers) + asks * answers * (s.inner + s.width)
-    return Steps(printed, asks, answers, answers, (asks + answers) * s.inner, basis=False)
+    printed = s.projections(queries, keys) + queries * keys * (s.inner + s.width)
+    return Steps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
 
 
 def softmax(s: Sizes) -> Steps:
     """KAN 1, SAN 1, FA 9: N²·(d + p), KᵀQ and V times its column softmax."""
-    return dense(s, s.cells, s.cells)
+    return dense(s, s.positions, s.positions)
 
 
 def softmax_pooled(s: Sizes) -> Steps:
     """KAN Table 2: N·(N/4)·(d + p), K and V of KAN 1 pooled 2 a side in ceil mode."""
-    return dense(s, s.cells, s.windows)
+    return dense(s, s.positions, s.windows)
 
 
 def kronecker_kv(s: Sizes) -> Steps:
     """KAN 16: N·Σsides·(d + p) for attn(X, C, C), C the axis means."""
-    return dense(s, s.cells, s.indices)
+    return dense(s, s.positions, s.indices)
 
 
 def kronecker_qkv(s: Sizes) -> Steps:
@@ -122,35 +122,35 @@ def kronecker_qkv(s: Sizes) -> Steps:
 
 def dot(s: Sizes) -> Steps:
     """FA 6: N²·(d + p) for V (KᵀQ) / d in this order; the coefficients are formed."""
-    return dense(s, s.cells, s.cells)._replace(formed=s.heads * s.cells * s.cells)
+    return dense(s, s.positions, s.positions)._replace(formed=s.heads * s.positions * s.positions)
 
 
 def factorized(s: Sizes) -> Steps:
     """FA 3, 5: 2·N·d·p/h for (V Bᵀ) C / d; basis and coefficients are the keys and queries themselves."""
-    n = s.cells
+    n = s.positions
     return Steps(s.projections(n, n) + 2 * n * s.inner * s.width // s.heads, n, n, s.inner // s.heads, 0)
 
 
 def averaged(s: Sizes) -> Steps:
     """SAN 2: 2·N·d·p for (1/N) (V Kᵀ) Q, heads not counted; basis and coefficients as in FA 3."""
-    return factorized(s)._replace(printed=s.projections(s.cells, s.cells) + 2 * s.cells * s.inner * s.width)
+    return factorized(s)._replace(printed=s.projections(s.positions, s.positions) + 2 * s.positions * s.inner * s.width)
 
 
 def factorized_gaussian(s: Sizes) -> Steps:
-    """FA 4: FA 3 with a softmax of B over cells and of C over channels; both are formed, one after the other."""
-    return factorized(s)._replace(formed=s.cells * s.inner)
+    """FA 4: FA 3 with a softmax of B over positions and of C over channels; both are formed, one after the other."""
+    return factorized(s)._replace(formed=s.positions * s.inner)
 
 
 def siamese(s: Sizes) -> Steps:
     """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots a head."""
-    n = s.cells
+    n = s.positions
     printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
     return Steps(printed, n, n, 2, 3 * s.heads * n, scored=True)
 
 
 def siamese_local(s: Sizes) -> Steps:
     """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot a head."""
-    n = s.cells
+    n = s.positions
     printed = s.projections(n, n) + n * (s.inner + s.width)
     return Steps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
 
@@ -173,49 +173,49 @@ FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
 
 # ---- what executes here: reduce first, project second ----------------------------------------------------------------
 def executed(s: Sizes, steps: Steps) -> int:
-    """Multiply-adds of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
-    read = reading(s, steps, steps.asks, "q") + reading(s, steps, steps.answers, "k") * steps.reads_keys
-    return read + work(s, steps).multiply_adds(steps.slots, basis=steps.basis)
+    """MACs of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
+    read = reading(s, steps, steps.queries, "q") + reading(s, steps, steps.keys, "k") * steps.reads_keys
+    return read + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
 def work(s: Sizes, steps: Steps) -> Work:
     """What is multiplied for one sample."""
     channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
-    return Work(steps.asks, steps.answers, s.inner, s.width, s.heads, channels, out, s.biased)
+    return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased)
 
 
 def in_order(row: str, s: Sizes, steps: Steps) -> Steps:
-    """The steps in the order that executes: few cells are multiplied with each other and not with slots."""
+    """The steps in the order that executes: few positions are multiplied with each other and not with slots."""
     if cheaper_order(OPERATORS[row], work(s, steps)).basis is not None or not steps.basis:
         return steps
     return dot(s)._replace(printed=steps.printed)
 
 
-def reading(s: Sizes, steps: Steps, cells: int, letter: str) -> int:
-    """Multiply-adds of queries or keys, or of their scores."""
+def reading(s: Sizes, steps: Steps, positions: int, letter: str) -> int:
+    """MACs of queries or keys, or of their scores."""
     projected = letter in s.project
     if steps.scored:  # one row a head; without maps queries and keys have the same
         again = letter == "k" and "q" not in s.project and "k" not in s.project
-        return 0 if again else cells * s.channels * s.heads
-    return cells * s.channels * s.inner if projected else 0
+        return 0 if again else positions * s.channels * s.heads
+    return positions * s.channels * s.inner if projected else 0
 
 
 def once(s: Sizes, steps: Steps) -> int:
-    """Multiply-adds that do not grow with the batch: a score's vector times the map it is read through."""
+    """MACs that do not grow with the batch: a score's vector times the map it is read through."""
     maps = ("q" in s.project) + ("k" in s.project)
     return s.heads * s.channels * s.inner * maps if steps.scored else 0
 
 
 def held(s: Sizes, steps: Steps) -> int:
     """Numbers that a forward pass forms on one sample: queries and keys if projected, `formed`, slots, the response."""
-    projected = 0 if steps.scored else s.inner * (steps.asks * ("q" in s.project) + steps.answers * ("k" in s.project))
+    projected = 0 if steps.scored else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
     slots = steps.slots * s.width
-    response = s.cells * s.out
+    response = s.positions * s.out
     if "o" in s.project:
         response += (
             steps.slots * s.heads * s.out
             if work(s, steps).folds_output(steps.slots, basis=steps.basis)
-            else steps.asks * s.width
+            else steps.queries * s.width
         )
     return projected + steps.formed + slots + response
 
@@ -227,7 +227,10 @@ def gathered(row: str, s: Sizes, steps: Steps) -> int | None:
         return None
     if operator.basis is None:  # a key and a count an index; where sums ask, the grid's again
         return (
-            values + steps.slots * (s.inner + 1) + 1 + (not operator.asks.side_by_side) * steps.slots * (s.channels + 1)
+            values
+            + steps.slots * (s.inner + 1)
+            + 1
+            + (not operator.queries_from.side_by_side) * steps.slots * (s.channels + 1)
         )
     weights = s.heads * steps.slots
     return values + weights + 1 + weights * (operator.basis is exponentials)
@@ -241,14 +244,18 @@ KAN_COPIES |= {"kronecker_qkv": (2, 8), "kronecker_qkv_literal": (2, 8)}
 
 
 def coefficients(s: Sizes, steps: Steps) -> int:
-    """Numbers of the coefficients: one for each head, slot and asking cell."""
-    return s.heads * steps.slots * steps.asks
+    """Numbers of the coefficients: one for each head, slot and asking position."""
+    return s.heads * steps.slots * steps.queries
 
 
 def kan_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
     """KAN Table 2: four live copies of the coefficient map (KAN §2.1) and a few of the grid and of its axis means."""
     grids, means = KAN_COPIES[row]
-    return NUMBER * batch * (4 * coefficients(s, steps) + grids * s.cells * s.channels + means * s.indices * s.channels)
+    return (
+        NUMBER
+        * batch
+        * (4 * coefficients(s, steps) + grids * s.positions * s.channels + means * s.indices * s.channels)
+    )
 
 
 def san_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
@@ -256,10 +263,10 @@ def san_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
 
     That is the coefficient map (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four vectors).
     """
-    total = 2 * power_of_two(NUMBER * batch * s.cells * s.channels)
+    total = 2 * power_of_two(NUMBER * batch * s.positions * s.channels)
     if steps.scored:
         vectors = 4 * (NUMBER * batch * s.channels)
-        return total + 2 * power_of_two(NUMBER * batch * s.cells) + vectors
+        return total + 2 * power_of_two(NUMBER * batch * s.positions) + vectors
     between = s.inner * s.width if steps.basis else coefficients(s, steps)
     return total + 2 * power_of_two(NUMBER * batch * between)
 
@@ -269,7 +276,7 @@ def fa_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
     between = s.inner * s.width // s.heads if steps.basis else coefficients(s, steps)
     maps = s.inner * (("q" in s.project) + ("k" in s.project)) + s.width * ("v" in s.project)
     last = s.channels * ("o" in s.project)
-    return NUMBER * batch * (s.cells * (s.channels + maps + s.width + last) + between)
+    return NUMBER * batch * (s.positions * (s.channels + maps + s.width + last) + between)
 
 
 def power_of_two(size: int) -> int:

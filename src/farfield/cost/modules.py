@@ -1,7 +1,7 @@
 """FA's modules with all that stands around the attention, by formula: residuals, heads, feed-forward layers.
 
 Tables 8 to 12 of the paper, with the factors that its print lacks (`docs/printed-numbers.md` lists those). The paper
-counts memory in numbers, of 4 bytes, and one multiplication or one addition as a MACC: two are a multiply-add.
+counts memory in numbers, of 4 bytes, and one multiplication or one addition as a MACC: two are a MACs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Architecture(NamedTuple):
         row: What attends, `"factorized"` or `"dot"`; None for convolutions.
         bottleneck: Whether values have fewer channels, and an output map brings them back.
         multi_head: Whether there is more than one head.
-        feedforward: Whether each cell is mapped afterwards, as in a Transformer.
+        feedforward: Whether each position is mapped afterwards, as in a Transformer.
     """
 
     row: str | None
@@ -48,11 +48,11 @@ MODULES = {
 
 
 def predict_module(
-    name: str, *, channels: int, cells: int, basis: int | None = None, width: int | None = None, heads: int = 1
+    name: str, *, channels: int, positions: int, basis: int | None = None, width: int | None = None, heads: int = 1
 ) -> Cost:
     """Predict by formula what one of FA's modules costs on one sample, as the paper counts.
 
-    | module | memory, in numbers | multiply-adds |
+    | module | memory, in numbers | MACs |
     |---|---|---|
     | ResBlock | 5cs | 18c²s |
     | ResBlock-bot | (4m + 3c)s | (2mc + 9m²)s |
@@ -65,7 +65,7 @@ def predict_module(
     Args:
         name: A name of `MODULES`.
         channels: Of the grid, c.
-        cells: s, the product of the sides.
+        positions: s, the product of the sides.
         basis: Channels of basis and coefficients, or keys and queries, b or k; half the grid's by default.
         width: Channels of the values, m, where there is a bottleneck; half the grid's by default.
         heads: h, read by the multi-head modules.
@@ -82,38 +82,38 @@ def predict_module(
 
     Example:
         >>> from farfield import cost
-        >>> dense, linear = (cost.predict_module(name, channels=64, cells=64 * 64) for name in ("CA-dot", "FA-dot"))
-        >>> f"{dense.activation_bytes / linear.activation_bytes:.0f}x, {int(dense.madds / linear.madds)}x"
+        >>> dense, linear = (cost.predict_module(name, channels=64, positions=64 * 64) for name in ("CA-dot", "FA-dot"))
+        >>> f"{dense.activation_bytes / linear.activation_bytes:.0f}x, {int(dense.macs / linear.macs)}x"
         '17x, 32x'
     """
     if name not in MODULES:
         raise unknown("cost.predict_module", "module", name, MODULES)
-    check_positive("cost.predict_module", channels=channels, cells=cells, heads=heads)
+    check_positive("cost.predict_module", channels=channels, positions=positions, heads=heads)
     architecture, c = MODULES[name], channels
     b, m = (max(1, c // 2) if given is None else given for given in (basis, width))
     check_positive("cost.predict_module", basis=b, width=m)
     if architecture.row is None:
-        return convolutions(c, m if architecture.bottleneck else None, cells)
+        return convolutions(c, m if architecture.bottleneck else None, positions)
     h = heads if architecture.multi_head else 1
     check_heads("cost.predict_module", h, b, "basis")
     check_heads("cost.predict_module", h, m, "values")
     project = "qkvo" if architecture.bottleneck else "qkv"
-    sizes = Sizes((cells,), c, b, m if architecture.bottleneck else c, h, project)
+    sizes = Sizes((positions,), c, b, m if architecture.bottleneck else c, h, project)
     steps = FORMULAS[architecture.row](sizes)
-    madds, size = steps.printed, fa_bytes(architecture.row, sizes, steps, 1)
+    macs, size = steps.printed, fa_bytes(architecture.row, sizes, steps, 1)
     weights, biases = learned(architecture.row, sizes)
     if architecture.feedforward:
         matrices = 2 * WIDENING * c**2
-        madds, size = madds + matrices * cells, size + NUMBER * WIDENING * c * cells
+        macs, size = macs + matrices * positions, size + NUMBER * WIDENING * c * positions
         weights, biases = weights + matrices, biases + (WIDENING + 1) * c
-    return Cost(madds, weights + biases, weights, size)
+    return Cost(macs, weights + biases, weights, size)
 
 
-def convolutions(channels: int, width: int | None, cells: int) -> Cost:
+def convolutions(channels: int, width: int | None, positions: int) -> Cost:
     """A block of two 3x3 convolutions, or of a 1x1, a 3x3 of fewer channels and a 1x1, with norms and a residual."""
     c = channels
     if width is None:
         weights, held, norms = 2 * 9 * c**2, 5 * c, 4 * c
     else:
         weights, held, norms = 2 * width * c + 9 * width**2, 4 * width + 3 * c, 4 * width + 2 * c
-    return Cost(weights * cells, weights + norms, weights, NUMBER * held * cells)
+    return Cost(weights * positions, weights + norms, weights, NUMBER * held * positions)

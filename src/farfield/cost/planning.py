@@ -1,4 +1,4 @@
-"""Which operators fit a memory, what each takes, and from how many cells on it is cheaper than regular attention."""
+"""Which operators fit a memory, what each takes, and from how many positions on it is cheaper than regular attention."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from farfield.nn import GridAttention
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
-# A grid is replayed without numbers with so many cells that ask at most, and timed on so many multiply-adds and bytes.
-REPLAYED_CELLS, TIMED_MADDS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
+# A grid is replayed without numbers with so many positions that ask at most, and timed on so many MACs and bytes.
+REPLAYED_POSITIONS, TIMED_MACS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
 # An estimate needs no more.
 TURN_SECONDS = 0.01
-# Regular attention takes years at so many cells: what is not cheaper by then never is.
-MOST_CELLS = 1 << 40
+# Regular attention takes years at so many positions: what is not cheaper by then never is.
+MOST_POSITIONS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Needs:
     """What a pass takes, whole batch.
 
     Attributes:
-        madds: Multiply-adds.
+        macs: MACs.
         bytes: Most bytes alive at once: the grid, the parameters, and all that the pass makes.
         seconds: On the device that was asked about; None without one.
     """
 
-    madds: int
+    macs: int
     bytes: int
     seconds: float | None = None
 
@@ -52,7 +52,7 @@ class Plan:
         forward: Of a forward pass without gradients.
         training: Of a forward and a backward pass, with gradients of the grid and of all parameters.
         fits: Whether it fits the memory that was asked about; None without one.
-        cheaper_madds: From how many cells on, on a grid of equal sides, a forward pass takes fewer multiply-adds than
+        cheaper_macs: From how many positions on, on a grid of equal sides, a forward pass takes fewer MACs than
             regular attention (softmax); None if it never does.
         cheaper_bytes: The same for the bytes that it forms.
     """
@@ -61,7 +61,7 @@ class Plan:
     forward: Needs
     training: Needs
     fits: bool | None
-    cheaper_madds: int | None
+    cheaper_macs: int | None
     cheaper_bytes: int | None
 
 
@@ -74,14 +74,14 @@ class Setting:
     heads: int
     project: str
     batch: int
-    sides: tuple[int, ...]
+    size: tuple[int, ...]
 
     def cost(self) -> Cost:
         """What a forward pass takes, by formula."""
         return predict(
             self.row,
             channels=self.channels,
-            sides=self.sides,
+            size=self.size,
             batch=self.batch,
             heads=self.heads,
             project=self.project,
@@ -93,13 +93,13 @@ class Setting:
 
     def grid(self) -> Tensor:
         """A grid that wants its gradient."""
-        return torch.randn(self.batch, self.channels, *self.sides, requires_grad=True)
+        return torch.randn(self.batch, self.channels, *self.size, requires_grad=True)
 
 
 def plan(
     *,
     channels: int,
-    sides: Sequence[int],
+    size: Sequence[int],
     batch: int = 1,
     heads: int = 1,
     project: str = "v",
@@ -109,15 +109,15 @@ def plan(
 ) -> list[Plan]:
     """Plan self-attention on a grid: what each operator takes, which fit a memory, and where crossovers lie.
 
-    Multiply-adds and bytes are those of a pass that is replayed on tensors without numbers, so they are what the code
-    does, temporaries included, in float32. A grid in which more than 16,384 cells ask is replayed as a smaller one of
+    MACs and bytes are those of a pass that is replayed on tensors without numbers, so they are what the code
+    does, temporaries included, in float32. A grid in which more than 16,384 positions ask is replayed as a smaller one of
     the same proportions, in proportion to `predict`, which is right to some percent. Seconds are measured on a smaller
-    grid and scaled by the time that multiply-adds and bytes would take at the device's measured rates: an estimate, and
+    grid and scaled by the time that MACs and bytes would take at the device's measured rates: an estimate, and
     on a GPU, which a small grid does not fill, one from above.
 
     Args:
         channels: Of the grid.
-        sides: Of the grid.
+        size: Of the grid.
         batch: How many samples.
         heads: Of the operators.
         project: Which linear maps there are, letters of "qkvo"; a row that reads no keys goes without "k".
@@ -134,15 +134,15 @@ def plan(
 
     Example:
         >>> from farfield import cost
-        >>> plans = cost.plan(channels=64, sides=(56, 56), batch=8, memory=100 * 2**20)
+        >>> plans = cost.plan(channels=64, size=(56, 56), batch=8, memory=100 * 2**20)
         >>> [plan.operator for plan in plans if not plan.fits]
         ['dot']
-        >>> next(plan.cheaper_madds for plan in plans if plan.operator == "averaged")
+        >>> next(plan.cheaper_macs for plan in plans if plan.operator == "averaged")
         81
     """
-    if not sides:
+    if not size:
         raise ValueError("cost.plan: sides must have one number a side, got none.")
-    check_positive("cost.plan", **{f"sides[{axis}]": side for axis, side in enumerate(sides)})
+    check_positive("cost.plan", **{f"sides[{axis}]": side for axis, side in enumerate(size)})
     check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
     if memory is not None:
         check_positive("cost.plan", memory=memory)
@@ -151,13 +151,13 @@ def plan(
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'cost.plan: {device=}, but PyTorch sees no CUDA device; fix: device="cpu".')
     projections = {row: OPERATORS[row].projections(project) for row in FORMULAS}
-    settings = [Setting(row, channels, heads, letters, batch, tuple(sides)) for row, letters in projections.items()]
+    settings = [Setting(row, channels, heads, letters, batch, tuple(size)) for row, letters in projections.items()]
     regular = settings[list(FORMULAS).index("softmax")]
     passes = [needs(settings, training=training, device=device) for training in (False, True)]
     plans = []
     for setting, forward, training in zip(settings, *passes, strict=True):
         judged = training if backward else forward
-        crossovers = [crossover(setting, regular, number) for number in (madds_of, formed_of)]
+        crossovers = [crossover(setting, regular, number) for number in (macs_of, formed_of)]
         plans.append(
             Plan(setting.row, forward, training, None if memory is None else judged.bytes <= memory, *crossovers)
         )
@@ -175,19 +175,19 @@ def needs(settings: list[Setting], *, training: bool, device: str | torch.device
 
 
 def replayed(setting: Setting, *, training: bool) -> Needs:
-    """Multiply-adds and bytes of a pass; of a large grid those of a smaller one, in proportion to the formulas."""
-    small = reduced(setting, lambda each: each.batch * asking(each) <= REPLAYED_CELLS)
+    """MACs and bytes of a pass; of a large grid those of a smaller one, in proportion to the formulas."""
+    small = reduced(setting, lambda each: each.batch * asking(each) <= REPLAYED_POSITIONS)
     found = replay(small, training=training)
     if small == setting:
         return found
     part, whole = small.cost(), setting.cost()
     size = found.bytes * whole.activation_bytes // part.activation_bytes
-    return Needs(found.madds * whole.madds // part.madds, size)
+    return Needs(found.macs * whole.macs // part.macs, size)
 
 
 def asking(setting: Setting) -> int:
-    """Cells that ask, which a pass takes in blocks: all of the grid's, or one an index of each axis."""
-    return math.prod(setting.sides) if OPERATORS[setting.row].asks.side_by_side else sum(setting.sides)
+    """Positions that ask, which a pass takes in blocks: all of the grid's, or one an index of each axis."""
+    return math.prod(setting.size) if OPERATORS[setting.row].queries_from.side_by_side else sum(setting.size)
 
 
 def timed(settings: list[Setting], device: str | torch.device, *, training: bool) -> list[float]:
@@ -196,10 +196,10 @@ def timed(settings: list[Setting], device: str | torch.device, *, training: bool
         samples = [reduced(setting, is_quick) for setting in settings]
         contestants = {sample.row: (sample.attention(), sample.grid()) for sample in samples}
         measured = compare(contestants, backward=training, repeats=3, turn_seconds=TURN_SECONDS)
-        madds_a_second, bytes_a_second = rates()
+        macs_a_second, bytes_a_second = rates()
 
     def at_best(cost: Cost) -> float:
-        return cost.madds / madds_a_second + cost.activation_bytes / bytes_a_second
+        return cost.macs / macs_a_second + cost.activation_bytes / bytes_a_second
 
     return [
         measured[sample.row].seconds * at_best(setting.cost()) / at_best(sample.cost())
@@ -210,21 +210,21 @@ def timed(settings: list[Setting], device: str | torch.device, *, training: bool
 def is_quick(setting: Setting) -> bool:
     """Whether a pass takes a small part of a second."""
     cost = setting.cost()
-    return cost.madds <= TIMED_MADDS and cost.activation_bytes <= TIMED_BYTES
+    return cost.macs <= TIMED_MACS and cost.activation_bytes <= TIMED_BYTES
 
 
 def reduced(setting: Setting, enough: Callable[[Setting], bool]) -> Setting:
-    """The same on one sample, and on half the sides, until it is small enough or one cell."""
+    """The same on one sample, and on half the sides, until it is small enough or one position."""
     while not enough(setting):
-        sides = setting.sides if setting.batch > 1 else tuple(math.ceil(side / 2) for side in setting.sides)
-        if (1, sides) == (setting.batch, setting.sides):
+        size = setting.size if setting.batch > 1 else tuple(math.ceil(side / 2) for side in setting.size)
+        if (1, size) == (setting.batch, setting.size):
             break
-        setting = replace(setting, batch=1, sides=sides)
+        setting = replace(setting, batch=1, size=size)
     return setting
 
 
 def replay(setting: Setting, *, training: bool) -> Needs:
-    """Run a pass on tensors without numbers; count multiply-adds and the most bytes that are alive at once."""
+    """Run a pass on tensors without numbers; count MACs and the most bytes that are alive at once."""
     with FakeTensorMode(), torch.device("cpu"):
         attention, grid = setting.attention(), setting.grid()
         leaves = [grid, *attention.parameters()]
@@ -237,16 +237,16 @@ def replay(setting: Setting, *, training: bool) -> Needs:
 
 
 def rates() -> tuple[float, float]:
-    """Multiply-adds a second of a matrix product, and bytes a second of a copy, on the default device."""
-    matrix, cells = torch.randn(768, 768), torch.randn(1 << 22)
-    found = compare({"product": (torch.mm, matrix, matrix), "copy": (torch.clone, cells)}, repeats=3)
-    return 768**3 / found["product"].seconds, cells.nbytes / found["copy"].seconds
+    """MACs a second of a matrix product, and bytes a second of a copy, on the default device."""
+    matrix, positions = torch.randn(768, 768), torch.randn(1 << 22)
+    found = compare({"product": (torch.mm, matrix, matrix), "copy": (torch.clone, positions)}, repeats=3)
+    return 768**3 / found["product"].seconds, positions.nbytes / found["copy"].seconds
 
 
 # ---- crossovers ------------------------------------------------------------------------------------------------------
-def madds_of(setting: Setting) -> int:
-    """Multiply-adds of a forward pass."""
-    return setting.cost().madds
+def macs_of(setting: Setting) -> int:
+    """MACs of a forward pass."""
+    return setting.cost().macs
 
 
 def formed_of(setting: Setting) -> int:
@@ -255,17 +255,17 @@ def formed_of(setting: Setting) -> int:
 
 
 def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], int]) -> int | None:
-    """From how many cells on a setting has a smaller number than regular attention, on equal sides; None if never.
+    """From how many positions on a setting has a smaller number than regular attention, on equal sides; None if never.
 
     An order of steps that depends on the size can make the answer change several times: it is sought from above.
     """
-    rank = len(setting.sides)
+    rank = len(setting.size)
 
     def cheaper(side: int) -> bool:
-        ours, theirs = (replace(each, batch=1, sides=(side,) * rank) for each in (setting, regular))
+        ours, theirs = (replace(each, batch=1, size=(side,) * rank) for each in (setting, regular))
         return number(ours) < number(theirs)
 
-    side = math.floor(MOST_CELLS ** (1 / rank))
+    side = math.floor(MOST_POSITIONS ** (1 / rank))
     if not cheaper(side):
         return None
     dearer = side * 9 // 10

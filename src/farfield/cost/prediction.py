@@ -34,7 +34,7 @@ def predict(
     operator: str | Operator | nn.Module,
     *,
     channels: int | None = None,
-    sides: Sequence[int],
+    size: Sequence[int],
     batch: int = 1,
     heads: int = 1,
     project: str = "v",
@@ -44,16 +44,16 @@ def predict(
     """Predict by formula what self-attention by a row, or a whole network, costs on a grid.
 
     By `"farfield"`: what this library executes, maps of values and outputs applied to the summary (reduce first,
-    project second); to the last multiply-add what `count` finds in eval mode. By `"paper"`: what the papers' tables
+    project second); to the last MACs what `count` finds in eval mode. By `"paper"`: what the papers' tables
     count, maps first, Nk·c² for the value map (on keys only) and 2·Nq·Nk·c for attention: KAN's for the softmax and
     Kronecker rows, SAN's for averaged and siamese, FA's for the others. `"KAN"`, `"SAN"` and `"FA"` ask for one of
-    them: they agree on multiply-adds and differ on memory.
+    them: they agree on MACs and differ on memory.
 
     Args:
         operator: A row's name in `ops.OPERATORS`, or such an `Operator`; or a module: a `GridAttention`, which has more
             options than there are here, or a network, each of whose attentions is then counted in the convention.
         channels: Of the grid; a `GridAttention` knows its own.
-        sides: Of the grid.
+        size: Of the grid.
         batch: How many samples.
         heads: Of the operator; not read for a module.
         project: Which linear maps there are, letters of "qkvo"; not read for a module.
@@ -73,26 +73,26 @@ def predict(
 
     Example:
         >>> from farfield import cost
-        >>> cost.predict("kronecker_qkv", channels=8, sides=(56, 56)).madds  # KAN Table 2: 0.21 million
+        >>> cost.predict("kronecker_qkv", channels=8, size=(56, 56)).macs  # KAN Table 2: 0.21 million
         207872
-        >>> [cost.predict("siamese", channels=64, sides=(14, 14), convention=c).madds for c in ("farfield", "paper")]
+        >>> [cost.predict("siamese", channels=64, size=(14, 14), convention=c).macs for c in ("farfield", "paper")]
         [70912, 852992]
     """
     if convention not in CONVENTIONS:
         raise unknown("cost.predict", "convention", convention, CONVENTIONS)
-    if not sides:
+    if not size:
         raise ValueError("cost.predict: sides must have one number a side, got none.")
-    check_positive("cost.predict", batch=batch, **{f"sides[{axis}]": side for axis, side in enumerate(sides)})
+    check_positive("cost.predict", batch=batch, **{f"sides[{axis}]": side for axis, side in enumerate(size)})
     if isinstance(operator, GridAttention):
-        return of_attention(operator, tuple(sides), batch, convention)
+        return of_attention(operator, tuple(size), batch, convention)
     if channels is None:
         raise ValueError("cost.predict: it needs the grid's channels; fix: channels=….")
     check_positive("cost.predict", channels=channels, heads=heads)
     if isinstance(operator, nn.Module):
-        return of_network(operator, (batch, channels, *sides), convention)
+        return of_network(operator, (batch, channels, *size), convention)
     row = row_name(operator)
     check_options("cost.predict", row, channels, project, inner_channels)
-    s = Sizes(tuple(sides), channels, inner_channels or channels, channels, heads, project, "o" in project)
+    s = Sizes(tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project)
     check_heads("cost.predict", heads, s.inner, "query")
     check_heads("cost.predict", heads, s.width, "value")
     weights, biases = learned(row, s)
@@ -109,7 +109,7 @@ def row_name(operator: object) -> str:
     if name is None:
         raise LookupError(
             "cost.predict: an operator of one's own has no formula; "
-            "fix: cost.count(GridAttention(channels, operator), (batch, channels, *sides)) counts what it executes."
+            "fix: cost.count(GridAttention(channels, operator), (batch, channels, *size)) counts what it executes."
         )
     return name
 
@@ -140,12 +140,12 @@ def of_row(row: str, s: Sizes, batch: int, convention: str, weights: int, parame
     steps = FORMULAS[row](s)
     if convention == "farfield":
         ordered = in_order(row, s, steps)
-        madds, size = batch * executed(s, ordered) + once(s, ordered), NUMBER * batch * held(s, ordered)
+        macs, size = batch * executed(s, ordered) + once(s, ordered), NUMBER * batch * held(s, ordered)
     else:
-        madds, size = batch * steps.printed, printed_bytes(row, s, steps, batch, convention)
+        macs, size = batch * steps.printed, printed_bytes(row, s, steps, batch, convention)
     numbers = gathered(row, s, steps)
     sent = None if numbers is None else NUMBER * batch * numbers
-    return Cost(madds, parameters, weights, size, batch * coefficients(s, steps), sent)
+    return Cost(macs, parameters, weights, size, batch * coefficients(s, steps), sent)
 
 
 def printed_bytes(row: str, s: Sizes, steps: Steps, batch: int, convention: str) -> int:
@@ -158,21 +158,21 @@ def printed_bytes(row: str, s: Sizes, steps: Steps, batch: int, convention: str)
     return paper.size(row, s, steps, batch)
 
 
-def of_attention(attention: GridAttention, sides: tuple[int, ...], batch: int, convention: str) -> Cost:
+def of_attention(attention: GridAttention, size: tuple[int, ...], batch: int, convention: str) -> Cost:
     """The cost of a module, from its row's formula and its own parameters."""
-    row, s = row_name(attention.operator), sizes_of(attention, sides)
+    row, s = row_name(attention.operator), sizes_of(attention, size)
     parameters = sum(parameter.numel() for parameter in attention.parameters())
     return of_row(row, s, batch, convention, learned(row, s)[0], parameters)
 
 
-def sizes_of(attention: GridAttention, sides: tuple[int, ...]) -> Sizes:
+def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
     """Sizes of a module on a grid."""
     maps = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.output}
     project = "".join(letter for letter, linear in maps.items() if linear is not None)
     inner, width = attention.inner_channels, attention.value_channels
     norm = attention.coefficient_norm
     biased = is_biased(attention.output) or (norm is not None and norm.bias is not None)
-    return Sizes(sides, attention.channels, inner, width, attention.heads, project, biased)
+    return Sizes(size, attention.channels, inner, width, attention.heads, project, biased)
 
 
 def of_network(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:
@@ -182,12 +182,12 @@ def of_network(network: nn.Module, shape: tuple[int, ...], convention: str) -> C
 
 def by_the_papers(network: nn.Module, cost: Cost, calls: dict[str, list[Call]]) -> Cost:
     """What was counted, with the papers' formulas in place of what executes in each call of an attention."""
-    madds = cost.madds
+    macs = cost.macs
     for name, call in ((name, call) for name, each in calls.items() for call in each):
-        module, (batch, _, *sides) = network.get_submodule(name), call.shape
+        module, (batch, _, *size) = network.get_submodule(name), call.shape
         if isinstance(module, SqueezeExcite):  # SAN's count has its mean and its gate as well, one each a number
-            madds += 2 * math.prod(call.shape)
+            macs += 2 * math.prod(call.shape)
         elif isinstance(module, GridAttention):
-            printed = FORMULAS[row_name(module.operator)](sizes_of(module, tuple(sides))).printed
-            madds += batch * printed - call.madds
-    return Cost(madds, cost.parameters, cost.weights, cost.activation_bytes)
+            printed = FORMULAS[row_name(module.operator)](sizes_of(module, tuple(size))).printed
+            macs += batch * printed - call.macs
+    return Cost(macs, cost.parameters, cost.weights, cost.activation_bytes)

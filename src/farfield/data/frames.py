@@ -196,20 +196,20 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
 
 def fault_of_frame(frame: Frame) -> str | None:
     """Read one frame; return what is wrong with it, or None."""
-    sides = {}
+    size = {}
     for path in (frame.left, frame.right):
         damaged = fault_of(path)
         if damaged:
             return damaged
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")
-            sides[path] = image.size[::-1]
+            size[path] = image.size[::-1]
     if frame.disparity is not None:
         try:
-            sides[frame.disparity] = read_disparity(frame.disparity).shape
+            size[frame.disparity] = read_disparity(frame.disparity).shape
         except FolderError as error:
             return str(error).removeprefix(f"{CALLER}: ").splitlines()[0]
-    for path, own in sides.items():
-        if own != sides[frame.left]:
-            return f"{path} is {sized(own)}, {frame.left} is {sized(sides[frame.left])}"
+    for path, own in size.items():
+        if own != size[frame.left]:
+            return f"{path} is {sized(own)}, {frame.left} is {sized(size[frame.left])}"
     return None

@@ -52,17 +52,17 @@ class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         objects = self.part.objects[entry["id"]]
         if self.training:
             objects = [each for each in objects if not each.get("iscrowd")]
-        sides = (entry["height"], entry["width"])
+        size = (entry["height"], entry["width"])
         boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         target: dict[str, Any] = {"boxes": boxes}
         target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
         if self.masks:
-            target["masks"] = masks_of(objects, *sides)
+            target["masks"] = masks_of(objects, *size)
         if self.training:
             # As what they are, they are mirrored and left out together.
             box: Any = tv_tensors.BoundingBoxes
-            target["boxes"] = box(boxes, format="XYXY", canvas_size=sides)
+            target["boxes"] = box(boxes, format="XYXY", canvas_size=size)
             return target | ({"masks": tv_tensors.Mask(target["masks"])} if self.masks else {})
         target["iscrowd"] = torch.tensor([each.get("iscrowd", 0) for each in objects], dtype=torch.int64)
         areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in objects]

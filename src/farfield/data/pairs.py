@@ -216,15 +216,15 @@ def fault_of_pair(pair: Pair, classes: int) -> str | None:
         return str(error).removeprefix("VOCFolders: ").splitlines()[0]
     with warnings.catch_warnings(), Image.open(pair.image) as image:
         warnings.simplefilter("ignore")
-        sides = image.size[::-1]
-    if tuple(labels.shape) != sides:
-        return f"{pair.mask} is {sized(labels.shape)}, {pair.image} is {sized(sides)}"
+        size = image.size[::-1]
+    if tuple(labels.shape) != size:
+        return f"{pair.mask} is {sized(labels.shape)}, {pair.image} is {sized(size)}"
     foreign = [label for label in labels.unique().tolist() if label >= classes and label != VOID]
     if foreign:
         return f"{pair.mask}: labels {', '.join(map(str, foreign[:SHOWN]))} are no classes"
     return None
 
 
-def sized(sides: Sequence[int]) -> str:
+def sized(size: Sequence[int]) -> str:
     """Word the sides of an image as width x height, as image viewers do."""
-    return f"{sides[1]}x{sides[0]}"
+    return f"{size[1]}x{size[0]}"

@@ -24,7 +24,7 @@ EPSILON = 1e-20
 class Patches(Dataset[tuple[Tensor, Tensor]]):
     """Patches of one pair of stacks, drawn once; cut and normalised when they are asked for.
 
-    A patch's centre has, within half a patch, a cell of the clean stack above 0.4 of its 99.9th percentile. Each patch
+    A patch's centre has, within half a patch, a position of the clean stack above 0.4 of its 99.9th percentile. Each patch
     has its own pair of percentiles, low from 1 to 3 and high from 99.5 to 99.9, the same for source and target; their
     grey levels are those of the whole source and of the whole target: `(x - low) / (high - low)`, nothing clipped.
 
@@ -55,7 +55,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         self.source, self.target, self.patch = source, target, tuple(patch)
         if any(side < size for side, size in zip(source.shape, patch, strict=True)):
             raise FolderError(
-                f"StackPairs: {name} has the sides {source.shape}, smaller than a patch, {self.patch}.\n"
+                f"StackPairs: {name} has the size {source.shape}, smaller than a patch, {self.patch}.\n"
                 "  fix: a smaller patch (--data.patch)."
             )
         random = np.random.default_rng(seed)
@@ -86,17 +86,17 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
 def drawn_corners(
     name: str,
     target: NDArray[Any],
-    sides: Sequence[int],
+    size: Sequence[int],
     patch: Sequence[int],
     number: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw first cells of patches, none twice, whose centres are near something bright."""
+    """Draw first positions of patches, none twice, whose centres are near something bright."""
     near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
     bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
     # A projection's target says nothing of the depth.
-    bright = np.broadcast_to(bright, sides)
-    inside = tuple(slice(size // 2, size // 2 + side - size + 1) for side, size in zip(sides, patch, strict=True))
+    bright = np.broadcast_to(bright, size)
+    inside = tuple(slice(cut // 2, cut // 2 + side - cut + 1) for side, cut in zip(size, patch, strict=True))
     places = np.flatnonzero(bright[inside])
     if not len(places):
         raise FolderError(

@@ -152,7 +152,7 @@ class StackPairs(Loading):
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
-        """Read a stack and its clean counterpart, which has the same sides, or one plane of them."""
+        """Read a stack and its clean counterpart, which has the same size, or one plane of them."""
         rank = len(self.patch)
         stack, truth = checked(source, stack_of(source, rank, self.axes)), target_of(target, rank, self.axes)
         return stack, checked(target, fitting(name, stack, truth))
@@ -234,7 +234,7 @@ def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:
         raise FolderError(
-            f"StackPairs: {name} has the sides {stack.shape}, its clean counterpart {truth.shape}; they must be equal "
+            f"StackPairs: {name} has the size {stack.shape}, its clean counterpart {truth.shape}; they must be equal "
             "but for a projection, whose counterpart is (y, x)."
         )
     return truth

@@ -175,10 +175,10 @@ class RandomView:
         factor, mirrored = float(torch.empty(()).uniform_(*self.scales)), bool(torch.rand(()) < 0.5)
         if self.shorter_side is not None:
             factor *= self.shorter_side / min(image.shape[1:])
-        sides = [max(1, round(side * factor)) for side in image.shape[1:]]
-        image = images.resize(image, sides, antialias=True)
-        labels = images.resize(labels[None], sides, interpolation=NEAREST)[0]
-        top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in sides)
+        size = [max(1, round(side * factor)) for side in image.shape[1:]]
+        image = images.resize(image, size, antialias=True)
+        labels = images.resize(labels[None], size, interpolation=NEAREST)[0]
+        top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
         image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
         missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
@@ -213,8 +213,8 @@ class Unlabelled(Dataset[tuple[Tensor, str, str, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str, str, Tensor]:
         image = read(self.paths[index])
-        sides = torch.tensor(image.shape[1:])
-        return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], sides
+        size = torch.tensor(image.shape[1:])
+        return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
 
 
 def read(path: Path) -> Tensor:

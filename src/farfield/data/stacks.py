@@ -16,7 +16,7 @@ from farfield.data.folders import CLUTTER, SHOWN, FolderError, check_names
 SUFFIXES = (".tif", ".tiff")
 # Letters by which tifffile says that it does not know an axis.
 UNNAMED = "QI"
-# A larger share of cells at the largest value is worth a word.
+# A larger share of positions at the largest value is worth a word.
 SATURATED = 0.001
 
 
@@ -135,7 +135,7 @@ def several_of(path: Path, number: int, rank: int) -> NDArray[Any]:
     whole = whole.reshape([side for side in whole.shape if side > 1])
     if whole.ndim != rank + 1 or len(whole) != number:
         raise FolderError(
-            f"StackPairs: {path} has the sides {whole.shape}; {number} stacks are needed, one for each source and the "
+            f"StackPairs: {path} has the size {whole.shape}; {number} stacks are needed, one for each source and the "
             "clean one, which is last."
         )
     return whole
@@ -161,7 +161,7 @@ def array_of(path: Path) -> NDArray[Any]:
 
 
 def kept_axes(path: Path, shape: Sequence[int], axes: str, rank: int) -> list[int]:
-    """Which sides of an array are z, y and x; the others must have one cell.
+    """Which sides of an array are z, y and x; the others must have one position.
 
     Raises:
         FolderError: If they cannot be told.
@@ -186,23 +186,23 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     """Return a stack that can be trained on.
 
     Raises:
-        FolderError: If there are no cells, or some are no numbers, or all are equal.
+        FolderError: If there are no positions, or some are no numbers, or all are equal.
     """
     if not stack.size:
-        raise FolderError(f"StackPairs: {path}: it has no cells, its sides are {stack.shape}.")
+        raise FolderError(f"StackPairs: {path}: it has no positions, its sides are {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
         faults = int((~np.isfinite(stack)).sum())
         raise FolderError(
-            f"StackPairs: {path}: {faults} of {stack.size} cells are no numbers (NaN or infinite).\n"
+            f"StackPairs: {path}: {faults} of {stack.size} positions are no numbers (NaN or infinite).\n"
             "  fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
         )
     largest = stack.max()
     if stack.min() == largest:
-        raise FolderError(f"StackPairs: {path}: all cells are {largest:g}; a constant stack teaches nothing.")
+        raise FolderError(f"StackPairs: {path}: all positions are {largest:g}; a constant stack teaches nothing.")
     if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
         share = float((stack == largest).mean())
         if share > SATURATED:
-            rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the cells are saturated, at {largest}.")
+            rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the positions are saturated, at {largest}.")
     return stack
 
 

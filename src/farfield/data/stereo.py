@@ -214,14 +214,13 @@ class RandomCrop:
     """
 
     def __init__(self, height: int, width: int) -> None:
-        self.sides = (height, width)
+        self.size = (height, width)
 
     def __call__(self, left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return one random crop."""
-        height, width = self.sides
+        height, width = self.size
         top, start = (
-            int(torch.randint(max(0, own - side) + 1, ()))
-            for own, side in zip(disparity.shape, self.sides, strict=True)
+            int(torch.randint(max(0, own - side) + 1, ())) for own, side in zip(disparity.shape, self.size, strict=True)
         )
         left, right, disparity = (
             part[..., top : top + height, start : start + width] for part in (left, right, disparity)

@@ -118,7 +118,7 @@ class Batch(NamedTuple):
 
     Attributes:
         words: `(b, n)`, numbers of the vocabulary, some of them masked.
-        mask: `(b, n)`, True where a token is real.
+        mask: `(b, n)`, True where a token is valid.
         labels: `(b, n)`, the words there were where they are to be found again, elsewhere -100.
         names: Of the samples.
     """

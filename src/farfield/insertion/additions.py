@@ -12,7 +12,7 @@ from farfield.insertion.places import CHILD, Place, join
 
 
 class ChannelsLast(nn.Module):
-    """Show a module for grids `(batch, channels, *sides)` to a host that keeps `(batch, *sides, channels)`."""
+    """Show a module for grids `(batch, channels, *size)` to a host that keeps `(batch, *size, channels)`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion.tokens import real_cells, refuse_causal, why_not
+from farfield.insertion.tokens import refuse_causal, valid_positions, why_not
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
@@ -101,10 +101,10 @@ def attend(
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced go on to use.
         attention_mask = attention_mask[:, None, None].bool()
-    real = real_cells(caller, attention_mask, key)
+    valid = valid_positions(caller, attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
-    return attend_tokens(row, query, key, value, real, scale=scale, dropout=dropout, weights=wanted)
+    return attend_tokens(row, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
 
 
 def make_mask(
@@ -116,7 +116,7 @@ def make_mask(
     kv_offset: int = 0,
     **_: Any,
 ) -> Tensor | None:
-    """Keep of a mask which answering cells are real, `(b, 1, 1, n)`; refuse one that is more than padding.
+    """Keep of a mask which answering positions are valid, `(b, 1, 1, n)`; refuse one that is more than padding.
 
     Raises:
         ValueError: If the model asks for a causal mask, a window or another function of pairs.
@@ -126,7 +126,7 @@ def make_mask(
     if mask_function is not bidirectional_mask_function:
         kind = getattr(mask_function, "__qualname__", "a function of pairs").partition(".")[0]
         raise ValueError(
-            f"{implementation}: the model asks for a mask of pairs ({kind}), but all cells respond to one summary; "
+            f"{implementation}: the model asks for a mask of pairs ({kind}), but all positions respond to one summary; "
             f"fix: take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
         )
     return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
@@ -142,9 +142,9 @@ def asks_interface(module: nn.Module) -> bool:
 def refusal(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
     """Say why an attention of transformers can not be replaced, as far as it and the modules around it show it."""
     if is_causal(module, around):
-        return "is causal: each cell hears only those before it, but all cells respond to one summary"
+        return "is causal: each position hears only those before it, but all positions respond to one summary"
     if getattr(module, "sliding_window", None) is not None:
-        return "has a sliding window, but all cells respond to one summary"
+        return "has a sliding window, but all positions respond to one summary"
     biases = [name for name, _ in module.named_parameters() if "relative" in name]
     if biases:
         return f"adds a bias to the products of queries and keys ({biases[0]}), and there are no such products"
@@ -187,7 +187,7 @@ def is_rotary(module: nn.Module) -> bool:
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> None:
     """Let the chosen attentions of a model find an implementation in their config.
 
-    A config that only chosen ones read gets it itself, so that the model makes its masks for it, linear in the cells.
+    A config that only chosen ones read gets it itself, so that the model makes its masks for it, linear in the positions.
     Others of its readers keep theirs where one is shared: each chosen one gets a copy, and reads masks of pairs.
     """
     readers: dict[int, list[nn.Module]] = {}

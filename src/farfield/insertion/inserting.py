@@ -52,7 +52,7 @@ def insert(
         make: Given the number of channels of a place, returns its module; called once a place. `GridAttention` with
             `functools.partial`, for example.
         example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
-        layout: Where the places keep their channels: "channels_first" `(batch, channels, *sides)`, or "channels_last",
+        layout: Where the places keep their channels: "channels_first" `(batch, channels, *size)`, or "channels_last",
             as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
             Swin. By default "channels_first", and refused where nothing shows that it is; one that is said is refused
             only where something contradicts it.

@@ -38,20 +38,20 @@ def resized(example: Any) -> Iterator[Any]:
     mapped(example, collect)
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
-        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in sides(tensor, start, channels)}
+        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in size(tensor, start, channels)}
         for length in sorted(lengths - {0, 1}, reverse=True):
             # Numbers that are no floats may be indices, which a longer table or a device's assertion would not forgive.
             shorter = any(
                 tensor.shape[axis] == length and not tensor.is_floating_point()
                 for tensor, start in tensors
-                for axis in sides(tensor, start, channels)
+                for axis in size(tensor, start, channels)
             )
-            yield mapped(example, partial(change_sides, length=length, shorter=shorter, channels=channels))
+            yield mapped(example, partial(change_size, length=length, shorter=shorter, channels=channels))
 
 
-def change_sides(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
+def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
     """A tensor with its sides of one length halved or doubled."""
-    for axis in sides(tensor, start, channels):
+    for axis in size(tensor, start, channels):
         if tensor.shape[axis] == length:
             tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
     return tensor
@@ -91,7 +91,7 @@ def repeated(example: Any) -> Any:
     return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
 
 
-def sides(tensor: Tensor, start: int, channels: int) -> list[int]:
+def size(tensor: Tensor, start: int, channels: int) -> list[int]:
     """The dimensions of an input that are sides: neither the batch nor, of a grid of floats, the channels.
 
     `channels`: which of two dimensions behind the batch they are; of more, as those of an image, the first.

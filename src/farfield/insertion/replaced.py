@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.insertion.tokens import real_cells, refuse_causal
+from farfield.insertion.tokens import refuse_causal, valid_positions
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import Operator
 
@@ -34,15 +34,15 @@ class TorchAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `torch.nn.MultiheadAttention` does, with its layouts and masks (True where a cell is not heard).
+        """Attend as `torch.nn.MultiheadAttention` does, with its layouts and masks (True where a position is not heard).
 
         Weights, which it gives by default as its host does, are the implied matrix of N² numbers:
-        `need_weights=False` is linear in the cells.
+        `need_weights=False` is linear in the positions.
         """
         caller = f"nn.MultiheadAttention replaced by {self.operator_name}"
         if query.is_nested or key.is_nested or value.is_nested:
             raise TypeError(
-                f"{caller}: nested tensors have no cells side by side; fix: encoder.use_nested_tensor = False in the "
+                f"{caller}: nested tensors have no positions side by side; fix: encoder.use_nested_tensor = False in the "
                 f"TransformerEncoder around it, or a padded tensor and its key_padding_mask."
             )
         if is_causal:
@@ -50,11 +50,13 @@ class TorchAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
-        q, k, v = (split(cells.transpose(0, batch), self.num_heads) for cells in self.project(*grids))
-        real = self.read_masks(caller, key_padding_mask, attn_mask, k)
+        q, k, v = (split(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
+        valid = self.read_masks(caller, key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
-        cells, weights = attend_tokens(self.operator, q, k, v, real, scale=scale, dropout=dropout, weights=need_weights)
-        response = self.out_proj(cells.flatten(2)).transpose(0, batch)
+        positions, weights = attend_tokens(
+            self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
+        )
+        response = self.out_proj(positions.flatten(2)).transpose(0, batch)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if batched:
@@ -62,15 +64,15 @@ class TorchAttention(nn.MultiheadAttention):
         return response[0], None if weights is None else weights[0]
 
     def read_masks(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
-        """Read the real cells from a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
+        """Read the valid positions from a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
         if padding is not None:
             padding = attending(padding).reshape(-1, 1, 1, padding.shape[-1])
         if pairs is not None:
             pairs = attending(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
-        real, other = real_cells(caller, padding, key), real_cells(caller, pairs, key)
-        if real is None or other is None:
-            return other if real is None else real
-        return real & other
+        valid, other = valid_positions(caller, padding, key), valid_positions(caller, pairs, key)
+        if valid is None or other is None:
+            return other if valid is None else valid
+        return valid & other
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The queries, keys and values of the host's weights, which are one matrix where channels are the same."""
@@ -78,8 +80,8 @@ class TorchAttention(nn.MultiheadAttention):
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        cells = (query, key, value)
-        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(cells, weights, biases, strict=True))
+        positions = (query, key, value)
+        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(positions, weights, biases, strict=True))
 
 
 class TimmAttention(nn.Module):
@@ -97,18 +99,18 @@ class TimmAttention(nn.Module):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend as timm's `Attention` does: cells `(b, n, c)`, a mask that is True (or 0) where a pair attends."""
+        """Attend as timm's `Attention` does: positions `(b, n, c)`, a mask that is True (or 0) where a pair attends."""
         caller = f"timm's Attention replaced by {self.operator_name}"
         if is_causal:
             raise refuse_causal(caller)
-        query, key, value = (split(cells, self.num_heads) for cells in self.qkv(x).chunk(3, -1))
+        query, key, value = (split(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        real = real_cells(caller, attn_mask, key)
+        valid = valid_positions(caller, attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
-        cells, _ = attend_tokens(self.operator, query, key, value, real, scale=self.scale, dropout=dropout)
-        response = cells.flatten(2)
+        positions, _ = attend_tokens(self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
+        response = positions.flatten(2)
         # Older versions of timm have neither.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         if norm is not None:
@@ -118,9 +120,9 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(response))
 
 
-def split(cells: Tensor, heads: int) -> Tensor:
+def split(positions: Tensor, heads: int) -> Tensor:
     """`(b, n, c)` to `(b, h, n, c/h)`, by view."""
-    return cells.unflatten(2, (heads, -1)).transpose(1, 2)
+    return positions.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def attending(mask: Tensor) -> Tensor:

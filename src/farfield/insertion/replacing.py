@@ -29,7 +29,7 @@ def replace_attention(
 ) -> dict[str, nn.Module]:
     """Replace the softmax attention of a transformer by another row of the table, in place.
 
-    `out = softmax_channels(query(X)) · (softmax_cells(key(X))ᵀ value(X))` for factorized_gaussian: the weights of the
+    `out = softmax_channels(query(X)) · (softmax_positions(key(X))ᵀ value(X))` for factorized_gaussian: the weights of the
     queries give the coefficients, those of the keys the basis, and nothing else of the model changes.
 
     **The result needs fine-tuning.** The same weights now compute another function, at a cost linear in the tokens and
@@ -45,7 +45,7 @@ def replace_attention(
     * Dropout of the attention: of the weights of the basis.
     * Weights of the attention, if they are asked for: the implied matrix, N² numbers.
     * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; other rows read them as channels, and warn.
-    * Causal masks, windows, relative positions and other biases, which differ from cell to cell: refused by name.
+    * Causal masks, windows, relative positions and other biases, which differ from position to position: refused by name.
 
     Args:
         model: The model, or a part of it such as its vision tower. Changed in place.
@@ -62,7 +62,7 @@ def replace_attention(
         TypeError: If the model is compiled or scripted.
 
     Cost:
-        Nothing now. Then, for N tokens of d channels a head and h heads, 2·N·h·d² multiply-adds in place of 2·N²·h·d.
+        Nothing now. Then, for N tokens of d channels a head and h heads, 2·N·h·d² MACs in place of 2·N²·h·d.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
     if asks_interface(module):
         reason = refusal(module, [model.get_submodule(name) for name in parents(path)])
     elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
-        reason = "adds answering cells of its own (add_bias_kv, add_zero_attn)"
+        reason = "adds answering positions of its own (add_bias_kv, add_zero_attn)"
     if reason is not None:
         raise ValueError(
             f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where=, the paths of other "

@@ -1,7 +1,7 @@
-"""Which rows of the table a transformer's weights can hold, and what a mask of pairs says about cells.
+"""Which rows of the table a transformer's weights can hold, and what a mask of pairs says about positions.
 
 Tokens are a grid of rank 1. Hosts hand over `(batch, heads, tokens, channels)`, and masks that are made for a matrix of
-pairs; a summary is one for all asking cells, so a mask that differs between those is refused.
+pairs; a summary is one for all asking positions, so a mask that differs between those is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from farfield._checks import shape_error, unknown
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator
 
-# What an additive mask holds, at most, where a cell is not real: BERT's first masks had -10,000, today's have the
+# What an additive mask holds, at most, where a position is not valid: BERT's first masks had -10,000, today's have the
 # dtype's minimum or -inf.
 MASKED = -1e4
 
@@ -39,11 +39,11 @@ def why_not(row: Operator) -> str | None:
     """
     if row.score == "learned":
         return "has a learned vector, which no host holds; fix: take siamese_ones, the same without it"
-    if not (row.answers.side_by_side and row.asks.side_by_side):
+    if not (row.keys_from.side_by_side and row.queries_from.side_by_side):
         return (
             "averages along axes, so on tokens, which have one, it is softmax; fix: take factorized_gaussian or softmax"
         )
-    if row.answers != ALL or row.asks != ALL:
+    if row.keys_from != ALL or row.queries_from != ALL:
         return (
             "pools neighbours of a grid, and tokens (a class token among them) are none; fix: take factorized_gaussian"
         )
@@ -51,8 +51,8 @@ def why_not(row: Operator) -> str | None:
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
-def real_cells(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Read which answering cells are real from a mask of pairs.
+def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Read which answering positions are valid from a mask of pairs.
 
     Args:
         caller: What the error names.
@@ -60,12 +60,12 @@ def real_cells(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
         key: `(b, h, n, d)`.
 
     Returns:
-        `(b, 1, 1, n)`, True where an answering cell is real; None without a mask.
+        `(b, 1, 1, n)`, True where an answering position is valid; None without a mask.
 
     Raises:
-        ShapeError: If the mask is not one of these cells.
+        ShapeError: If the mask is not one of these positions.
         TypeError: If it is neither boolean nor additive.
-        ValueError: If it differs between asking cells or heads, or adds a bias.
+        ValueError: If it differs between asking positions or heads, or adds a bias.
     """
     if mask is None:
         return None
@@ -73,38 +73,38 @@ def real_cells(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{caller}: a mask is boolean, True where a pair attends, or additive, got {kind}.")
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
-        fix = f"one value an answering cell: ({key.shape[0]}, 1, 1, {key.shape[2]})."
-        raise shape_error(caller, "the mask is not one of the answering cells.", fix, mask=mask, key=key)
+        fix = f"one value an answering position: ({key.shape[0]}, 1, 1, {key.shape[2]})."
+        raise shape_error(caller, "the mask is not one of the answering positions.", fix, mask=mask, key=key)
     # An expanded dimension is one value: nothing to read there, so masks of keys alone also compile.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
         mask = mask[:, :1, :1]
-    real = mask if mask.dtype == torch.bool else unbiased(caller, mask)
-    if real.shape[1:3] != (1, 1):
-        cells = real.flatten(1, 2).any(1)[:, None, None]
-        # An asking cell that may hear nothing is padding, as in masks made of pairs of real cells.
-        if ((real != cells) & real.any(-1, keepdim=True)).any():
+    valid = mask if mask.dtype == torch.bool else unbiased(caller, mask)
+    if valid.shape[1:3] != (1, 1):
+        positions = valid.flatten(1, 2).any(1)[:, None, None]
+        # An asking position that may hear nothing is padding, as in masks made of pairs of valid positions.
+        if ((valid != positions) & valid.any(-1, keepdim=True)).any():
             raise ValueError(
-                f"{caller}: the mask differs between asking cells or heads (causal, windowed, packed), but all of them "
+                f"{caller}: the mask differs between asking positions or heads (causal, windowed, packed), but all of them "
                 f"respond to one summary; fix: mask padding only, or leave this layer out by where=."
             )
-        real = cells
-    return real.expand(key.shape[0], 1, 1, -1)
+        valid = positions
+    return valid.expand(key.shape[0], 1, 1, -1)
 
 
 def unbiased(caller: str, mask: Tensor) -> Tensor:
     """Read an additive mask as a boolean one; refuse one that adds anything else."""
-    real = mask == 0
-    if mask.requires_grad or not (real | (mask <= MASKED)).all():
+    valid = mask == 0
+    if mask.requires_grad or not (valid | (mask <= MASKED)).all():
         raise ValueError(
             f"{caller}: the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
             f"there are no such products; fix: leave this layer out by where=, or a host without the bias."
         )
-    return real
+    return valid
 
 
 def refuse_causal(caller: str) -> ValueError:
     """Word the refusal of causal attention."""
     return ValueError(
-        f"{caller}: causal attention asks each cell to hear only those before it, but all cells respond to one "
+        f"{caller}: causal attention asks each position to hear only those before it, but all positions respond to one "
         f"summary; fix: leave this layer out by where=, and take an encoder or a vision tower."
     )

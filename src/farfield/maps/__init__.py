@@ -1,6 +1,6 @@
-"""What attends where, in any network, without ever forming the matrix of all cells by all cells.
+"""What attends where, in any network, without ever forming the matrix of all positions by all positions.
 
-`attention_row` tells what one cell takes from each cell, `basis_masks` what each slot is made of, `axis_maps` what the
+`attention_row` tells what one position takes from each position, `basis_masks` what each slot is made of, `axis_maps` what the
 indices of the axes take from each other, `norm_scales` what the norms have learned, `health` how loud attention is and
 what it learns from. `layers` finds the attention of a network and the grids it sees; `overlay` lays weights over an
 image.

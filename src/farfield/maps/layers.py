@@ -19,8 +19,8 @@ class Layer(NamedTuple):
         attention: The module.
         grid: The grid that asks.
         context: The one that answers; None if it is the same.
-        mask: The grid's real cells.
-        context_mask: The context's real cells.
+        mask: The grid's valid positions.
+        context_mask: The context's valid positions.
     """
 
     attention: GridAttention
@@ -35,7 +35,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
 
     It finds attention wherever it stands: in farfield's own networks, in a network of one's own, and where `insert` put
     it into somebody else's. The maps of a layer are then those of its module and its grids:
-    `attention_row(layer.attention, layer.grid, cell)`.
+    `attention_row(layer.attention, layer.grid, position)`.
 
     Args:
         network: Any network; it runs in eval mode and without gradients, and is left in the mode it was in.

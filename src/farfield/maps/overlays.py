@@ -22,13 +22,13 @@ LUMINANCE = (0.299, 0.587, 0.114)
 def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Float[Tensor, "3 y x"]:
     """Lay weights over an image: a glow where they are large, blue where they are negative, dark where there is none.
 
-    The image is darkened to grey and the weights are interpolated between the cells' centres. The glow is full where a
-    weight is among the largest hundredth, but for those below a quarter of the largest: a softmax can leave a cell or
+    The image is darkened to grey and the weights are interpolated between the positions' centres. The glow is full where a
+    weight is among the largest hundredth, but for those below a quarter of the largest: a softmax can leave a position or
     two above all others, and hide everything else. So two overlays compare shapes, not sizes.
 
     Args:
         image: Colours in 0..1.
-        weights: A row of one head or of the mean of several, a basis mask, any map of cells; of any sides.
+        weights: A row of one head or of the mean of several, a basis mask, any map of positions; of any sides.
 
     Returns:
         The image, of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.

@@ -18,15 +18,15 @@ from farfield.ops.slots import Summary
 
 
 class Grids(NamedTuple):
-    """The two grids of one attention, in float32 at least, and their real cells.
+    """The two grids of one attention, in float32 at least, and their valid positions.
 
-    A map of 2^20 cells has weights of about 2^-20, which float16 has no digits for.
+    A map of 2^20 positions has weights of about 2^-20, which float16 has no digits for.
     """
 
-    asking: Tensor
-    asking_mask: Tensor | None
-    answering: Tensor
-    answering_mask: Tensor | None
+    query: Tensor
+    query_mask: Tensor | None
+    key: Tensor
+    key_mask: Tensor | None
 
 
 def read_grids(
@@ -53,8 +53,8 @@ def read_grids(
         fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
         problem = "grid and context must have the same batch."
         raise shape_error(caller, problem, fix, grid=grid, context=context)
-    grid, context = (own(cells).detach().to(accumulation(cells.dtype)) for cells in (grid, context))
-    mask, context_mask = (None if cells is None else own(cells) for cells in (mask, context_mask))
+    grid, context = (own(positions).detach().to(accumulation(positions.dtype)) for positions in (grid, context))
+    mask, context_mask = (None if positions is None else own(positions) for positions in (mask, context_mask))
     return Grids(grid, mask, context, context_mask)
 
 
@@ -63,14 +63,14 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def read_cell(caller: str, cell: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Check that a cell lies in a grid."""
-    cell, sides = tuple(cell), tuple(grid.shape[2:])
-    if len(cell) != len(sides) or any(not 0 <= index < side for index, side in zip(cell, sides, strict=True)):
-        middle = tuple(side // 2 for side in sides)
+def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
+    """Check that a position lies in a grid."""
+    position, size = tuple(position), tuple(grid.shape[2:])
+    if len(position) != len(size) or any(not 0 <= index < side for index, side in zip(position, size, strict=True)):
+        middle = tuple(side // 2 for side in size)
         fix = f"one index from 0 on each axis; the middle is {middle}."
-        raise ShapeError(f"{caller}: cell {cell} does not lie in a grid of sides {sides}.\n  fix: {fix}")
-    return cell
+        raise ShapeError(f"{caller}: position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
+    return position
 
 
 def read_call(attention: GridAttention, grid: Tensor) -> Call:
@@ -89,7 +89,7 @@ def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor
     query = project_queries(call, gathered) * call.scale
     if call.norm is None:
         return query, summary
-    query, summary, _ = call.norm(query, gathered.real, summary, call.operator)
+    query, summary, _ = call.norm(query, gathered.valid, summary, call.operator)
     return query, summary
 
 

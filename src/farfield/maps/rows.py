@@ -1,4 +1,4 @@
-"""Rows of the implied attention matrix: what one cell takes from each cell, by any operator."""
+"""Rows of the implied attention matrix: what one position takes from each position, by any operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.maps.reading import read_call, read_cell, read_grids, with_running_statistics
+from farfield.maps.reading import read_call, read_grids, read_position, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import attend
 from farfield.ops.modes import full_precision
@@ -18,35 +18,35 @@ from farfield.ops.modes import full_precision
 def attention_row(
     attention: GridAttention,
     grid: Float[Tensor, "b c *m"],
-    cell: Sequence[int],
+    position: Sequence[int],
     *,
     context: Float[Tensor, "b c *n"] | None = None,
     mask: Bool[Tensor, " b *m"] | None = None,
     context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h *n"]:
-    """Tell how much one asking cell takes from each answering cell.
+    """Tell how much one asking position takes from each answering position.
 
-    `row_j = ∂ response_cell / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
+    `row_j = ∂ response_position / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
     row of the attention matrix, also of operators that never form one.
 
     Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the spatial dims); those of siamese,
     averaged, dot and factorized have any sum and sign. The norm of responses and the linear maps of values and outputs,
-    which act on channels, are left out. Max pooling, which takes each value channel from a cell of its own, spreads a
-    window's share over its real cells evenly.
+    which act on channels, are left out. Max pooling, which takes each value channel from a position of its own, spreads a
+    window's share over its valid positions evenly.
 
     Args:
         attention: The module; a norm of its coefficients is read with its running statistics.
         grid: The asking grid.
-        cell: The index of the asking cell on each axis.
+        position: The index of the asking position on each axis.
         context: The answering grid; the asking one by default.
-        mask: The asking grid's real cells.
-        context_mask: The context's real cells; what is not real has weight 0.
+        mask: The asking grid's valid positions.
+        context_mask: The context's valid positions; what is not valid has weight 0.
 
     Returns:
-        `(b, heads, *n)`, the row as a grid over the answering cells, in float32 at least.
+        `(b, heads, *n)`, the row as a grid over the answering positions, in float32 at least.
 
     Raises:
-        ShapeError: If the cell does not lie in the grid, or the grids or masks do not fit the module.
+        ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
         TypeError: If `attention` is no `GridAttention`.
 
     Cost:
@@ -63,19 +63,19 @@ def attention_row(
         torch.Size([1, 2, 5, 7])
     """
     grids = read_grids("attention_row", attention, grid, context, mask, context_mask)
-    index, asking, asked = read_cell("attention_row", cell, grid), grids.asking, grids.asking_mask
-    if attention.operator.asks.side_by_side:  # no other position has to ask
+    index, query, query_mask = read_position("attention_row", position, grid), grids.query, grids.query_mask
+    if attention.operator.queries_from.side_by_side:  # no other position has to ask
         for axis, place in enumerate(index):
-            asking = asking.narrow(axis + 2, place, 1)
-            asked = asked if asked is None else asked.narrow(axis + 1, place, 1)
+            query = query.narrow(axis + 2, place, 1)
+            query_mask = query_mask if query_mask is None else query_mask.narrow(axis + 1, place, 1)
         index = (0,) * len(index)
-    answering, masks = grids.answering, {"mask": grids.answering_mask, "query_mask": asked}
+    key, masks = grids.key, {"mask": grids.key_mask, "query_mask": query_mask}
     # What is left of the graph is the way of the values: queries and keys are constants.
-    with with_running_statistics(attention), full_precision(answering), torch.no_grad():
-        value = answering.new_ones(len(answering), attention.heads, *answering.shape[2:]).requires_grad_()
-        call = read_call(attention, answering)
+    with with_running_statistics(attention), full_precision(key), torch.no_grad():
+        value = key.new_ones(len(key), attention.heads, *key.shape[2:]).requires_grad_()
+        call = read_call(attention, key)
         with torch.enable_grad():
-            response = attend(call, asking, answering, value, **masks)
+            response = attend(call, query, key, value, **masks)
             for place in index:
                 response = response.select(2, place)
             (weights,) = torch.autograd.grad(response.sum(), value)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.maps.reading import Grids, read_call, read_cell, read_grids, read_query, with_running_statistics
+from farfield.maps.reading import Grids, read_call, read_grids, read_position, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.call import project_keys
 from farfield.ops.grid import Gathered
@@ -22,28 +22,28 @@ from farfield.ops.summary import summarize
 def basis_masks(
     attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None
 ) -> Float[Tensor, "b h r *n"]:
-    """Tell how much each answering cell weighs in each slot.
+    """Tell how much each answering position weighs in each slot.
 
-    `mask_rj = basis_r(k_j) / per_r`: a slot is Σ_j mask_rj v_j, and the attention row of a cell is
-    Σ_r coefficients_r(q_i) mask_r, the masks of all slots mixed by the cell's own coefficients.
+    `mask_rj = basis_r(k_j) / per_r`: a slot is Σ_j mask_rj v_j, and the attention row of a position is
+    Σ_r coefficients_r(q_i) mask_r, the masks of all slots mixed by the position's own coefficients.
 
-    The masks are all that an operator with a basis ever attends to; cells differ only in how they mix them. Those of
+    The masks are all that an operator with a basis ever attends to; positions differ only in how they mix them. Those of
     factorized_gaussian sum to 1, those of factorized, averaged and siamese have any sum and sign.
 
     Args:
         attention: The module, of an operator with a basis.
         grid: The answering grid.
-        mask: Its real cells; others weigh 0.
+        mask: Its valid positions; others weigh 0.
 
     Returns:
         `(b, heads, slots, *n)`, in float32 at least: slots are key channels a head, or the terms of siamese.
 
     Raises:
-        ValueError: If the operator has no basis: each cell, or each index of an axis, is a slot of its own there.
+        ValueError: If the operator has no basis: each position, or each index of an axis, is a slot of its own there.
         ShapeError: If the grid or the mask does not fit the module.
 
     Cost:
-        One projection of the keys; no multiply-adds beside, and as many numbers as the keys have.
+        One projection of the keys; no MACs beside, and as many numbers as the keys have.
 
     Reference: FA Figure 7, FA Figure 1.
 
@@ -58,31 +58,31 @@ def basis_masks(
     grids = read_grids("basis_masks", attention, grid, None, mask, None)
     row = attention.operator
     if row.basis is None:
-        slots, fix = "cell", "maps.attention_row for what one cell takes from each."
-        if not row.answers.side_by_side:
+        slots, fix = "position", "maps.attention_row for what one position takes from each."
+        if not row.keys_from.side_by_side:
             slots, fix = "index of each axis", "maps.axis_maps for what is taken from them."
         raise ValueError(
             f"basis_masks: {attention.operator_name} has no basis, each {slots} is a slot of its own; fix: {fix}"
         )
-    with torch.no_grad(), full_precision(grids.answering):
-        gathered = row.answers.gather(grids.answering, grids.answering_mask)
-        key, real = project_keys(read_call(attention, grids.answering), gathered), gathered.real
-        basis, peak = row.basis(key, real[:, None])  # (b, h, r, n)
-        weights = (basis * real[:, None]).sum(-1, keepdim=True)
-        summary = Summary(weights, weights, real[:, None].sum(-1, keepdim=True), None, peak)
+    with torch.no_grad(), full_precision(grids.key):
+        gathered = row.keys_from.gather(grids.key, grids.key_mask)
+        key, valid = project_keys(read_call(attention, grids.key), gathered), gathered.valid
+        basis, peak = row.basis(key, valid[:, None])  # (b, h, r, n)
+        weights = (basis * valid[:, None]).sum(-1, keepdim=True)
+        summary = Summary(weights, weights, valid[:, None].sum(-1, keepdim=True), None, peak)
         masks = basis / row.per(key, summary)
-        # Of a pooled cell the weight goes to its window, of a sum to its terms, of a masked cell nowhere.
+        # Of a pooled position the weight goes to its window, of a sum to its terms, of a masked position nowhere.
         value = masks.new_ones(()).expand(len(grid), masks.shape[1] * masks.shape[2], *grid.shape[2:])
         with torch.enable_grad():
-            cells = row.answers.gather(value.requires_grad_(), grids.answering_mask).cells
-        (masks,) = torch.autograd.grad(cells, value, masks.flatten(1, 2))
+            positions = row.keys_from.gather(value.requires_grad_(), grids.key_mask).positions
+        (masks,) = torch.autograd.grad(positions, value, masks.flatten(1, 2))
     return masks.unflatten(1, basis.shape[1:3])
 
 
 def axis_maps(
     attention: GridAttention,
     grid: Float[Tensor, "b c *m"],
-    cell: Sequence[int] | None = None,
+    position: Sequence[int] | None = None,
     *,
     context: Float[Tensor, "b c *n"] | None = None,
     mask: Bool[Tensor, " b *m"] | None = None,
@@ -92,29 +92,29 @@ def axis_maps(
 
     `map_as = softmax_s(k̄_sᵀ q_a)`, with k̄ the axis means of the keys and q̄ or q what asks.
 
-    Under kronecker_qkv the indices of the axes ask, and a cell's response is the sum of one of each axis (less what
+    Under kronecker_qkv the indices of the axes ask, and a position's response is the sum of one of each axis (less what
     they have in common more than once, which no index has to itself, and which is not shown); under
-    kronecker_kv every cell asks for itself, so that one has to be named. The columns are the axes side by side, in the
-    grid's order: for an image Σ sides = height + width, `map.split(sides, -1)` takes them apart.
+    kronecker_kv every position asks for itself, so that one has to be named. The columns are the axes side by side, in the
+    grid's order: for an image Σ size = height + width, `map.split(sides, -1)` takes them apart.
 
     Args:
         attention: The module; a norm of its coefficients is read with its running statistics.
         grid: The asking grid.
-        cell: The index of the asking cell on each axis; None, under kronecker_qkv only, lets all indices ask.
+        position: The index of the asking position on each axis; None, under kronecker_qkv only, lets all indices ask.
         context: The answering grid; the asking one by default.
-        mask: The asking grid's real cells.
-        context_mask: The context's real cells; an index without one has weight 0.
+        mask: The asking grid's valid positions.
+        context_mask: The context's valid positions; an index without one has weight 0.
 
     Returns:
-        `(b, heads, a, Σ n)`, in float32 at least: a = 1 for a cell of kronecker_kv; for kronecker_qkv one index of each
-        axis, or without a cell all Σ m of them.
+        `(b, heads, a, Σ n)`, in float32 at least: a = 1 for a position of kronecker_kv; for kronecker_qkv one index of each
+        axis, or without a position all Σ m of them.
 
     Raises:
-        ValueError: If the operator does not answer with axis means, or a cell is missing.
-        ShapeError: If the cell does not lie in the grid, or the grids or masks do not fit the module.
+        ValueError: If the operator does not answer with axis means, or a position is missing.
+        ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
 
     Cost:
-        a·c·Σ n multiply-adds, and the axis means; Σ m · Σ n numbers at most, which is rank² · N for a square grid of
+        a·c·Σ n MACs, and the axis means; Σ m · Σ n numbers at most, which is rank² · N for a square grid of
         rank 2.
 
     Reference: KAN Eq. 16, KAN Eq. 17.
@@ -129,37 +129,37 @@ def axis_maps(
         (torch.Size([1, 1, 12, 12]), torch.Size([1, 1, 12, 5]), torch.Size([1, 1, 12, 7]))
     """
     row = attention.operator if isinstance(attention, GridAttention) else None
-    if row is not None and (row.answers.side_by_side or row.basis is not None):
+    if row is not None and (row.keys_from.side_by_side or row.basis is not None):
         fix = "attention_row" if row.basis is None else "basis_masks"
         raise ValueError(
             f"axis_maps: {attention.operator_name} does not attend to the means of axes; fix: maps.{fix}, or one of "
             f"kronecker_kv, kronecker_qkv."
         )
     grids = read_grids("axis_maps", attention, grid, context, mask, context_mask)
-    if cell is not None:
-        cell = read_cell("axis_maps", cell, grid)
-    elif attention.operator.asks.side_by_side:
+    if position is not None:
+        position = read_position("axis_maps", position, grid)
+    elif attention.operator.queries_from.side_by_side:
         raise ValueError(
-            f"axis_maps: under {attention.operator_name} every cell asks for itself; fix: name one, "
+            f"axis_maps: under {attention.operator_name} every position asks for itself; fix: name one, "
             f"axis_maps(attention, grid, {tuple(side // 2 for side in grid.shape[2:])})."
         )
-    with torch.no_grad(), full_precision(grids.answering):
-        return axis_weights(attention, grids, cell)
+    with torch.no_grad(), full_precision(grids.key):
+        return axis_weights(attention, grids, position)
 
 
-def axis_weights(attention: GridAttention, grids: Grids, cell: tuple[int, ...] | None) -> Tensor:
+def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ...] | None) -> Tensor:
     """See `axis_maps`."""
-    row, sides = attention.operator, grids.asking.shape[2:]
-    call, sums = read_call(attention, grids.answering), row.answers.gather(grids.answering, grids.answering_mask)
-    key, ones = project_keys(call, sums), sums.real[:, None]
-    asking, asked = row.asks.gather(grids.asking, grids.asking_mask)
-    if cell is not None:
-        # An index on each axis, where the axes stand side by side; or one of all cells, in their order.
-        places = [sum(sides[:axis]) + index for axis, index in enumerate(cell)]
-        if row.asks.side_by_side:
-            places = [sum(index * math.prod(sides[axis + 1 :]) for axis, index in enumerate(cell))]
+    row, size = attention.operator, grids.query.shape[2:]
+    call, sums = read_call(attention, grids.key), row.keys_from.gather(grids.key, grids.key_mask)
+    key, ones = project_keys(call, sums), sums.valid[:, None]
+    asking, asked = row.queries_from.gather(grids.query, grids.query_mask)
+    if position is not None:
+        # An index on each axis, where the axes stand side by side; or one of all positions, in their order.
+        places = [sum(size[:axis]) + index for axis, index in enumerate(position)]
+        if row.queries_from.side_by_side:
+            places = [sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))]
         asking, asked = asking[..., places], asked[..., places]
-    summary = summarize(row, key, ones, ones, grids.answering_mask is None)
+    summary = summarize(row, key, ones, ones, grids.key_mask is None)
     with with_running_statistics(attention):
         query, summary = read_query(call, Gathered(asking, asked), summary)
     shares = row.coefficients(query, summary) * summary.weights / row.per(query, summary)  # (b, h, Σ n, a)

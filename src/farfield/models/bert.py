@@ -111,7 +111,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             cast(TransformerLayer, layer).attention.reset_parameters()
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The text whose multiply-adds a model card counts, in tokens."""
+        """The text whose MACs a model card counts, in tokens."""
         return (min(side, self.positions.num_embeddings),)
 
     def encode(
@@ -144,7 +144,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
 
         Args:
             words: Numbers of the vocabulary.
-            mask: True where a token is real; others may be any words and change nothing.
+            mask: True where a token is valid; others may be any words and change nothing.
             types: Which of two texts a token is in, 0 or 1; 0 by default.
             chosen: Where logits are wanted; training asks for the masked tokens alone, a seventh of the work and
                 memory. Everywhere by default; the pooled head reads the first token whatever it says.

@@ -32,7 +32,7 @@ def write_card(
         net: A network of the configuration, whose numbers are not read.
         config: The model's name and arguments.
         header: The card's metadata, as YAML.
-        image_size: Side of the image or volume, or tokens of the text, whose multiply-adds are counted.
+        image_size: Side of the image or volume, or tokens of the text, whose MACs are counted.
         training_data: What it was trained on, None if that is not known.
         metrics: Name -> what was measured, None if nothing is known.
 
@@ -54,7 +54,7 @@ def write_card(
         "operator": ", ".join(f"`{name}`" for name in operators_of(net)) or "none",
         "weights": f"{weights:,} (parameters without biases and norms, as the papers count)",
         "parameters": f"{parameters:,}",
-        "multiply-adds": f"{count(part, inputs).madds:,} for {what}{alone}",
+        "MACs": f"{count(part, inputs).macs:,} for {what}{alone}",
     }
     rows |= {f"`{name}`": f"`{value}`" for name, value in config.items() if name not in ("model", "operator")}
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())

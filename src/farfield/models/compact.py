@@ -197,7 +197,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         return self.num_features * POOLS[self.global_pool][1]
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose multiply-adds a model card counts: channels and sides."""
+        """The image whose MACs a model card counts: channels and sides."""
         return (self.in_channels, side, side)
 
     def get_classifier(self) -> nn.Module:

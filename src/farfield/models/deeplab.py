@@ -36,7 +36,7 @@ class ASPP(nn.ModuleList):
 
     Args:
         channels: Of the grid.
-        num_classes: Outputs a cell.
+        num_classes: Outputs a position.
 
     Reference: Chen et al. 2017.
 
@@ -50,7 +50,7 @@ class ASPP(nn.ModuleList):
         super().__init__(nn.Conv2d(channels, num_classes, 3, padding=rate, dilation=rate) for rate in ATROUS)
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes h w"]:
-        """Return the logits of each cell."""
+        """Return the logits of each position."""
         first, *others = self
         out = first(grid)
         for convolution in others:
@@ -59,7 +59,7 @@ class ASPP(nn.ModuleList):
 
 
 class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-segmentation"):
-    """Give each cell of an image one logit a class: a backbone whose last strides are dilations, and an output layer.
+    """Give each position of an image one logit a class: a backbone whose last strides are dilations, and an output layer.
 
     `logits = classify(attention(reduce(backbone(image))))`, on sides divided by the output stride and rounded up
 
@@ -79,7 +79,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         channels: D, read by attention alone, as are the next two.
         heads: Heads of the attention.
         residual: Whether the attention's input is added to its response. The published layer has none; without it the
-            responses of siamese rows differ between cells by one factor a head, which is not enough for many classes.
+            responses of siamese rows differ between positions by one factor a head, which is not enough for many classes.
         width: Factor on the channels of a compact backbone.
         output_stride: 8 (the papers'), 16 or 32: how much smaller than the image the grid of logits is.
         weights: A file with the backbone's weights: a state dict of torchvision's ResNet or segmentation networks
@@ -91,7 +91,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         FileNotFoundError: If there are no such weights.
 
     Cost:
-        At 321x321 pixels 73 billion multiply-adds, all but 0.3 of them in ResNet-101.
+        At 321x321 pixels 73 billion MACs, all but 0.3 of them in ResNet-101.
 
     Reference: KAN §4.6; Chen et al. 2017.
 
@@ -135,11 +135,11 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
             fill_backbone(model, self.backbone, Path(weights))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose multiply-adds a model card counts: channels and sides."""
+        """The image whose MACs a model card counts: channels and sides."""
         return (3, side, side)
 
     def forward(self, image: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
-        """Return the logits of each cell."""
+        """Return the logits of each position."""
         check_image(self.name, image, 3)
         return self.head(self.backbone(image))
 

@@ -72,7 +72,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         backbone: `"resnet50"`, `"resnet101"`, `"resnext101_32x8d"`, or for machines without a GPU `"resnet18"`.
         attention: Where it attends: any of `"res1"` to `"res4"` and `"fpn1"` to `"fpn5"`, or `"fpn_all"`; see
             `farfield.insertion.detector_places`.
-        operator: A name of `ops.OPERATORS` or an `Operator`. Those that compare all cells with all take 20 GB at fpn1.
+        operator: A name of `ops.OPERATORS` or an `Operator`. Those that compare all positions with all take 20 GB at fpn1.
         basis: b, the channels of queries and keys.
         heads: Heads of the attention.
         num_classes: Classes of objects, without the background.
@@ -89,7 +89,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         FileNotFoundError: If there are no such weights.
 
     Cost:
-        At 800x1344 pixels the backbone and pyramid of ResNet-50 take 148 billion multiply-adds; attention at all five
+        At 800x1344 pixels the backbone and pyramid of ResNet-50 take 148 billion MACs; attention at all five
         levels adds 4 % to them, and at both last stages too 6 %.
 
     Reference: FA Table 1.
@@ -140,7 +140,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
             fill_rcnn(model, self.rcnn, Path(weights), setup)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose multiply-adds a model card counts: channels and sides."""
+        """The image whose MACs a model card counts: channels and sides."""
         return (3, side, side)
 
     def card_part(self) -> nn.Module:

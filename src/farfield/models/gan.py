@@ -26,7 +26,7 @@ class GatedAttention(nn.Module):
     """Attention behind a gate that is learned and closed at first: `grid + gate · attention(grid)`.
 
     Queries and keys have an eighth of the channels, values half; all maps are under spectral norm and without biases.
-    `softmax_pooled` pools cells and then maps them, where the published network maps first. The bound of spectral norm
+    `softmax_pooled` pools positions and then maps them, where the published network maps first. The bound of spectral norm
     keeps small what other operators make of products of such maps: without a norm of their coefficients some begin at
     less than a hundredth of the grid.
 
@@ -56,7 +56,7 @@ class GatedAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """Return the grid with what its cells have gathered from all others."""
+        """Return the grid with what its positions have gathered from all others."""
         return grid + self.gate * self.attention(grid)
 
 
@@ -100,7 +100,7 @@ class GeneratorBlock(nn.Module):
         """Return the block's grid, of twice the sides."""
         out = self.first(doubled(F.relu(self.first_norm(grid, labels))))
         out = self.second(F.relu(self.second_norm(out, labels)))
-        # A 1x1 convolution of repeated cells is its repeated result.
+        # A 1x1 convolution of repeated positions is its repeated result.
         return doubled(self.shortcut(grid)) + out
 
 
@@ -132,7 +132,7 @@ class DiscriminatorBlock(nn.Module):
 
 
 class Generator(nn.Module):
-    """Draw images from noise: a linear map to 4x4 cells, then blocks that double the sides and halve the channels.
+    """Draw images from noise: a linear map to 4x4 positions, then blocks that double the sides and halve the channels.
 
     Args:
         operator: Of the attention; None leaves it out.
@@ -183,7 +183,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score images, high for real ones: blocks that halve the sides and double the channels, then a sum over cells.
+    """Score images, high for real ones: blocks that halve the sides and double the channels, then a sum over positions.
 
     With classes the score has a second term, the product of the features and a vector of the class ("projection").
 
@@ -237,7 +237,7 @@ class Discriminator(nn.Module):
 class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditional-image-generation"):
     """Generator and discriminator of the self-attention GAN, for images of 16, 32, 64, 128 … pixels a side.
 
-    At 128 pixels and 64 channels the published networks: 1024, 1024, 512, 256, 128, 64 channels from 4x4 cells up, 64,
+    At 128 pixels and 64 channels the published networks: 1024, 1024, 512, 256, 128, 64 channels from 4x4 positions up, 64,
     128, 256, 512, 1024, 1024 down again. Each halving of the images takes the widest of them away. The published code
     attends at a side of 32; attention with the grid's size as its cost can be had at 64, where the discriminator has 64
     channels, FA's example.
@@ -305,7 +305,7 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         return self.generator(noise, labels)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The noise whose multiply-adds a model card counts; the side of the images is the network's own."""
+        """The noise whose MACs a model card counts; the side of the images is the network's own."""
         return (self.noise_channels,)
 
 
@@ -351,11 +351,11 @@ def check_arguments(model: str, operator: str | Operator | None, side: int, atte
     check_whole(model, "side", side, 4 * SMALLEST)
     if side & (side - 1):
         raise ValueError(f"{model}: side must be a power of two from {4 * SMALLEST}, got {side}.")
-    sides = [2 * SMALLEST * 2**level for level in range(halvings(side) - 1)]
-    if attention_at not in sides:
+    size = [2 * SMALLEST * 2**level for level in range(halvings(side) - 1)]
+    if attention_at not in size:
         raise ValueError(
             f"{model}: attention_at must be the side of a grid inside both networks, "
-            f"{', '.join(map(str, sides))} for images of {side}, got {attention_at!r}."
+            f"{', '.join(map(str, size))} for images of {side}, got {attention_at!r}."
         )
 
 
@@ -372,7 +372,7 @@ def bounded(layer: nn.Conv2d | nn.Linear) -> nn.Module:
 
 
 def doubled(grid: Tensor) -> Tensor:
-    """Each cell as four."""
+    """Each position as four."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")
 
 

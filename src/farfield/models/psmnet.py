@@ -58,7 +58,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         ValueError: For a number out of range.
 
     Cost:
-        Of "psmnet_stacked" 5,224,768 parameters; 185 billion multiply-adds at 256x512 pixels and D = 192.
+        Of "psmnet_stacked" 5,224,768 parameters; 185 billion MACs at 256x512 pixels and D = 192.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
@@ -106,7 +106,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose multiply-adds a model card counts: channels and sides."""
+        """The image whose MACs a model card counts: channels and sides."""
         return (3, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def forward(self, left: Float[Tensor, "b 3 y x"], right: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b k y x"]:
@@ -213,12 +213,12 @@ class Features(nn.Module):
         """Return the features."""
         early = self.layer2(self.layer1(self.stem(image)))
         late = self.attention(self.layer4(self.layer3(early)))
-        sides = late.shape[2:]
+        size = late.shape[2:]
         pooled = []
         for side, pool in zip(POOLS, self.pools, strict=True):
             # A grid smaller than the window is one window.
-            branch = pool(F.avg_pool2d(late, [min(side, own) for own in sides]))
-            pooled.append(F.interpolate(branch, sides, mode="bilinear", align_corners=False))
+            branch = pool(F.avg_pool2d(late, [min(side, own) for own in size]))
+            pooled.append(F.interpolate(branch, size, mode="bilinear", align_corners=False))
         return self.last(torch.cat([early, late, *pooled], 1))
 
 
@@ -276,9 +276,9 @@ class ResidualBlocks(nn.Module):
 def cost_volume(
     left: Float[Tensor, "b c h w"], right: Float[Tensor, "b c h w"], disparities: int
 ) -> Float[Tensor, "b e i h w"]:
-    """Put beside the left features, for every disparity i, the right ones i cells further left: 2 c channels.
+    """Put beside the left features, for every disparity i, the right ones i positions further left: 2 c channels.
 
-    Cells that the right image does not show at this disparity, x < i, are 0 in all channels.
+    Positions that the right image does not show at this disparity, x < i, are 0 in all channels.
 
     Example:
         >>> left, right = torch.tensor([[[[1.0, 2, 3]]]]), torch.tensor([[[[4.0, 5, 6]]]])
@@ -297,11 +297,11 @@ def cost_volume(
     return volume
 
 
-def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, sides: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
+def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
     """Enlarge scores to all disparities and pixels, and return the mean disparity under their softmax."""
     # In float32 at least, and without a product that autocast rounds: bfloat16 knows no 129.5.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    enlarged = F.interpolate(scores, (disparities, *sides), mode="trilinear", align_corners=False)[:, 0]
+    enlarged = F.interpolate(scores, (disparities, *size), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
     return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
 

@@ -92,12 +92,12 @@ def residual(channels: int) -> nn.Sequential:
 
 
 def classifier(channels: int) -> nn.Sequential:
-    """Build what gives each cell of a volume one score."""
+    """Build what gives each position of a volume one score."""
     return nn.Sequential(*activated(channels, channels, rank=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False))
 
 
 def initialize(net: nn.Module) -> nn.Module:
-    """Draw convolutions from N(0, 2 / (cells of the kernel · output channels)); transposed ones keep torch's law."""
+    """Draw convolutions from N(0, 2 / (positions of the kernel · output channels)); transposed ones keep torch's law."""
     for module in net.modules():
         if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
             nn.init.normal_(module.weight, std=math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels)))

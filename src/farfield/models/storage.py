@@ -39,7 +39,7 @@ class Stored(PyTorchModelHubMixin):
     config: dict[str, Any]
 
     def card_part(self) -> Any:
-        """What of the network a model card counts the multiply-adds of: all of it."""
+        """What of the network a model card counts the MACs of: all of it."""
         return self
 
     def save_pretrained(  # type: ignore[override]
@@ -106,12 +106,12 @@ class Stored(PyTorchModelHubMixin):
         image_size: int = 224,
         license: str | None = None,
     ) -> ModelCard:
-        """Word the model's card: operator, weights, multiply-adds and arguments, and what only the caller knows.
+        """Word the model's card: operator, weights, MACs and arguments, and what only the caller knows.
 
         Args:
             training_data: What it was trained on.
             metrics: Name -> what was measured.
-            image_size: Side of the square image whose multiply-adds are counted; the papers' by default.
+            image_size: Side of the square image whose MACs are counted; the papers' by default.
             license: Of the weights, as the Hub calls it, e.g. "cc-by-4.0".
 
         Returns:

@@ -37,8 +37,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     `unet_care` is the network of CARE: two convolutions with ReLU a block, max pooling, nearest neighbours on the way
     up; 996,769 parameters in 3-D at d = 2. `unet_residual` has residual blocks, strided and transposed convolutions and
-    no biases; 2,140,032 parameters. Without norms, so that a cell depends on its surroundings (`halo`) and, where there
-    is attention, on all cells. Attention starts as the identity: the untrained net is that without attention.
+    no biases; 2,140,032 parameters. Without norms, so that a position depends on its surroundings (`halo`) and, where there
+    is attention, on all positions. Attention starts as the identity: the untrained net is that without attention.
 
     Args:
         model: `"unet_care"` or `"unet_residual"`.
@@ -128,8 +128,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     @property
     def halo(self) -> int:
-        """How far a cell sees through convolutions and pooling, in cells; attention sees everything."""
-        # Pooling's windows lie where they lie: the farthest over the 2^d places a cell can have in one.
+        """How far a position sees through convolutions and pooling, in positions; attention sees everything."""
+        # Pooling's windows lie where they lie: the farthest over the 2^d places a position can have in one.
         radius = self.kernel // 2
         care = self.name == "unet_care"
         spans = [
@@ -140,7 +140,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         return stem + max(max(place - low, high - place) for place, (low, high) in spans)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The grid whose multiply-adds a model card counts: channels and sides."""
+        """The grid whose MACs a model card counts: channels and sides."""
         return (self.in_channels, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def check_grid(self, grid: Tensor) -> None:
@@ -153,7 +153,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
 
     `unet(Σ_z softmax_z(select(stack))_z · stack_z)`
 
-    A small network of the whole stack selects, cell by cell, from which depth the image is taken (14,329 parameters);
+    A small network of the whole stack selects, position by position, from which depth the image is taken (14,329 parameters);
     the U-Net restores what was selected.
 
     Args:
@@ -218,7 +218,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         return (self.select(stack).softmax(2) * stack).sum(2)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The stack whose multiply-adds a model card counts: channels and sides."""
+        """The stack whose MACs a model card counts: channels and sides."""
         side = max(1, side // self.multiples[1]) * self.multiples[1]
         return 1, 16, side, side
 

@@ -1,4 +1,4 @@
-"""The parts of the U-Nets: blocks, what stands between them, and how far a cell sees through them."""
+"""The parts of the U-Nets: blocks, what stands between them, and how far a position sees through them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PreActivated(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with what its cells have gathered from all others."""
+        """Return the grid with what its positions have gathered from all others."""
         return grid + self.attention(torch.relu(grid))
 
 
@@ -54,7 +54,7 @@ class PreNormalized(PreActivated):
         self.register_load_state_dict_pre_hook(refuse_version_1)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with what its cells have gathered from all others."""
+        """Return the grid with what its positions have gathered from all others."""
         features = torch.relu(grid).to(accumulation(grid.dtype))
         centred = features - features.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)
@@ -155,7 +155,7 @@ def build_residual(rank: int, kernel: int, channels: int, widths: list[int]) -> 
 
 
 def build_selection(levels: int, channels: int) -> nn.Sequential:
-    """Build the network that scores every cell of a stack; sides are halved and doubled, the depth stays."""
+    """Build the network that scores every position of a stack; sides are halved and doubled, the depth stays."""
     step = (1, 2, 2)
 
     def convolved(before: int) -> list[nn.Module]:
@@ -197,11 +197,11 @@ def initialize(net: nn.Module) -> nn.Module:
 
 
 def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
-    """The first and the last cell that a U-Net reads for the cells from `low` to `high`, without attention.
+    """The first and the last position that a U-Net reads for the positions from `low` to `high`, without attention.
 
     Args:
-        low: First cell of the output.
-        high: Last cell of the output.
+        low: First position of the output.
+        high: Last position of the output.
         levels: How many levels are below this one.
         block: How far a block sees: the sum of its convolutions' radii.
         radius: Of strided and transposed convolutions; None for pooling and nearest neighbours.
@@ -210,7 +210,7 @@ def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> t
     if not levels:
         return low, high
     seen = 0 if radius is None else radius
-    # A transposed convolution of stride 2 reads cell i for the cells from 2i - radius to 2i + radius.
+    # A transposed convolution of stride 2 reads position i for the positions from 2i - radius to 2i + radius.
     below = reach(-((seen - low) // 2), (high + seen) // 2, levels - 1, block, radius)
     last = 1 if radius is None else radius
     return min(low, 2 * below[0] - seen) - block, max(high, 2 * below[1] + last) + block

@@ -53,7 +53,7 @@ class NonLocalBlock(nn.Module):
     `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
 
     Products are divided by the root of the inner channels. `softmax_pooled`, the published block, pools windows of
-    (1, 2, 2) cells of (time, height, width); every other row has the cells it has anywhere.
+    (1, 2, 2) positions of (time, height, width); every other row has the positions it has anywhere.
 
     Args:
         channels: Of the grid.
@@ -71,7 +71,7 @@ class NonLocalBlock(nn.Module):
         super().__init__()
         row = OPERATORS[operator] if isinstance(operator, str) else operator
         if operator == "softmax_pooled":
-            row = dataclasses.replace(row, answers=pooled((1, 2, 2)))
+            row = dataclasses.replace(row, keys_from=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
         if row.has_scale:
@@ -81,12 +81,12 @@ class NonLocalBlock(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b c t h w"]:
-        """Return the grid with what its cells have gathered from all others."""
+        """Return the grid with what its positions have gathered from all others."""
         return grid + self.norm(self.attention(grid))
 
 
 class Bottleneck(nn.Module):
-    """Convolutions over time, over the frame and of single cells, each with its batch norm, plus the input.
+    """Convolutions over time, over the frame and of single positions, each with its batch norm, plus the input.
 
     The names are those of torchvision's ResNet, whose weights `inflate` reads; `attention` comes last, if there is any.
     """
@@ -119,7 +119,7 @@ class Bottleneck(nn.Module):
 class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
     """Classify clips: ResNet-50 inflated over time, attention behind every other block of its third and fourth stage.
 
-    A clip of 8 frames of 224x224 attends on (4, 28, 28) cells of 512 channels, FA's example, and on (4, 14, 14) of
+    A clip of 8 frames of 224x224 attends on (4, 28, 28) positions of 512 channels, FA's example, and on (4, 14, 14) of
     1024. 28,043,472 parameters without attention and 7,358,464 in its five blocks.
 
     Args:
@@ -174,7 +174,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         return self.fc(self.dropout(grid.mean((2, 3, 4))))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The clip whose multiply-adds a model card counts: channels, frames and sides."""
+        """The clip whose MACs a model card counts: channels, frames and sides."""
         return 3, 8, side, side
 
 
@@ -237,7 +237,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The clip whose multiply-adds a model card counts: channels, frames and sides."""
+        """The clip whose MACs a model card counts: channels, frames and sides."""
         return 3, 16, side, side
 
 

@@ -127,13 +127,13 @@ class GridAttention(nn.Module):
         mask: Bool[Tensor, " b *m"] | None = None,
         context_mask: Bool[Tensor, " b *n"] | None = None,
     ) -> Float[Tensor, "b p *m"]:
-        """Attend from every cell of the grid to the grid itself, or to a context.
+        """Attend from every position of the grid to the grid itself, or to a context.
 
         Args:
             grid: Asks, and answers if there is no context.
             context: Answers; its sides and rank may differ from the grid's.
-            mask: The grid's own real cells; others are read as 0, hold anything and change no response.
-            context_mask: The context's real cells.
+            mask: The grid's own valid positions; others are read as 0, hold anything and change no response.
+            context_mask: The context's valid positions.
 
         Returns:
             `(b, p, *m)` in the grid's dtype and memory format; p are the channels, or `value_channels` without an
@@ -156,43 +156,43 @@ class GridAttention(nn.Module):
         *,
         mask: Bool[Tensor, " b *n"] | None = None,
         origin: Sequence[int] | None = None,
-        sides: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
     ) -> Summary:
         """Summarize what a grid, or a tile of one, has to say.
 
         Args:
             grid: The answering grid or tile.
-            mask: Its real cells.
+            mask: Its valid positions.
             origin: Of a tile: its first index on each axis.
-            sides: Of a tile: the sides of the whole.
+            size: Of a tile: the size of the whole.
 
         Returns:
             A summary; those of tiles merge, in any order, to that of the whole.
         """
-        place = check_input(self, grid, mask, origin, sides)
+        place = check_input(self, grid, mask, origin, size)
         return summarize_grid(self.call_for(grid), grid, mask=mask, place=place)
 
-    def gather_asked(
+    def gather_queries(
         self,
         grid: Float[Tensor, "b c *m"],
         *,
         mask: Bool[Tensor, " b *m"] | None = None,
         origin: Sequence[int] | None = None,
-        sides: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
     ) -> Gathered:
-        """Gather the asking cells of a tile, for operators that ask with sums over the whole grid (kronecker_qkv).
+        """Gather the asking positions of a tile, for operators that ask with sums over the whole grid (kronecker_qkv).
 
         Args:
             grid: The asking grid or tile.
-            mask: Its real cells.
+            mask: Its valid positions.
             origin: Of a tile: its first index on each axis.
-            sides: Of a tile: the sides of the whole.
+            size: Of a tile: the size of the whole.
 
         Returns:
-            Sums and counts; those of tiles merge to those of the whole, for `respond(asked=…)`.
+            Sums and counts; those of tiles merge to those of the whole, for `respond(query_sums=…)`.
         """
-        place = check_input(self, grid, mask, origin, sides)
-        return self.operator.asks.gather(grid, mask, place)
+        place = check_input(self, grid, mask, origin, size)
+        return self.operator.queries_from.gather(grid, mask, place)
 
     def respond(
         self,
@@ -201,28 +201,28 @@ class GridAttention(nn.Module):
         *,
         mask: Bool[Tensor, " b *m"] | None = None,
         origin: Sequence[int] | None = None,
-        sides: Sequence[int] | None = None,
-        asked: Gathered | tuple[Tensor, Tensor] | None = None,
+        size: Sequence[int] | None = None,
+        query_sums: Gathered | tuple[Tensor, Tensor] | None = None,
     ) -> Float[Tensor, "b p *m"]:
-        """Let every cell of a grid, or of a tile of one, respond to a summary.
+        """Let every position of a grid, or of a tile of one, respond to a summary.
 
         Args:
             grid: The asking grid or tile.
-            summary: Of the answering cells.
-            mask: The asking grid's real cells; others are read as 0.
+            summary: Of the answering positions.
+            mask: The asking grid's valid positions; others are read as 0.
             origin: Of a tile: its first index on each axis.
-            sides: Of a tile: the sides of the whole.
-            asked: Of a tile, for operators that ask with sums: those of the whole, from `gather_asked`.
+            size: Of a tile: the size of the whole.
+            query_sums: Of a tile, for operators that ask with sums: those of the whole, from `gather_queries`.
 
         Returns:
-            The response of each cell.
+            The response of each position.
 
         Raises:
             ValueError: If a tile's asking sums are missing, or a tile responds while batch norm is in training.
         """
-        place = check_input(self, grid, mask, origin, sides)
-        check_summary(self, grid, summary, place, asked is not None)
-        sums = None if asked is None else Gathered(*asked)
+        place = check_input(self, grid, mask, origin, size)
+        check_summary(self, grid, summary, place, query_sums is not None)
+        sums = None if query_sums is None else Gathered(*query_sums)
         response = respond_grid(self.call_for(grid), grid, summary, mask=mask, place=place, query_sums=sums)
         return hide(grid, mask) + response if self.residual else response
 

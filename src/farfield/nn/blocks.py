@@ -37,7 +37,7 @@ class BaseBlock(Fusable):
         expansion: r.
         stride: s.
         skip: Whether the input is concatenated to the expanded channels.
-        rank: Number of sides of the grid, 1 to 3.
+        rank: Number of size of the grid, 1 to 3.
 
     Attributes:
         drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
@@ -97,7 +97,7 @@ class AttentionBlock(Fusable):
     """Inverted residual with a parallel global path: [depthwise(expand(x)) | attention(x)] to d channels by a 1x1.
 
     The local path makes (r-1)c channels, the global path the c others, so the last 1x1 is as wide as `BaseBlock`'s and
-    each cell mixes what lies beside it with what lies anywhere. Attention reads the block's input, not the expanded
+    each position mixes what lies beside it with what lies anywhere. Attention reads the block's input, not the expanded
     channels, and projects only the values: c² weights. At s > 1 the global path is average-pooled by s.
 
     Args:
@@ -108,7 +108,7 @@ class AttentionBlock(Fusable):
         stride: s.
         heads: Heads of the attention; read where `operator` is not a module.
         skip: Whether the block's input is added to the attention's output (where s = 1).
-        rank: Number of sides of the grid, 1 to 3.
+        rank: Number of size of the grid, 1 to 3.
 
     Attributes:
         drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
@@ -208,17 +208,17 @@ class AttentionBlock(Fusable):
         attention.coefficient_norm = None
 
     def average(self, grid: Tensor) -> Tensor:
-        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 cells by 2 are 4 on both paths."""
+        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 positions by 2 are 4 on both paths."""
         # Not torch's pooling with ceil_mode, which AOTInductor compiles for sides of the example's parity alone.
         strides = (self.stride,) * self.rank
-        cells = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
-        return windows(grid, strides, 0).sum(-1) / cells
+        positions = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
+        return windows(grid, strides, 0).sum(-1) / positions
 
 
 class SqueezeExcite(nn.Module):
     """Scale each channel by a gate read from all channels' means: sigmoid(W₂ relu(W₁ mean(x))) · x.
 
-    The baseline of SAN Table 4: global as attention is, but with the same answer in every cell. Without biases and at
+    The baseline of SAN Table 4: global as attention is, but with the same answer in every position. Without biases and at
     ρ = 2 it has the c² weights of a value map, which is the one reading that gives the table's parameters.
 
     Args:
@@ -258,7 +258,7 @@ class SqueezeExcite(nn.Module):
 
 
 def check_block(caller: str, *, expansion: int, stride: int, rank: int, smallest: int) -> None:
-    """Refuse an expansion or a stride with which a block has no channels or no cells, and a rank without layers."""
+    """Refuse an expansion or a stride with which a block has no channels or no positions, and a rank without layers."""
     layers(caller, rank)
     if expansion < smallest:
         why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
@@ -270,7 +270,7 @@ def check_block(caller: str, *, expansion: int, stride: int, rank: int, smallest
 def check_channels(caller: str, grid: Tensor, channels: int, rank: int | None = None) -> None:
     """Refuse a grid of other channels, or of another rank, than a block was built for."""
     if grid.dim() < 3 or grid.shape[1] != channels or (rank is not None and grid.dim() != rank + 2):
-        sides = "*sides" if rank is None else ", ".join(["side"] * rank)
+        size = "*size" if rank is None else ", ".join(["side"] * rank)
         fix = f"a block for this grid: channels={grid.shape[1] if grid.dim() > 1 else None}"
         fix += "." if rank is None else f", rank={grid.dim() - 2}."
-        raise shape_error(caller, f"the grid must be (batch, {channels}, {sides}).", fix, grid=grid)
+        raise shape_error(caller, f"the grid must be (batch, {channels}, {size}).", fix, grid=grid)

@@ -4,7 +4,7 @@ A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and 
 
     W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
 
-so the far path enters the block's last convolution through its summary: as one product with a few coefficients a cell,
+so the far path enters the block's last convolution through its summary: as one product with a few coefficients a position,
 or, where sums along axes ask, as one vector an axis, added in place.
 """
 
@@ -84,11 +84,11 @@ def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
 
 
 def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
-    """Whether mapping slots is cheaper than mapping responses: not where there are as many slots as cells."""
+    """Whether mapping slots is cheaper than mapping responses: not where there are as many slots as positions."""
     if type(attention) is not GridAttention or hooked(attention):
         return False
     row = attention.operator
-    few = row.basis is not None or not row.asks.side_by_side
+    few = row.basis is not None or not row.queries_from.side_by_side
     return few and attention.output is None and not attention.residual
 
 

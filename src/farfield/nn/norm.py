@@ -27,7 +27,7 @@ class CoefficientNorm(nn.Module):
     65,504, which is a standard deviation of 256: where responses vary more, keep the norm of a module of half precision
     in float32, `attention.coefficient_norm.float()`.
 
-    What is the same for all cells that answer one cell, a column of the matrix, cancels in the softmax as well. For
+    What is the same for all positions that answer one position, a column of the matrix, cancels in the softmax as well. For
     `kronecker_qkv` that is nearly all of the variance (97 % at the start), so that its softmax is nearly flat. With
     `columns` the variance is that within columns alone, and products differ by 1 there whatever the operator.
 
@@ -40,7 +40,7 @@ class CoefficientNorm(nn.Module):
         momentum: Of the running statistics.
 
     Raises:
-        ValueError: If the operator's responses are not on cells, so that they have no closed form; or for columns
+        ValueError: If the operator's responses are not on positions, so that they have no closed form; or for columns
             without a softmax of products.
 
     Reference: KAN §4.1, SAN Appendix.
@@ -67,7 +67,7 @@ class CoefficientNorm(nn.Module):
         if columns and not self.of_products:
             fix = "coefficient_norm=True norms its responses."
             raise ValueError(f"CoefficientNorm: columns are of a softmax of products, which it has not; fix: {fix}")
-        if not (self.of_products or operator.asks.side_by_side):
+        if not (self.of_products or operator.queries_from.side_by_side):
             raise ValueError("CoefficientNorm: responses that are added along axes have no norm in closed form.")
         features = heads if self.of_products else channels
         self.weight = nn.Parameter(torch.ones(features))
@@ -82,33 +82,35 @@ class CoefficientNorm(nn.Module):
         return f"{len(self.weight)}, of {of}, eps={self.eps}, momentum={self.momentum}"
 
     def forward(
-        self, query: Tensor, asked: Tensor, summary: Summary, row: Operator | None = None
+        self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
         """Fold the norm into what the response is made from.
 
         Args:
             query: `(b, h, d, m)`, times the scale of products if there is one.
-            asked: `(b, 1, m)`, more than 0 where an asking cell is real.
-            summary: Of the answering cells.
+            query_valid: `(b, 1, m)`, more than 0 where an asking position is valid.
+            summary: Of the answering positions.
             row: The operator in the order of its products that the summary is of; by default the module's own.
 
         Returns:
             The query, the summary, and a shift `(channels,)` of the responses or None.
         """
         with full_precision(query):
-            mean, variance = self.statistics(query, (asked[:, None] > 0).to(asked.dtype), summary, row or self.operator)
+            mean, variance = self.statistics(
+                query, (query_valid[:, None] > 0).to(query_valid.dtype), summary, row or self.operator
+            )
             scale = self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
             if self.bias is None:
                 return query * scale[:, None, None].to(query.dtype), summary, None
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
 
-    def statistics(self, query: Tensor, asked: Tensor, summary: Summary, row: Operator) -> tuple[Tensor, Tensor]:
+    def statistics(self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator) -> tuple[Tensor, Tensor]:
         """Mean and variance to norm by: of the batch in training (which moves the running ones), else the running."""
         wide = accumulation(self.running_var.dtype)
         if not self.training:
             return self.running_mean.to(wide), self.running_var.to(wide)
-        moments = self.moments(query, asked, summary, row)
+        moments = self.moments(query, query_valid, summary, row)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             moments = of_all_processes(moments)
         mean, variance, count = moments.mean.flatten(), moments.variance.flatten(), moments.count
@@ -120,16 +122,16 @@ class CoefficientNorm(nn.Module):
             self.num_batches_tracked += 1
         return mean, variance
 
-    def moments(self, query: Tensor, asked: Tensor, summary: Summary, row: Operator) -> Moments:
+    def moments(self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator) -> Moments:
         """Moments of what is normed, in closed form."""
         if self.of_products:
             keys = (cast(Tensor, summary.keys) / weight(query, summary)).mT
-            answered = (summary.weights > 0).to(asked.dtype).mT
-            return product_moments(query, asked, keys, answered, columns=self.columns)
+            key_valid = (summary.weights > 0).to(query_valid.dtype).mT
+            return product_moments(query, query_valid, keys, key_valid, columns=self.columns)
         slots = summary.values / row.per(query, summary)
         if row.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
-            return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, asked)
-        return response_moments(slots, row.coefficients(query, summary), asked)
+            return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, query_valid)
+        return response_moments(slots, row.coefficients(query, summary), query_valid)
 
 
 def norm_of(row: Operator) -> bool | Literal["columns"]:
@@ -141,7 +143,7 @@ def norm_of(row: Operator) -> bool | Literal["columns"]:
     """
     if not row.has_scale:
         return row.averages
-    return False if row.answers.side_by_side else "columns"
+    return False if row.keys_from.side_by_side else "columns"
 
 
 def of_all_processes(moments: Moments) -> Moments:

@@ -107,7 +107,7 @@ def check_version(
             f"{module.scale:.4g}; fix: scale=1.0 gives the same numbers, if it was left out there too.",
             stacklevel=2,
         )
-    if module.operator.asks.normalize is not None:
+    if module.operator.queries_from.normalize is not None:
         errors.append(
             f"{prefix.rstrip('.')}: this state is of farfield 0.1, whose {module.operator_name} was the operator as "
             f'printed; fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'
@@ -119,7 +119,7 @@ def check_input(
     grid: Tensor,
     mask: Tensor | None,
     origin: Sequence[int] | None = None,
-    sides: Sequence[int] | None = None,
+    size: Sequence[int] | None = None,
     *,
     name: str = "grid",
     mask_name: str = "mask",
@@ -141,7 +141,7 @@ def check_input(
             raise TypeError(
                 f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; fix: module.to({name}.dtype)."
             )
-    return check_place("GridAttention", grid, origin, sides)
+    return check_place("GridAttention", grid, origin, size)
 
 
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
@@ -159,7 +159,7 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
         raise shape_error("GridAttention", problem, fix, grid=grid, context=context)
 
 
-def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, asked: bool) -> None:
+def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:
     """Refuse a summary of another batch, and tiles that cannot respond by themselves."""
     if summary.count.shape[0] != grid.shape[0]:
         problem = "grid and summary must have the same batch."
@@ -167,10 +167,10 @@ def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Plac
         raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
     if place is None or place[1] == tuple(grid.shape[2:]):
         return
-    if not asked and not module.operator.asks.side_by_side:
+    if not query_sums and not module.operator.queries_from.side_by_side:
         raise ValueError(
             f"GridAttention.respond: {module.operator_name} asks with sums over the whole grid; "
-            f"fix: asked=, the merged gather_asked of all tiles."
+            f"fix: query_sums=, the merged gather_queries of all tiles."
         )
     if module.training and module.coefficient_norm is not None:
         raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")

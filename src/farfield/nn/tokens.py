@@ -21,7 +21,7 @@ def attend_tokens(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    real: Tensor | None,
+    valid: Tensor | None,
     *,
     scale: float,
     dropout: float = 0.0,
@@ -34,7 +34,7 @@ def attend_tokens(
         query: `(b, h, m, d)`.
         key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
         value: `(b, g, n, c)`.
-        real: `(b, 1, 1, n)`, True where an answering cell is real; None if all are. Others may hold anything.
+        valid: `(b, 1, 1, n)`, True where an answering position is valid; None if all are. Others may hold anything.
         scale: Of products under a softmax; other rows have none.
         dropout: Of the weights of the basis, or, for rows that have none, of the coefficients.
         weights: Whether the implied matrix is wanted too, which costs what it costs the host: N² numbers.
@@ -42,8 +42,8 @@ def attend_tokens(
     Returns:
         The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
     """
-    if real is not None:
-        key, value = torch.where(real.mT, key, 0), torch.where(real.mT, value, 0)
+    if valid is not None:
+        key, value = torch.where(valid.mT, key, 0), torch.where(valid.mT, value, 0)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -54,18 +54,18 @@ def attend_tokens(
         q = q * scale
     row = dropping(row, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
-    cells = count if real is None else real.to(count.dtype)
+    positions = count if valid is None else valid.to(count.dtype)
     if not weights:
-        response = attend_heads(row, q, k, v, cells, real is None)  # (b, h, c, m)
+        response = attend_heads(row, q, k, v, positions, valid is None)  # (b, h, c, m)
         return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
     # The response to values that are unit vectors is the matrix itself.
-    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * cells.mT.to(v.dtype)  # (b, 1, n, n)
-    matrix = attend_heads(row, q, k, units.expand(-1, v.shape[1], -1, -1), cells, real is None).mT
+    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * positions.mT.to(v.dtype)  # (b, 1, n, n)
+    matrix = attend_heads(row, q, k, units.expand(-1, v.shape[1], -1, -1), positions, valid is None).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 
 
 def dropping(row: Operator, dropout: float) -> Operator:
-    """Drop, at random, weights of answering cells in slots, or of slots in responses where a cell is a slot."""
+    """Drop, at random, weights of answering positions in slots, or of slots in responses where a position is a slot."""
     if dropout == 0:
         return row
     if row.basis is None:
@@ -81,8 +81,8 @@ def dropped_coefficients(
 
 
 def dropped_basis(
-    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, real: Tensor
+    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """A basis of which some weights are dropped: a slot hears fewer cells, and where it is a mean, averages those."""
-    weights, peak = basis(key, real)
+    """A basis of which some weights are dropped: a slot hears fewer positions, and where it is a mean, averages those."""
+    weights, peak = basis(key, valid)
     return F.dropout(weights, dropout), peak

@@ -40,7 +40,7 @@ class TransformerLayer(nn.Module):
         ValueError: If there is dropout for a row that has no weights of tokens.
 
     Cost:
-        For N tokens of c channels and d = c/heads, factorized: N·12·c² multiply-adds and what the slots take; kept for
+        For N tokens of c channels and d = c/heads, factorized: N·12·c² MACs and what the slots take; kept for
         the backward pass are some grids of N·c numbers and the feed-forward layer's, and no N² numbers.
 
     Reference: FA Table 8, FA Eq. 5.
@@ -92,10 +92,10 @@ class TransformerLayer(nn.Module):
 
         Args:
             tokens: With channels last, as transformers have them.
-            mask: True where a token is real. Others may hold anything, and change no response and no gradient.
+            mask: True where a token is valid. Others may hold anything, and change no response and no gradient.
 
         Returns:
-            `(b, n, c)`; of tokens that are not real something finite.
+            `(b, n, c)`; of tokens that are not valid something finite.
 
         Raises:
             ShapeError: If the tokens have not the layer's channels, or the mask is another's.
@@ -106,8 +106,8 @@ class TransformerLayer(nn.Module):
             raise shape_error("TransformerLayer", problem, "channels come last, e.g. grid.mT.", tokens=tokens)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
-            raise shape_error("TransformerLayer", problem, "True where a token is real.", mask=mask, tokens=tokens)
-        # A norm would hand on what is not real to its own gradient.
+            raise shape_error("TransformerLayer", problem, "True where a token is valid.", mask=mask, tokens=tokens)
+        # A norm would hand on what is not valid to its own gradient.
         tokens = hide(tokens.mT, mask).mT
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
         inner = functional.gelu(self.expand(tokens))
@@ -123,16 +123,16 @@ class TransformerLayer(nn.Module):
             (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
             for part in maps
         )
-        real = None if mask is None else mask[:, None, None]
+        valid = None if mask is None else mask[:, None, None]
         scale = attention.scale
-        response, _ = attend_tokens(attention.operator, query, key, value, real, scale=scale, dropout=dropout)
+        response, _ = attend_tokens(attention.operator, query, key, value, valid, scale=scale, dropout=dropout)
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
 
     def maps_first(self, tokens: int) -> bool:
         """Whether values are mapped token by token: where tokens are fewer than their channels.
 
-        Reduced first, c²·d multiply-adds a sample and map, and c² numbers to keep, take the place of N·c·d and N·c.
+        Reduced first, c²·d MACs a sample and map, and c² numbers to keep, take the place of N·c·d and N·c.
         """
         row = self.attention.operator
         # A compiled graph is of one order; choosing would compile it anew for other lengths.
@@ -143,4 +143,4 @@ class TransformerLayer(nn.Module):
 
 def drops(row: Operator) -> bool:
     """Whether a row weighs every token, by no vector of its own: what dropout of attention needs."""
-    return row.score != "learned" and row.answers == row.asks == ALL
+    return row.score != "learned" and row.keys_from == row.queries_from == ALL

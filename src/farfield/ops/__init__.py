@@ -1,9 +1,9 @@
-"""Pure functions on grids `(batch, channels, *sides)`: twelve global attention operators on one summary."""
+"""Pure functions on grids `(batch, channels, *size)`: twelve global attention operators on one summary."""
 
 from farfield.ops.axes import axis_means, outer_sum
 from farfield.ops.dot import dot_attention
 from farfield.ops.factorized import averaged_attention, factorized_attention, factorized_gaussian_attention
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Cells, Gathered, pooled
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Gathered, Positions, pooled
 from farfield.ops.kronecker import (
     kronecker_kv_attention,
     kronecker_qkv_attention,
@@ -27,9 +27,9 @@ __all__ = [
     "NORMALIZED_AXES",
     "OPERATORS",
     "POOLED",
-    "Cells",
     "Gathered",
     "Operator",
+    "Positions",
     "Summary",
     "averaged_attention",
     "axis_means",

@@ -16,14 +16,14 @@ from farfield.ops.grid import AXES
 def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
-    `axis_means(X)[:, :, i] = mean of X over all cells with index i on their axis`; the axes stand side by side.
+    `axis_means(X)[:, :, i] = mean of X over all positions with index i on their axis`; the axes stand side by side.
 
     These are KAN's lateral and horizontal means [L | H], for any rank: the marginals that a Kronecker operator attends
-    to in place of all cells. A grid of rank 1 is its own axis mean.
+    to in place of all positions. A grid of rank 1 is its own axis mean.
 
     Args:
         grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a cell is real; means run over real cells, and an index without one is 0.
+        mask: `(b, *n)`, True where a position is valid; means run over valid positions, and an index without one is 0.
 
     Returns:
         `(b, c, Σ n)`, in the grid's dtype.
@@ -33,7 +33,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
         TypeError: If the grid is not floating point or the mask not boolean.
 
     Cost:
-        b·c·N adds an axis, no multiply-adds.
+        b·c·N adds an axis, no MACs.
 
     Reference: KAN Eq. 14, KAN Eq. 15.
 
@@ -50,7 +50,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
-def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Tensor, "b c *sides"]:
+def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Tensor, "b c *size"]:
     """Add the vectors of all axes into a grid.
 
     `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for rank 2, the sum of one vector an axis for any.
@@ -58,17 +58,17 @@ def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Te
     It takes axis vectors back to a grid without a multiplication.
 
     Args:
-        vectors: `(b, c, Σ sides)`, the axes side by side in the order of `sides`.
-        sides: Sides of the grid.
+        vectors: `(b, c, Σ size)`, the axes side by side in the order of `size`.
+        size: Sides of the grid.
 
     Returns:
-        `(b, c, *sides)`.
+        `(b, c, *size)`.
 
     Raises:
-        ShapeError: If the vectors are not Σ sides long.
+        ShapeError: If the vectors are not Σ size long.
 
     Cost:
-        (rank - 1)·b·c·N adds, no multiply-adds.
+        (rank - 1)·b·c·N adds, no MACs.
 
     Reference: KAN Eq. 18 (Eq. 17 swaps the lengths of the two blocks; this is the consistent reading).
 
@@ -80,8 +80,8 @@ def outer_sum(vectors: Float[Tensor, "b c s"], sides: Sequence[int]) -> Float[Te
                   [12., 22., 32.]]]])
     """
     check_grid("outer_sum", "vectors", vectors)
-    if vectors.dim() != 3 or vectors.shape[2] != sum(sides):
-        fix = f"one vector an axis, {sum(sides)} cells for sides {tuple(sides)}."
-        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of sides).", fix, vectors=vectors)
+    if vectors.dim() != 3 or vectors.shape[2] != sum(size):
+        fix = f"one vector an axis, {sum(size)} positions for sides {tuple(size)}."
+        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of the size).", fix, vectors=vectors)
     axes = AXES if choose_fast() is None else once(AXES)
-    return axes.scatter(vectors, sides)
+    return axes.scatter(vectors, size)

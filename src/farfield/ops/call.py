@@ -23,7 +23,7 @@ class Norm(Protocol):
         ...
 
     def __call__(
-        self, query: Tensor, asked: Tensor, summary: Summary, row: Operator | None = None
+        self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
         """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
         ...
@@ -75,19 +75,19 @@ def by_head(call: Call, dtype: torch.dtype) -> Tensor:
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
     """Keys `(b, h, d, n)` of gathered positions, or their scores; of sums, sums."""
-    (cells, real), (matrix, bias) = gathered, call.key
+    (positions, valid), (matrix, bias) = gathered, call.key
     if not call.operator.reads_keys:
-        return real[:, None].expand(-1, call.heads, -1, -1)
-    if call.operator.answers.side_by_side or bias is None:
-        return split_heads(project(cells, call.key), call.heads)
-    return split_heads(project(cells, Projection(matrix)) + bias[:, None].to(cells.dtype) * real, call.heads)
+        return valid[:, None].expand(-1, call.heads, -1, -1)
+    if call.operator.keys_from.side_by_side or bias is None:
+        return split_heads(project(positions, call.key), call.heads)
+    return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
 
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
     """Queries `(b, h, d, m)` of gathered positions, or their scores; of sums, means, and 0 where nothing is valid."""
-    (cells, real), (matrix, bias) = gathered, call.query
-    if call.operator.asks.side_by_side:
-        return split_heads(project(cells, call.query), call.heads)
-    rows = project(cells / real.clamp_min(1), Projection(matrix))
-    rows = rows if bias is None else rows + bias[:, None].to(cells.dtype) * (real > 0)
+    (positions, valid), (matrix, bias) = gathered, call.query
+    if call.operator.queries_from.side_by_side:
+        return split_heads(project(positions, call.query), call.heads)
+    rows = project(positions / valid.clamp_min(1), Projection(matrix))
+    rows = rows if bias is None else rows + bias[:, None].to(positions.dtype) * (valid > 0)
     return split_heads(rows, call.heads)

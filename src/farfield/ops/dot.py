@@ -18,19 +18,19 @@ def dot_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to every cell by its product with the query, over the channels.
+    """Attend to every position by its product with the query, over the channels.
 
     `response_i = (1/d) Σ_j (k_jᵀ q_i) v_j`, d channels a head.
 
     Computed in the quadratic order, so that `factorized_attention`, which is equal, has something to be compared with.
-    It divides by channels and not by cells: in float16, long grids of one sign exceed 65,504.
+    It divides by channels and not by positions: in float16, long grids of one sign exceed 65,504.
 
     Args:
         query: The asking grid, `(b, c, *m)`.
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -41,7 +41,7 @@ def dot_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·N·(c + p) multiply-adds; b·h·M·N coefficients in memory.
+        b·M·N·(c + p) MACs; b·h·M·N coefficients in memory.
 
     Reference: FA Eq. 6.
 

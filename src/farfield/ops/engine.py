@@ -60,12 +60,12 @@ def attend(
         if response is not None:
             return response
         call = fast.prepare(fast.reorder(call, query, key, value))
-    keys, queries = call.operator.answers, call.operator.asks
+    keys, queries = call.operator.keys_from, call.operator.queries_from
     gathered = keys.gather(key, mask, None)
-    values = gathered.cells if value is key else keys.gather(value, mask, None).cells
-    asking = gathered if itself and queries.gather == keys.gather else queries.gather(query, query_mask, None)
-    projected, summary = summarize_positions(fast, call, gathered, values, mask is None, asking is gathered)
-    return respond_positions(fast, call, query, asking, projected, summary)
+    values = gathered.positions if value is key else keys.gather(value, mask, None).positions
+    query_positions = gathered if itself and queries.gather == keys.gather else queries.gather(query, query_mask, None)
+    projected, summary = summarize_positions(fast, call, gathered, values, mask is None, query_positions is gathered)
+    return respond_positions(fast, call, query, query_positions, projected, summary)
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
@@ -82,8 +82,8 @@ def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, plac
     """
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
-    gathered = call.operator.answers.gather(grid, mask, place)
-    return summarize_positions(fast, call, gathered, gathered.cells, mask is None and place is None)[1]
+    gathered = call.operator.keys_from.gather(grid, mask, place)
+    return summarize_positions(fast, call, gathered, gathered.positions, mask is None and place is None)[1]
 
 
 def respond_grid(
@@ -112,26 +112,26 @@ def respond_grid(
     """
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
-    asking = call.operator.asks.gather(grid, mask, None) if query_sums is None else query_sums
-    return respond_positions(fast, call, grid, asking, None, summary, place, target)
+    query_positions = call.operator.queries_from.gather(grid, mask, None) if query_sums is None else query_sums
+    return respond_positions(fast, call, grid, query_positions, None, summary, place, target)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
 def summarize_positions(
-    fast: Steps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, asks: bool = False
+    fast: Steps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
     """Project keys, summarize and project the slots' values; where the same positions ask, project their queries too.
 
     Returns:
         The queries `(b, h, d, n)` or None, and the summary.
     """
-    found = None if fast is None else fast.summarize(call, gathered, values, complete, asks)
+    found = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
     if found is None:
         key, shared = project_keys(call, gathered), call.value.matrix is not None
-        same = values is gathered.cells and call.operator.reads_keys and call.key.matrix is None and not shared
+        same = values is gathered.positions and call.operator.reads_keys and call.key.matrix is None and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
-        found = None, summarize(call.operator, key, value, gathered.real[:, None], complete)
+        found = None, summarize(call.operator, key, value, gathered.valid[:, None], complete)
     projected, summary = found
     if call.value.matrix is None:
         return projected, summary
@@ -143,46 +143,52 @@ def respond_positions(
     fast: Steps | None,
     call: Call,
     grid: Tensor,
-    asking: Gathered,
+    query_positions: Gathered,
     query: Tensor | None,
     summary: Summary,
     place: Place | None = None,
     target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
     """Norm, respond, project the responses and scatter them into a grid like the query grid."""
-    queries, scale, bias = call.operator.asks, call.scale, call.output.bias
-    query = project_queries(call, asking) if query is None else query
+    queries, scale, bias = call.operator.queries_from, call.scale, call.output.bias
+    query = project_queries(call, query_positions) if query is None else query
     if call.norm is not None:
         query = query if scale == 1 else query * scale
-        query, summary, shift = call.norm(query, asking.real, summary, call.operator)
+        query, summary, shift = call.norm(query, query_positions.valid, summary, call.operator)
         scale, bias = 1.0, project_shift(call, shift)
     rank = grid.dim() - 2
     if target is not None and fast is not None:
-        return fast.add_responses(call, asking, query, summary, scale, target(bias))
+        return fast.add_responses(call, query_positions, query, summary, scale, target(bias))
     if target is not None:
-        responses = respond_mapped(None, call, asking, query, summary, scale, by_head(call, query.dtype), None)
-        out, responses = target(bias), queries.normalized(responses, asking.real, rank)
+        responses = respond_mapped(None, call, query_positions, query, summary, scale, by_head(call, query.dtype), None)
+        out, responses = target(bias), queries.normalized(responses, query_positions.valid, rank)
         return out + queries.scatter(responses.to(out.dtype), grid.shape[2:], None)
     if bias is not None and queries.normalize is None and not queries.side_by_side:
         bias = bias / rank  # each position adds up one response an axis; normalized, these count it once
-    responses = project_responses(fast, call, asking, query, summary, scale, bias)
-    responses = queries.normalized(responses, asking.real, rank)
+    responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
+    responses = queries.normalized(responses, query_positions.valid, rank)
     responses = laid_out_for(grid, responses.to(grid.dtype))
     return in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
 
 
 def project_responses(
-    fast: Steps | None, call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, bias: Tensor | None
+    fast: Steps | None,
+    call: Call,
+    query_positions: Gathered,
+    query: Tensor,
+    summary: Summary,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
     """Responses `(b, out, m)` after the output's projection, which acts on the slots where that is cheaper."""
     matrix, slots = call.output.matrix, summary.values.shape[2]
     if matrix is None:
-        return respond_mapped(fast, call, asking, query, summary, scale, None, bias)
+        return respond_mapped(fast, call, query_positions, query, summary, scale, None, bias)
     width = summary.values.shape[1] * summary.values.shape[3]
     work = call.work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
     if work.folds_output(slots, basis=call.operator.basis is not None):
-        return respond_mapped(fast, call, asking, query, summary, scale, by_head(call, query.dtype), bias)
-    responses = respond_mapped(fast, call, asking, query, summary, scale, None, None)
+        return respond_mapped(fast, call, query_positions, query, summary, scale, by_head(call, query.dtype), bias)
+    responses = respond_mapped(fast, call, query_positions, query, summary, scale, None, None)
     responses = matrix.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
@@ -190,7 +196,7 @@ def project_responses(
 def respond_mapped(
     fast: Steps | None,
     call: Call,
-    asking: Gathered,
+    query_positions: Gathered,
     query: Tensor,
     summary: Summary,
     scale: float,
@@ -198,7 +204,7 @@ def respond_mapped(
     bias: Tensor | None,
 ) -> Tensor:
     """Respond; heads stand side by side, or are projected, by a matrix that acts on the slots, and added up."""
-    responses = None if fast is None else fast.respond(call, asking, query, summary, matrix, bias)
+    responses = None if fast is None else fast.respond(call, query_positions, query, summary, matrix, bias)
     if responses is not None:
         return responses
     if matrix is None:

@@ -1,4 +1,4 @@
-"""Factorized attention: the product of three matrices in the order that is linear in the cells."""
+"""Factorized attention: the product of three matrices in the order that is linear in the positions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def averaged_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to every cell by its product with the query, over the number of cells.
+    """Attend to every position by its product with the query, over the number of positions.
 
     `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, never forming an N×N matrix.
 
-    Without a softmax the product is associative: keys and values first, and the cost is linear in the cells.
+    Without a softmax the product is associative: keys and values first, and the cost is linear in the positions.
 
     Args:
         query: The asking grid, `(b, c, *m)`.
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -40,7 +40,7 @@ def averaged_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
+        b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
 
     Reference: SAN Eq. 2.
 
@@ -69,15 +69,15 @@ def factorized_attention(
 
     `response_i = (1/d) (Σ_j v_j k_jᵀ) q_i`, d channels a head: dot-product attention in the linear order.
 
-    Each key channel is a map over the grid (a basis), each query channel says how much of it an asking cell takes.
-    It divides by channels and not by cells: in float16, long grids of one sign exceed 65,504.
+    Each key channel is a map over the grid (a basis), each query channel says how much of it an asking position takes.
+    It divides by channels and not by positions: in float16, long grids of one sign exceed 65,504.
 
     Args:
         query: The coefficients, `(b, c, *m)`.
         key: The basis, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -88,7 +88,7 @@ def factorized_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(M + N)·c·p/h multiply-adds; c·p/h numbers in the summary.
+        b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
 
     Reference: FA Eq. 3, FA Eq. 8.
 
@@ -120,13 +120,13 @@ def factorized_gaussian_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Combine, by a softmax over channels, the means gathered by a softmax over cells.
+    """Combine, by a softmax over channels, the means gathered by a softmax over positions.
 
-    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *cells* of the basis, over *channels* of
+    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *positions* of the basis, over *channels* of
     the coefficients.
 
-    Both factors are normalised, so the implied attention row is a distribution over cells, as softmax attention's is,
-    at a cost linear in the cells. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
+    Both factors are normalised, so the implied attention row is a distribution over positions, as softmax attention's is,
+    at a cost linear in the positions. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
     bracket around the product; its text, followed here, puts it on the basis.
 
     Args:
@@ -134,7 +134,7 @@ def factorized_gaussian_attention(
         key: The basis before its softmax, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -145,7 +145,7 @@ def factorized_gaussian_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(M + N)·c·p/h multiply-adds and b·c·(M + N) exponentials; c·p/h numbers in the summary.
+        b·(M + N)·c·p/h MACs and b·c·(M + N) exponentials; c·p/h numbers in the summary.
 
     Reference: FA Eq. 4.
 

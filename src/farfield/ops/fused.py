@@ -1,6 +1,6 @@
 """Softmax attention by torch's kernel, which keeps no matrix of products; by its equation where the kernel has no way.
 
-The kernel can be differentiated once and backwards. Cells are `(b, h, cells, channels)`, as it wants them.
+The kernel can be differentiated once and backwards. Positions are `(b, h, positions, channels)`, as it wants them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         `(b, h, m, c)`.
 
     Cost:
-        b·h·m·n·(d + c) multiply-adds, and 2.5 times that backward; kept for backward are the arguments, the response
+        b·h·m·n·(d + c) MACs, and 2.5 times that backward; kept for backward are the arguments, the response
         and m numbers a head. In forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
     """
     if is_recorded():

@@ -1,7 +1,7 @@
-"""Cells of a grid: which of them answer or ask, how they are gathered from a grid and scattered into one.
+"""Positions of a grid: which of them answer or ask, how they are gathered from a grid and scattered into one.
 
-A grid is `(batch, channels, *sides)`; its cells are `(batch, channels, cells)`. A tile of a larger grid says where it
-lies by a place, `(origin, sides)`: its first index on each axis, and the sides of the whole.
+A grid is `(batch, channels, *size)`; its positions are `(batch, channels, positions)`. A tile of a larger grid says where it
+lies by a place, `(origin, size)`: its first index on each axis, and the size of the whole.
 """
 
 from __future__ import annotations
@@ -18,87 +18,87 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, sides of the whole
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, size of the whole
 
 
 class Gathered(NamedTuple):
-    """Cells of a grid and how real they are.
+    """Positions of a grid and how valid they are.
 
     Attributes:
-        cells: `(b, c, n)`; 0 where nothing is real.
-        real: `(b, 1, n)`; 1 where a cell is real, 0 where not. For axis sums the number of real cells summed.
+        positions: `(b, c, n)`; 0 where nothing is valid.
+        valid: `(b, 1, n)`; 1 where a position is valid, 0 where not. For axis sums the number of valid positions summed.
     """
 
-    cells: Tensor
-    real: Tensor
+    positions: Tensor
+    valid: Tensor
 
     def merge(self, other: Gathered) -> Gathered:
         """Add the sums and counts of another tile (only axis sums add)."""
-        return Gathered(self.cells + other.cells, self.real + other.real)
+        return Gathered(self.positions + other.positions, self.valid + other.valid)
 
 
-def never_asks(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
-    """Refuse to scatter: there is no cell of the grid that a pooled response belongs to."""
-    raise ValueError("Operator: cells without a scatter only answer; fix: asks=ops.ALL or ops.AXES.")
+def refuse_scatter(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
+    """Refuse to scatter: there is no position of the grid that a pooled response belongs to."""
+    raise ValueError("Operator: positions without a scatter hold keys only; fix: queries_from=ops.ALL or ops.AXES.")
 
 
-class Cells(NamedTuple):
-    """Which cells answer or ask.
+class Positions(NamedTuple):
+    """Which positions answer or ask.
 
     Attributes:
         gather: `(grid, mask, place) -> Gathered`.
-        scatter: `(responses (b, c, n), sides, place) -> grid`; by default such cells only answer.
+        scatter: `(responses (b, c, n), size, place) -> grid`; by default such positions only answer.
         side_by_side: True if tiles stand beside each other, False if they add up.
-        normalize: `(responses, real, rank) -> responses`, before they are scattered; None leaves them as they are.
+        normalize: `(responses, valid, rank) -> responses`, before they are scattered; None leaves them as they are.
     """
 
     gather: Callable[..., Gathered]
-    scatter: Callable[..., Tensor] = never_asks
+    scatter: Callable[..., Tensor] = refuse_scatter
     side_by_side: bool = True
     normalize: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
-    def normalized(self, responses: Tensor, real: Tensor, rank: int) -> Tensor:
+    def normalized(self, responses: Tensor, valid: Tensor, rank: int) -> Tensor:
         """The responses as they are scattered."""
-        return responses if self.normalize is None else self.normalize(responses, real, rank)
+        return responses if self.normalize is None else self.normalize(responses, valid, rank)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over cells accumulate: float32 at least."""
+    """The dtype in which sums over positions accumulate: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Read masked cells as 0, whatever they hold."""
+    """Read masked positions as 0, whatever they hold."""
     return grid if mask is None else torch.where(mask[:, None], grid, 0)
 
 
-def real_cells(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """`(b, 1, *sides)`: 1 where a cell is real; without a mask one number, expanded."""
+def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """`(b, 1, *size)`: 1 where a position is valid; without a mask one number, expanded."""
     dtype = accumulation(grid.dtype)
     if mask is None:
         return grid.new_ones((), dtype=dtype).expand(grid.shape[0], 1, *grid.shape[2:])
     return mask[:, None].to(dtype)
 
 
-# ---- all cells -------------------------------------------------------------------------------------------------------
+# ---- all positions -------------------------------------------------------------------------------------------------------
 def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather every cell, by view (KAN §2.2, unfolding along the channel mode)."""
-    cells = grid.flatten(2)
+    """Gather every position, by view (KAN §2.2, unfolding along the channel mode)."""
+    positions = grid.flatten(2)
     if mask is None:
         one = grid.new_ones((), dtype=accumulation(grid.dtype))
-        return Gathered(cells, one.expand(cells.shape[0], 1, cells.shape[2]))
-    return Gathered(hide(grid, mask).flatten(2), real_cells(grid, mask).flatten(2))
+        return Gathered(positions, one.expand(positions.shape[0], 1, positions.shape[2]))
+    return Gathered(hide(grid, mask).flatten(2), valid_positions(grid, mask).flatten(2))
 
 
-def unflatten(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
-    """Scatter one response a cell back to a grid, by view."""
-    return responses.unflatten(2, tuple(sides))
+def unflatten(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
+    """Scatter one response a position back to a grid, by view."""
+    return responses.unflatten(2, tuple(size))
 
 
-# ---- pooled cells ----------------------------------------------------------------------------------------------------
+# ---- pooled positions ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Pool:
-    """Gather windows of `size` cells a side, ceil mode: their largest or mean real cell, channel by channel."""
+    """Gather windows of `size` positions a side, ceil mode: their largest or mean valid position, channel by channel."""
 
     size: int | tuple[int, ...]
     kind: str
@@ -117,17 +117,19 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
         raise ShapeError(f"softmax_pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
-    real = real_cells(grid, mask)
+    valid = valid_positions(grid, mask)
     if kind == "mean":
-        cells, real = windows(hide(grid, mask).to(real.dtype), sizes, 0).sum(-1), windows(real, sizes, 0).sum(-1)
-        return Gathered((cells / real.clamp_min(1)).to(grid.dtype).flatten(2), (real > 0).to(real.dtype).flatten(2))
-    cells = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
-    cells, real = windows(cells, sizes, -torch.inf).amax(-1), windows(real, sizes, 0).amax(-1)
-    return Gathered(torch.where(real > 0, cells, 0).flatten(2), real.flatten(2))
+        positions, valid = windows(hide(grid, mask).to(valid.dtype), sizes, 0).sum(-1), windows(valid, sizes, 0).sum(-1)
+        return Gathered(
+            (positions / valid.clamp_min(1)).to(grid.dtype).flatten(2), (valid > 0).to(valid.dtype).flatten(2)
+        )
+    positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
+    positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
+    return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
-    """`(b, c, *ceil(sides / sizes), window)`: the cells of each window side by side, padded by `fill`."""
+    """`(b, c, *ceil(size / sizes), window)`: the positions of each window side by side, padded by `fill`."""
     rank = len(sizes)
     pad = [extent for side, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-side % size, 0)]
     grid = F.pad(grid, pad[::-1], value=fill)
@@ -138,12 +140,12 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather, for each index of each axis, the sum over all other axes and the number of cells in it (KAN 14-15)."""
-    return Gathered(along_axes(hide(grid, mask), place), real_counts(grid, mask, place))
+    """Gather, for each index of each axis, the sum over all other axes and the number of positions in it (KAN 14-15)."""
+    return Gathered(along_axes(hide(grid, mask), place), valid_counts(grid, mask, place))
 
 
 def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
-    """`(b, c, Σ sides)`: sums over all axes but one, the axes in the grid's order."""
+    """`(b, c, Σ size)`: sums over all axes but one, the axes in the grid's order."""
     axes = range(2, grid.dim())
     others = [[other for other in axes if other != axis] for axis in axes]
     dtype = accumulation(grid.dtype)
@@ -151,13 +153,13 @@ def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
     return torch.cat(at_place(sums, place), -1)
 
 
-def real_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Tensor:
-    """`(b, 1, Σ sides)`: how many valid positions each index of each axis has."""
+def valid_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Tensor:
+    """`(b, 1, Σ size)`: how many valid positions each index of each axis has."""
     if mask is not None:
-        return along_axes(real_cells(grid, mask), place)
-    sides = tuple(grid.shape[2:])
-    cells, dtype = math.prod(sides), accumulation(grid.dtype)
-    counts = [grid.new_full((grid.shape[0], 1, side), cells // side, dtype=dtype) for side in sides]
+        return along_axes(valid_positions(grid, mask), place)
+    size = tuple(grid.shape[2:])
+    positions, dtype = math.prod(size), accumulation(grid.dtype)
+    counts = [grid.new_full((grid.shape[0], 1, side), positions // side, dtype=dtype) for side in size]
     return torch.cat(at_place(counts, place), -1)
 
 
@@ -170,12 +172,12 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
     ]
 
 
-def add_axes(responses: Tensor, sides: Sequence[int], place: Place | None = None) -> Tensor:
+def add_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
     if place is None:
-        return add_parts(list(responses.split_with_sizes(list(sides), -1)))
+        return add_parts(list(responses.split_with_sizes(list(size), -1)))
     parts = responses.split_with_sizes(list(place[1]), -1)
-    return add_parts([part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], sides, strict=True)])
+    return add_parts([part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], size, strict=True)])
 
 
 def add_parts(parts: list[Tensor]) -> Tensor:
@@ -186,40 +188,40 @@ def add_parts(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
-def count_mean_once(responses: Tensor, real: Tensor, rank: int) -> Tensor:
+def count_mean_once(responses: Tensor, valid: Tensor, rank: int) -> Tensor:
     """Take from the vectors of all axes what their outer sum has of its mean more than once (KAN 13).
 
     The outer sum of n axes' vectors has the mean over positions n·m, m being the mean of the vectors by the counts of
     their positions. With (n - 1)/n · m less in each, it has m, and the implied rows sum to 1.
 
     Args:
-        responses: `(b, c, Σ sides)`.
-        real: `(b, 1, Σ sides)`, how many valid positions each index has.
+        responses: `(b, c, Σ size)`.
+        valid: `(b, 1, Σ size)`, how many valid positions each index has.
         rank: Number of axes.
     """
     if rank == 1:
         return responses
-    dtype = real.dtype
-    mean = (responses.to(dtype) * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    dtype = valid.dtype
+    mean = (responses.to(dtype) * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
     return responses - ((rank - 1) / rank * mean).to(responses.dtype)
 
 
-ALL = Cells(flatten, unflatten)
-AXES = Cells(axis_sums, add_axes, side_by_side=False)
+ALL = Positions(flatten, unflatten)
+AXES = Positions(axis_sums, add_axes, side_by_side=False)
 NORMALIZED_AXES = AXES._replace(normalize=count_mean_once)
 
 
-def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
-    """Return answering cells that are pooled first (Wang et al. 2018), for a row of one's own.
+def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
+    """Return answering positions that are pooled first (Wang et al. 2018), for a row of one's own.
 
-    Ceil mode: a side of 7 pooled by 2 has 4 windows. Masked cells take no part; a window without a real cell is none.
+    Ceil mode: a side of 7 pooled by 2 has 4 windows. Masked positions take no part; a window without a valid position is none.
 
     Args:
-        size: Cells a side in a window, its stride too; one number, or one a side.
+        size: Positions a side in a window, its stride too; one number, or one a side.
         kind: "max" or "mean".
 
     Returns:
-        The `answers` of an `Operator`.
+        The `keys_from` of an `Operator`.
 
     Raises:
         LookupError: If `kind` is neither.
@@ -232,11 +234,11 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Cells:
     Example:
         >>> import dataclasses
         >>> from farfield.ops import OPERATORS, pooled
-        >>> video = dataclasses.replace(OPERATORS["softmax_pooled"], answers=pooled((1, 2, 2)))
+        >>> video = dataclasses.replace(OPERATORS["softmax_pooled"], keys_from=pooled((1, 2, 2)))
     """
     if kind not in ("max", "mean"):
         raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
-    return Cells(Pool(size, kind))
+    return Positions(Pool(size, kind))
 
 
 POOLED = pooled()
@@ -244,13 +246,13 @@ POOLED = pooled()
 
 # ---- memory formats -------------------------------------------------------------------------------------------------
 def in_channels_last(grid: Tensor) -> bool:
-    """Whether the channels of a cell lie side by side in memory."""
+    """Whether the channels of a position lie side by side in memory."""
     return not grid.is_contiguous() and grid.stride(1) == 1
 
 
-def laid_out_for(grid: Tensor, cells: Tensor) -> Tensor:
-    """Responses `(b, c, n)` in memory as the asking grid's cells are, so that scattering them writes in its order."""
-    return cells.mT.contiguous().mT if in_channels_last(grid) else cells.contiguous()
+def laid_out_for(grid: Tensor, positions: Tensor) -> Tensor:
+    """Responses `(b, c, n)` in memory as the asking grid's positions are, so that scattering them writes in its order."""
+    return positions.mT.contiguous().mT if in_channels_last(grid) else positions.contiguous()
 
 
 def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kronecker attention: attend to the averages along each axis in place of all cells."""
+"""Kronecker attention: attend to the averages along each axis in place of all positions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def kronecker_kv_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend from every cell to the averages along each axis.
+    """Attend from every position to the averages along each axis.
 
     `O = attn(X, C, C)` with C = [L | H] the axis means of the answering grid (`axis_means`).
 
-    A grid of N cells has Σ sides axis means: h + w for an image. On a grid of rank 1 it is softmax attention exactly.
+    A grid of N positions has Σ size axis means: h + w for an image. On a grid of rank 1 it is softmax attention exactly.
 
     Args:
         query: The asking grid, `(b, c, *m)`.
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
             part. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by.
@@ -43,7 +43,7 @@ def kronecker_kv_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·Σsides·(c + p) multiply-adds; b·h·M·Σsides coefficients.
+        b·M·Σsides·(c + p) MACs; b·h·M·Σsides coefficients.
 
     Reference: KAN Eq. 14, KAN Eq. 15, KAN Eq. 16.
 
@@ -81,7 +81,7 @@ def kronecker_qkv_attention(
 
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
 
-    The attention itself is quadratic in Σ sides only; the grid is read once and written once. The outer sum of n axes
+    The attention itself is quadratic in Σ size only; the grid is read once and written once. The outer sum of n axes
     has the grand mean n times; it is counted once, so that the implied rows sum to 1. As printed, without that, it is
     `kronecker_qkv_literal_attention`.
 
@@ -90,7 +90,7 @@ def kronecker_qkv_attention(
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
             part. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
             anything and respond finitely.
@@ -104,7 +104,7 @@ def kronecker_qkv_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(Σsides)²·(c + p) multiply-adds, and one read and one write of the grid.
+        b·(Σsides)²·(c + p) MACs, and one read and one write of the grid.
 
     Reference: KAN Eq. 17, KAN Eq. 18, and KAN Eq. 13 for what is counted once.
 
@@ -150,7 +150,7 @@ def kronecker_qkv_literal_attention(
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; means run over those, an index without one takes no
+        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
             part. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
             anything and respond finitely.
@@ -164,7 +164,7 @@ def kronecker_qkv_literal_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(Σsides)²·(c + p) multiply-adds, and one read and one write of the grid.
+        b·(Σsides)²·(c + p) MACs, and one read and one write of the grid.
 
     Reference: KAN Eq. 17, KAN Eq. 18.
 

@@ -45,5 +45,5 @@ def autocasts(tensor: Tensor) -> bool:
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Compute in the tensors' own dtypes also under autocast: sums over cells accumulate in float32 at least."""
+    """Compute in the tensors' own dtypes also under autocast: sums over positions accumulate in float32 at least."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()

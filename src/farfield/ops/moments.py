@@ -27,12 +27,12 @@ class Moments(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
 
 
-def cell_moments(cells: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and number `(b, 1, 1, 1)` of the real cells `(b, h, d, n)`."""
-    cells, real = cells.to(accumulation(cells.dtype)), real.to(accumulation(cells.dtype))
-    count = real.sum(-1, keepdim=True)
-    mean = (cells * real).sum(-1, keepdim=True) / count.clamp_min(1)
-    centred = (cells - mean) * real
+def position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and number `(b, 1, 1, 1)` of the valid positions `(b, h, d, n)`."""
+    positions, valid = positions.to(accumulation(positions.dtype)), valid.to(accumulation(positions.dtype))
+    count = valid.sum(-1, keepdim=True)
+    mean = (positions * valid).sum(-1, keepdim=True) / count.clamp_min(1)
+    centred = (positions - mean) * valid
     return mean, centred @ centred.mT / count.clamp_min(1), count
 
 
@@ -44,31 +44,33 @@ def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
     return Moments(whole, (share * (variance + (mean - whole) ** 2)).sum(0), total)
 
 
-def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor, *, columns: bool = False) -> Moments:
-    """Moments, one a head, of all products kᵀq of real cells of a batch, none of which is formed.
+def product_moments(
+    query: Tensor, query_valid: Tensor, key: Tensor, key_valid: Tensor, *, columns: bool = False
+) -> Moments:
+    """Moments, one a head, of all products kᵀq of valid positions of a batch, none of which is formed.
 
     mean = q̄ᵀk̄ and variance = q̄ᵀ C_k q̄ + k̄ᵀ C_q k̄ + tr(C_q C_k) within a sample, plus the variance of the means between
-    samples; pairs weigh alike, so a sample's share is n_q·n_k. Within columns, those of one asking cell, each less its
+    samples; pairs weigh alike, so a sample's share is n_q·n_k. Within columns, those of one asking position, each less its
     mean, which the softmax does not see: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
 
     Args:
         query: `(b, h, d, m)`.
-        asked: `(b, 1, 1, m)`, 1 where an asking cell is real.
+        query_valid: `(b, 1, 1, m)`, 1 where an asking position is valid.
         key: `(b, h, d, r)`.
-        answered: `(b, 1, 1, r)`, 1 where a slot has a real cell.
+        key_valid: `(b, 1, 1, r)`, 1 where a slot has a valid position.
         columns: Whether each column is less its mean.
 
     Returns:
         Moments of `h` features.
 
     Cost:
-        b·d²·(m + r) multiply-adds, in place of b·d·m·r and the matrix.
+        b·d²·(m + r) MACs, in place of b·d·m·r and the matrix.
 
     Reference: KAN §4.1 (batch normalisation on the coefficient matrices).
     """
     (mean_q, covariance_q, count_q), (mean_k, covariance_k, count_k) = (
-        cell_moments(query, asked),
-        cell_moments(key, answered),
+        position_moments(query, query_valid),
+        position_moments(key, key_valid),
     )
     mean = (mean_q * mean_k).sum((2, 3))  # (b, h)
     within = (mean_q.mT @ covariance_k @ mean_q).sum((2, 3)) + (covariance_q * covariance_k).sum((2, 3))
@@ -78,23 +80,23 @@ def product_moments(query: Tensor, asked: Tensor, key: Tensor, answered: Tensor,
     return pooled_moments(mean, within + (mean_k.mT @ covariance_q @ mean_k).sum((2, 3)), count)
 
 
-def response_moments(slots: Tensor, coefficients: Tensor, asked: Tensor) -> Moments:
-    """Moments, one a head and channel, of the responses slotsᵀ · coefficients of the real asking cells of a batch.
+def response_moments(slots: Tensor, coefficients: Tensor, query_valid: Tensor) -> Moments:
+    """Moments, one a head and channel, of the responses slotsᵀ · coefficients of the valid asking positions of a batch.
 
     Args:
         slots: `(b, h, r, c)`.
         coefficients: `(b, h, r, m)`.
-        asked: `(b, 1, 1, m)`, 1 where an asking cell is real.
+        query_valid: `(b, 1, 1, m)`, 1 where an asking position is valid.
 
     Returns:
         Moments of `(h, c)` features.
 
     Cost:
-        b·h·r²·(m + c) multiply-adds.
+        b·h·r²·(m + c) MACs.
 
     Reference: SAN Appendix (batch normalisation of the operator's output).
     """
-    mean_a, covariance_a, count = cell_moments(coefficients, asked)
+    mean_a, covariance_a, count = position_moments(coefficients, query_valid)
     slots = slots.to(mean_a.dtype)
     mean = (slots.mT @ mean_a)[..., 0]  # (b, h, c)
     variance = ((covariance_a @ slots) * slots).sum(2)

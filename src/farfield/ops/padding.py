@@ -1,4 +1,4 @@
-"""Grids of different sides in one batch."""
+"""Grids of different sizes in one batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from farfield._checks import ShapeError, check_grid, check_same_kind, shape_erro
 
 
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
-    """Make one batch of grids of different sides, and the mask that says which cells are real.
+    """Make one batch of grids of different sizes, and the mask that says which positions are valid.
 
     Padding never matters: with the mask, every operator answers as for each grid alone.
 
     Args:
-        grids: Grids `(c, *sides)` of one rank, channels, dtype and device.
+        grids: Grids `(c, *size)` of one rank, channels, dtype and device.
 
     Returns:
-        The batch `(b, c, *largest sides)`, zeros behind each grid, and the mask `(b, *largest sides)`.
+        The batch `(b, c, *largest size)`, zeros behind each grid, and the mask `(b, *largest size)`.
 
     Raises:
         ShapeError: If there are no grids, or their ranks or channels differ.
@@ -47,11 +47,11 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
             fix = "give all grids one rank and the same channels."
             raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
     check_same_kind("pad_grids", **named)
-    sides = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
-    batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *sides)
-    mask = torch.zeros(len(grids), *sides, dtype=torch.bool, device=batch.device)
+    size = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
+    batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *size)
+    mask = torch.zeros(len(grids), *size, dtype=torch.bool, device=batch.device)
     for index, grid in enumerate(grids):
-        behind = [extent for side, whole in zip(grid.shape[1:], sides, strict=True) for extent in (whole - side, 0)]
+        behind = [extent for side, whole in zip(grid.shape[1:], size, strict=True) for extent in (whole - side, 0)]
         batch[index] = F.pad(grid, behind[::-1])
         mask[index] = F.pad(mask.new_ones(grid.shape[1:]), behind[::-1])
     return batch, mask

@@ -75,16 +75,16 @@ def score_matrix(vector: Tensor, heads: int) -> Tensor:
     return (torch.eye(heads, dtype=vector.dtype, device=vector.device)[:, :, None] * vector.view(heads, -1)).flatten(1)
 
 
-def split_heads(cells: Tensor, heads: int) -> Tensor:
+def split_heads(positions: Tensor, heads: int) -> Tensor:
     """`(b, c, n)` to `(b, h, c/h, n)`, by view."""
-    return cells[:, None] if heads == 1 else cells.unflatten(1, (heads, -1))
+    return positions[:, None] if heads == 1 else positions.unflatten(1, (heads, -1))
 
 
-def project(cells: Tensor, projection: Projection) -> Tensor:
+def project(positions: Tensor, projection: Projection) -> Tensor:
     """`(b, out, n)`: positions `(b, in, n)` through a map, or as they are."""
     matrix, bias = projection
     if matrix is None:
-        return cells
+        return positions
     # Expanded, or matmul would fold samples and positions into one dimension, by a copy of them.
-    matrix = matrix.to(cells.dtype).expand(cells.shape[0], -1, -1)  # sums of half precision are float32
-    return matrix @ cells if bias is None else torch.baddbmm(bias[:, None].to(cells.dtype), matrix, cells)
+    matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums of half precision are float32
+    return matrix @ positions if bias is None else torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)

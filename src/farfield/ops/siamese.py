@@ -22,9 +22,9 @@ def siamese_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity: a local term from the query and a global one from the keys.
 
-    `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over cells of (q_i + k_j)ᵀ w · v_j.
+    `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over positions of (q_i + k_j)ᵀ w · v_j.
 
-    The similarity (SAN 4) is symmetric and additive, so the sum over cells splits: two vectors summarize the whole
+    The similarity (SAN 4) is symmetric and additive, so the sum over positions splits: two vectors summarize the whole
     grid, and the grid is read once and written once.
 
     Args:
@@ -33,7 +33,7 @@ def siamese_attention(
         value: The answering grid's values, `(b, p, *n)`.
         weight: The learned vector w, `(c,)`; c/heads numbers a head.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -44,7 +44,7 @@ def siamese_attention(
         TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
+        About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.
 
     Reference: SAN Eq. 5, SAN Eq. 6.
 
@@ -83,7 +83,7 @@ def siamese_local_attention(
 
     `response_i = v̄ (wᵀ q_i)`.
 
-    SAN's ablation without the global term: every cell takes the mean value, weighed by its own score. Keys are not
+    SAN's ablation without the global term: every position takes the mean value, weighed by its own score. Keys are not
     read; they are an argument so that all rows are called alike.
 
     Args:
@@ -92,7 +92,7 @@ def siamese_local_attention(
         value: The answering grid's values, `(b, p, *n)`.
         weight: The learned vector w, `(c,)`; c/heads numbers a head.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; the mean is over those. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid; the mean is over those. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -103,7 +103,7 @@ def siamese_local_attention(
         TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        About b·M·(c + p) + b·N·p multiply-adds; p numbers in the summary.
+        About b·M·(c + p) + b·N·p MACs; p numbers in the summary.
 
     Reference: SAN Table 6.
 
@@ -148,7 +148,7 @@ def siamese_ones_attention(
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; N counts those. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
 
     Returns:
@@ -159,7 +159,7 @@ def siamese_ones_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        About b·(M + N)·(c + 2·p) multiply-adds; 2·p numbers in the summary.
+        About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.
 
     Reference: SAN Table 8.
 
@@ -207,7 +207,7 @@ def siamese_similarity(
         TypeError: If dtypes differ.
 
     Cost:
-        2·c multiply-adds a pair.
+        2·c MACs a pair.
 
     Reference: SAN Eq. 3, SAN Eq. 4.
 

@@ -11,21 +11,21 @@ from farfield.ops.modes import full_precision
 
 
 def stand_beside(slots: Tensor, others: Tensor) -> Tensor:
-    """Join slots that are cells."""
+    """Join slots that are positions."""
     return torch.cat([slots, others], 2)
 
 
 class Summary(NamedTuple):
-    """What the answering cells say, small and mergeable.
+    """What the answering positions say, small and mergeable.
 
     Attributes:
-        values: `(b, h, r, c)`, the sum over cells of weight · value; h is 1 where heads share the values.
-        weights: `(b, h, r, 1)`, the sum over cells of weight: what a bias of the values is multiplied by.
-        count: `(b, 1, 1, 1)`, the number of real answering cells.
+        values: `(b, h, r, c)`, the sum over positions of weight · value; h is 1 where heads share the values.
+        weights: `(b, h, r, 1)`, the sum over positions of weight: what a bias of the values is multiplied by.
+        count: `(b, 1, 1, 1)`, the number of valid answering positions.
         keys: `(b, h, r, d)`, the sum of a slot's keys, where slots are found by content.
         peak: `(b, h, r, 1)`, what exponents are relative to.
-        side_by_side: True if slots are cells, so that tiles stand beside each other; False if they add up.
-        complete: True if every slot is known to hold a real cell, so that none has to be masked.
+        side_by_side: True if slots are positions, so that tiles stand beside each other; False if they add up.
+        complete: True if every slot is known to hold a valid position, so that none has to be masked.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class Summary(NamedTuple):
     complete: bool = False
 
     def merge(self, other: Summary) -> Summary:
-        """Merge with the summary of other cells, in any order: the summary of all of them, up to rounding."""
+        """Merge with the summary of other positions, in any order: the summary of all of them, up to rounding."""
         join = stand_beside if self.side_by_side else torch.add
         peak = None
         if self.peak is not None and other.peak is not None:
@@ -71,10 +71,10 @@ class Summary(NamedTuple):
         Example:
             >>> import torch
             >>> from farfield.ops import OPERATORS, summarize
-            >>> key, value, real = torch.randn(1, 2, 4, 9), torch.randn(1, 2, 3, 9), torch.ones(1, 1, 1, 9)
+            >>> key, value, valid = torch.randn(1, 2, 4, 9), torch.randn(1, 2, 3, 9), torch.ones(1, 1, 1, 9)
             >>> matrix, bias = torch.randn(2, 5, 3), torch.randn(2, 5)
-            >>> after = summarize(OPERATORS["averaged"], key, value, real).map_values(matrix, bias)
-            >>> before = summarize(OPERATORS["averaged"], key, matrix @ value + bias[:, :, None], real)
+            >>> after = summarize(OPERATORS["averaged"], key, value, valid).map_values(matrix, bias)
+            >>> before = summarize(OPERATORS["averaged"], key, matrix @ value + bias[:, :, None], valid)
             >>> torch.allclose(after.values, before.values, atol=1e-5)
             True
         """

@@ -19,18 +19,18 @@ def softmax_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to every cell by the softmax of its product with the query.
+    """Attend to every position by the softmax of its product with the query.
 
     `response_i = Σ_j softmax_j(k_jᵀ q_i) v_j`, V · Softmax(KᵀQ) in matrices.
 
-    The regular (non-local) operator: exact, and quadratic in the number of cells. The papers do not scale the products.
+    The regular (non-local) operator: exact, and quadratic in the number of positions. The papers do not scale the products.
 
     Args:
         query: The asking grid, `(b, c, *m)`.
         key: The answering grid's keys, `(b, c, *n)`.
         value: The answering grid's values, `(b, p, *n)`.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real. Others may hold anything; a sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by; 1/√(c/heads) for the usual scaling.
 
@@ -42,7 +42,7 @@ def softmax_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·N·(c + p) multiply-adds; b·h·M·N coefficients, never all in memory.
+        b·M·N·(c + p) MACs; b·h·M·N coefficients, never all in memory.
 
     Reference: KAN Eq. 1, SAN Eq. 1, FA Eq. 9.
 
@@ -76,7 +76,7 @@ def softmax_pooled_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to the largest of every two cells a side.
+    """Attend to the largest of every two positions a side.
 
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
@@ -88,7 +88,7 @@ def softmax_pooled_attention(
         key: The answering grid's keys, `(b, c, *n)`, pooled channel by channel.
         value: The answering grid's values, `(b, p, *n)`, pooled channel by channel.
         heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering cell is real; a window pools those. A sample without one answers 0.
+        mask: `(b, *n)`, True where an answering position is valid; a window pools those. A sample without one answers 0.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
         scale: What products are multiplied by.
 
@@ -100,7 +100,7 @@ def softmax_pooled_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·N'·(c + p) multiply-adds with N' windows, a quarter of N for images with even sides.
+        b·M·N'·(c + p) MACs with N' windows, a quarter of N for images with even sides.
 
     Reference: KAN Table 2.
 

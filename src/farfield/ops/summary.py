@@ -1,8 +1,8 @@
-"""Far field by summary: summarize what answering cells say into slots, merge, respond. Once, for all rows.
+"""Far field by summary: summarize what answering positions say into slots, merge, respond. Once, for all rows.
 
     attention(q, k, v) == respond(q, summarize(k, v))
 
-Cells `(b, h, channels, cells)`; slots `r`.
+Positions `(b, h, channels, positions)`; slots `r`.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from farfield.ops.modes import autocasts, full_precision
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
-# Cells that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 cells is wrong
+# Positions that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 positions is wrong
 # by up to 120 eps, one over 2,048 by 2, a sum of many over 1,024 each by 3.
 PRODUCT, BLOCK = 2048, 1024
-# Cells of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
+# Positions of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
 WIDENED = 16384
 # Times the channels of a head: of so many slots or queries a matrix of coefficients is small.
 SMALL = 8
 
 
-def summarize(row: Operator, key: Tensor, value: Tensor, real: Tensor, complete: bool = False) -> Summary:
-    """Summarize answering cells: the sum over cells of basis(key) ⊗ value.
+def summarize(row: Operator, key: Tensor, value: Tensor, valid: Tensor, complete: bool = False) -> Summary:
+    """Summarize answering positions: the sum over positions of basis(key) ⊗ value.
 
     Args:
         row: The operator.
         key: `(b, h, d, n)`; with a score, `(b, h, 1, n)`.
-        value: `(b, h, c, n)`, or `(b, 1, c, n)` if all heads hear all channels; 0 in masked cells.
-        real: `(b, 1, 1, n)`, 1 where a cell is real; for axis sums the number of cells summed.
-        complete: True if no cell is masked, so that no slot has to be.
+        value: `(b, h, c, n)`, or `(b, 1, c, n)` if all heads hear all channels; 0 in masked positions.
+        valid: `(b, 1, 1, n)`, 1 where a position is valid; for axis sums the number of positions summed.
+        complete: True if no position is masked, so that no slot has to be.
 
     Returns:
         The summary, in float32 at least for slots that are sums.
 
     Cost:
-        b·h·r·c·n multiply-adds and one read of the cells; nothing for rows without a basis.
+        b·h·r·c·n MACs and one read of the positions; nothing for rows without a basis.
 
     Reference: SAN Eq. 2, FA Eq. 3, FA Eq. 4, SAN Eq. 5.
 
     Example:
         >>> import torch
         >>> from farfield.ops import OPERATORS, respond, summarize
-        >>> row, cells, real = OPERATORS["factorized"], torch.randn(2, 1, 8, 30), torch.ones(2, 1, 1, 30)
-        >>> halves = [summarize(row, x, x, m) for x, m in zip(cells.split(15, -1), real.split(15, -1))]
-        >>> respond(row, cells, halves[0].merge(halves[1])).shape
+        >>> row, positions, valid = OPERATORS["factorized"], torch.randn(2, 1, 8, 30), torch.ones(2, 1, 1, 30)
+        >>> halves = [summarize(row, x, x, m) for x, m in zip(positions.split(15, -1), valid.split(15, -1))]
+        >>> respond(row, positions, halves[0].merge(halves[1])).shape
         torch.Size([2, 1, 8, 30])
     """
-    if row.basis is None:  # each answering cell is a slot of its own
+    if row.basis is None:  # each answering position is a slot of its own
         values = value.mT
         keys = values if key is value else key.mT
-        return Summary(values, real.mT, real.sum(-1, keepdim=True), keys, None, row.answers.side_by_side, complete)
+        return Summary(values, valid.mT, valid.sum(-1, keepdim=True), keys, None, row.keys_from.side_by_side, complete)
     with full_precision(value):
         dtype = accumulation(value.dtype)
         # A compiled loop would be of one length, and widens as it reads.
         if dtype == value.dtype or torch.compiler.is_compiling():
-            return sum_cells(row.basis, key.to(dtype), value.to(dtype), real, complete)
-        cells = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), real.split(WIDENED, -1), strict=True)
-        return merge_all([sum_cells(row.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in cells])
+            return sum_positions(row.basis, key.to(dtype), value.to(dtype), valid, complete)
+        positions = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), valid.split(WIDENED, -1), strict=True)
+        return merge_all([sum_positions(row.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions])
 
 
 def merge_all(parts: list[Summary]) -> Summary:
@@ -76,66 +76,66 @@ def merge_all(parts: list[Summary]) -> Summary:
     return merge_all(parts[:middle]).merge(merge_all(parts[middle:]))
 
 
-def sum_cells(
-    weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, real: Tensor, complete: bool
+def sum_positions(
+    weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, valid: Tensor, complete: bool
 ) -> Summary:
-    """Summarize cells, `weigh` being the row's basis."""
-    basis, peak = weigh(key, real)  # (b, h, r, n)
-    weights = (basis if complete else basis * real).sum(-1, keepdim=True)
+    """Summarize positions, `weigh` being the row's basis."""
+    basis, peak = weigh(key, valid)  # (b, h, r, n)
+    weights = (basis if complete else basis * valid).sum(-1, keepdim=True)
     if value.shape[1] < basis.shape[1]:  # values shared by the heads are read once for all of them
-        values = sum_over_cells(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
+        values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
-        values = sum_over_cells(basis, value)
-    count = real[..., :1] * real.shape[-1] if complete else real.sum(-1, keepdim=True)
+        values = sum_over_positions(basis, value)
+    count = valid[..., :1] * valid.shape[-1] if complete else valid.sum(-1, keepdim=True)
     return Summary(values, weights, count, None, peak, False, complete)
 
 
-def sum_over_cells(rows: Tensor, cells: Tensor) -> Tensor:
-    """Σ_j rows_j ⊗ cells_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most PRODUCT cells each."""
-    length, dtype = cells.shape[-1], accumulation(cells.dtype)
-    if dtype != cells.dtype:
-        pieces = zip(rows.split(WIDENED, -1), cells.split(WIDENED, -1), strict=True)
-        return torch.stack([sum_over_cells(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
-    if torch.compiler.is_compiling() or length <= PRODUCT or cells.dtype == torch.float64:
-        return rows @ cells.mT
-    if math.prod(cells.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
-        samples = zip(rows.flatten(0, -3), cells.flatten(0, -3), strict=True)
-        return torch.stack([sum_blocks(*sample) for sample in samples]).unflatten(0, cells.shape[:-2])
+def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
+    """Σ_j rows_j ⊗ positions_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most PRODUCT positions each."""
+    length, dtype = positions.shape[-1], accumulation(positions.dtype)
+    if dtype != positions.dtype:
+        pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
+        return torch.stack([sum_over_positions(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
+    if torch.compiler.is_compiling() or length <= PRODUCT or positions.dtype == torch.float64:
+        return rows @ positions.mT
+    if math.prod(positions.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
+        samples = zip(rows.flatten(0, -3), positions.flatten(0, -3), strict=True)
+        return torch.stack([sum_blocks(*sample) for sample in samples]).unflatten(0, positions.shape[:-2])
     block = math.ceil(length / math.ceil(length / PRODUCT))
-    products = [r @ c.mT for r, c in zip(rows.split(block, -1), cells.split(block, -1), strict=True)]
+    products = [r @ c.mT for r, c in zip(rows.split(block, -1), positions.split(block, -1), strict=True)]
     return torch.stack(products).sum(0) if len(products) > 2 else products[0] + products[1]
 
 
-def sum_blocks(rows: Tensor, cells: Tensor) -> Tensor:
+def sum_blocks(rows: Tensor, positions: Tensor) -> Tensor:
     """The same of one sample, `(r, n)` and `(c, n)` to `(r, c)`: one product for all its blocks."""
-    even = cells.shape[-1] // BLOCK * BLOCK
-    blocks = rows[:, :even].unflatten(1, (-1, BLOCK)).transpose(0, 1), cells[:, :even].unflatten(1, (-1, BLOCK))
-    return torch.bmm(blocks[0], blocks[1].permute(1, 2, 0)).sum(0) + rows[:, even:] @ cells[:, even:].mT
+    even = positions.shape[-1] // BLOCK * BLOCK
+    blocks = rows[:, :even].unflatten(1, (-1, BLOCK)).transpose(0, 1), positions[:, :even].unflatten(1, (-1, BLOCK))
+    return torch.bmm(blocks[0], blocks[1].permute(1, 2, 0)).sum(0) + rows[:, even:] @ positions[:, even:].mT
 
 
 def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) -> Tensor:
-    """Respond to a summary: each asking cell combines the slots with its coefficients.
+    """Respond to a summary: each asking position combines the slots with its coefficients.
 
     Args:
         row: The operator.
         query: `(b, h, d, m)`; with a score, `(b, h, 1, m)`.
-        summary: Of the answering cells.
+        summary: Of the answering positions.
         scale: Of the products, for rows whose coefficients are their softmax.
 
     Returns:
         `(b, h, c, m)`.
 
     Cost:
-        b·h·r·c·m multiply-adds, and b·h·r·d·m for rows that find slots by their keys.
+        b·h·r·c·m MACs, and b·h·r·d·m for rows that find slots by their keys.
 
     Reference: KAN Eq. 1, SAN Eq. 2, FA Eq. 3, FA Eq. 4, SAN Eq. 5.
 
     Example:
         >>> import torch
         >>> from farfield.ops import OPERATORS, respond, summarize
-        >>> cells = torch.randn(2, 1, 8, 30)
-        >>> summary = summarize(OPERATORS["averaged"], cells, cells, torch.ones(2, 1, 1, 30))
-        >>> respond(OPERATORS["averaged"], cells[..., :7], summary).shape
+        >>> positions = torch.randn(2, 1, 8, 30)
+        >>> summary = summarize(OPERATORS["averaged"], positions, positions, torch.ones(2, 1, 1, 30))
+        >>> respond(OPERATORS["averaged"], positions[..., :7], summary).shape
         torch.Size([2, 1, 8, 7])
     """
     slots = (summary.values / row.per(query, summary)).to(query.dtype)  # (b, h, r, c)
@@ -149,9 +149,9 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
     return slots.mT @ row.coefficients(query, summary)
 
 
-def attend_heads(row: Operator, query: Tensor, key: Tensor, value: Tensor, real: Tensor, complete: bool) -> Tensor:
+def attend_heads(row: Operator, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, complete: bool) -> Tensor:
     """Attend within positions that are projected and split into heads: `respond(query, summarize(key, value))`."""
-    return respond(row, query, summarize(row, key, value, real, complete))
+    return respond(row, query, summarize(row, key, value, valid, complete))
 
 
 def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
@@ -165,14 +165,14 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
-    """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, cells, channels)`."""
+    """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, positions, channels)`."""
     dtype = query.dtype
     if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep what it has cast
         dtype = torch.get_autocast_dtype(query.device.type)
-    q, v = (cells.to(dtype).contiguous() for cells in (query.mT, slots))
+    q, v = (positions.to(dtype).contiguous() for positions in (query.mT, slots))
     k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:
         return fused_attention(q, k, v, None, scale).mT
-    real = (summary.weights > 0).mT  # (b, 1, 1, r)
-    some = real.any(-1, keepdim=True)  # a sample with no real cell answers 0
-    return torch.where(some, fused_attention(q, k, v, real | ~some, scale), 0).mT
+    valid = (summary.weights > 0).mT  # (b, 1, 1, r)
+    some = valid.any(-1, keepdim=True)  # a sample with no valid position answers 0
+    return torch.where(some, fused_attention(q, k, v, valid | ~some, scale), 0).mT

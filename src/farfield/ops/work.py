@@ -1,4 +1,4 @@
-"""How many multiply-adds an attention takes, by the numbers of what is multiplied."""
+"""How many MACs an attention takes, by the numbers of what is multiplied."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Work(NamedTuple):
     """What is multiplied for one sample, but for how queries and keys are read.
 
     Attributes:
-        asks: Cells that ask.
-        answers: Cells that answer.
+        queries: Positions that ask.
+        keys: Positions that answer.
         inner: Channels of queries and keys.
         width: Channels of values.
         heads: Their groups.
@@ -19,8 +19,8 @@ class Work(NamedTuple):
         biased: Whether a bias or a norm's shift is added to the responses.
     """
 
-    asks: int
-    answers: int
+    queries: int
+    keys: int
     inner: int
     width: int
     heads: int
@@ -30,24 +30,24 @@ class Work(NamedTuple):
 
     def folds_output(self, slots: int, *, basis: bool) -> bool:
         """Whether it is cheaper to map the slots than the responses."""
-        if not basis:  # as many slots as cells: mapping them costs no more for one head
+        if not basis:  # as many slots as positions: mapping them costs no more for one head
             return bool(self.out) and self.heads == 1 and self.out <= self.width
         return bool(self.out) and slots * self.heads <= self.width + self.out
 
-    def multiply_adds(self, slots: int, *, basis: bool) -> int:
-        """Of a summary of so many slots a head, its maps and the responses; `basis`: slots are weighed, not cells."""
+    def macs(self, slots: int, *, basis: bool) -> int:
+        """Of a summary of so many slots a head, its maps and the responses; `basis`: slots are weighed, not positions."""
         if basis:  # where values are mapped, every head hears every channel
-            total = self.answers * slots * (self.heads * self.channels or self.width)
+            total = self.keys * slots * (self.heads * self.channels or self.width)
         else:  # slots are found by their keys
-            total = self.asks * slots * self.inner
+            total = self.queries * slots * self.inner
         total += slots * self.channels * self.width
         biased = self.biased and basis
         if self.folds_output(slots, basis=basis):
-            last = self.asks * self.out * (biased and is_a_slot(slots * self.heads, self.out))
-            return total + slots * self.width * self.out + self.asks * slots * self.out * self.heads + last
+            last = self.queries * self.out * (biased and is_a_slot(slots * self.heads, self.out))
+            return total + slots * self.width * self.out + self.queries * slots * self.out * self.heads + last
         if not self.out:
-            total += self.asks * self.width * (biased and is_a_slot(slots, self.width // self.heads))
-        return total + self.asks * slots * self.width + self.asks * self.width * self.out
+            total += self.queries * self.width * (biased and is_a_slot(slots, self.width // self.heads))
+        return total + self.queries * slots * self.width + self.queries * self.width * self.out
 
 
 def is_a_slot(slots: int, channels: int) -> bool:

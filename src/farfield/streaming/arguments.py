@@ -29,7 +29,7 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
     )
 
 
-def cells_a_side(
+def positions_a_side(
     caller: str, name: str, given: Any, least: int, *, optional: bool = False
 ) -> int | tuple[int | None, ...]:
     """A whole number, or one for each side.

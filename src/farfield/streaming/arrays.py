@@ -33,19 +33,19 @@ class Layout(NamedTuple):
     channels: bool
     rank: int
 
-    def without_cells(self, shape: Sequence[int]) -> tuple[int, int]:
+    def without_positions(self, shape: Sequence[int]) -> tuple[int, int]:
         """Samples and channels of an array of this shape."""
         return (shape[0] if self.batch else 1), (shape[self.batch] if self.channels else 1)
 
-    def shape(self, batch: int, channels: int, sides: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, batch: int, channels: int, size: Sequence[int]) -> tuple[int, ...]:
         """The shape of an array with these axes; of more than one channel it has that axis anyway."""
         leading = (batch,) * self.batch + (channels,) * (self.channels or channels > 1)
-        return (*leading, *sides)
+        return (*leading, *size)
 
     def axes(self, channels: int, rank: int) -> str:
         """Letters of the axes of such an array, as TIFF files name them."""
-        sides = "TZYX"[-rank:] if rank <= 4 else "Q" * rank
-        return "I" * self.batch + "C" * (self.channels or channels > 1) + sides
+        size = "TZYX"[-rank:] if rank <= 4 else "Q" * rank
+        return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 
 def layout_of(caller: str, shape: Sequence[int], rank: int) -> Layout:
@@ -53,7 +53,7 @@ def layout_of(caller: str, shape: Sequence[int], rank: int) -> Layout:
     beyond = len(shape) - rank
     if beyond not in (0, 1, 2):
         raise ShapeError(
-            f"{caller}: a volume of {rank} sides is (*sides), (channels, *sides) or (batch, channels, *sides), "
+            f"{caller}: a volume of {rank} sides is (*size), (channels, *size) or (batch, channels, *size), "
             f"got shape {tuple(shape)}; fix: one number of tile a side, or a slice of the volume."
         )
     if 0 in shape:
@@ -69,7 +69,7 @@ class Source:
         layout: Its axes.
         device: Where regions go.
         dtype: What they become, if the volume is no mask.
-        padding: Cells before and after each side that are made and not read.
+        padding: Positions before and after each side that are made and not read.
         mode: How they are made.
     """
 
@@ -86,16 +86,16 @@ class Source:
         self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
         self.shape = tuple(int(side) for side in array.shape)
         self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.rank
-        self.batch, self.channels = layout.without_cells(self.shape)
+        self.batch, self.channels = layout.without_positions(self.shape)
 
     @property
-    def sides(self) -> tuple[int, ...]:
+    def size(self) -> tuple[int, ...]:
         """Sides with what is padded."""
         own = self.shape[len(self.shape) - self.layout.rank :]
         return tuple(side + before + after for side, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region) -> Tensor:
-        """Read a region as a grid `(batch, channels, *sides)`."""
+        """Read a region as a grid `(batch, channels, *size)`."""
         own = self.shape[len(self.shape) - self.layout.rank :]
         indices = [
             np.arange(start - before, stop - before)
@@ -135,7 +135,7 @@ class Source:
 
 
 def inside(index: np.ndarray, side: int, mode: str) -> np.ndarray:
-    """Where the cells of a side are read, those that are padded included."""
+    """Where the positions of a side are read, those that are padded included."""
     if mode == "reflect" and side > 1:
         index = np.abs(index) % (2 * side - 2)
         return np.minimum(index, 2 * side - 2 - index)

@@ -26,16 +26,16 @@ def differing(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], calls:
     Args:
         probe: The network on small grids.
         axis: The side.
-        halo: What parts read beyond their own cells.
-        widths: Cells of the parts; one in the middle becomes wider where the network takes no grid so small.
+        halo: What parts read beyond their own positions.
+        widths: Positions of the parts; one in the middle becomes wider where the network takes no grid so small.
         calls: Attentions whose grids must be equal; none for the output.
 
     Returns:
         The first step that is not, and which may be the reason; None if all that must be are equal.
     """
-    cells = list(widths)
-    cells[1] += rounded_up(max(0, probe.least[axis] - sum(cells)), probe.scale.multiple[axis])
-    stops = list(itertools.accumulate(cells))
+    positions = list(widths)
+    positions[1] += rounded_up(max(0, probe.least[axis] - sum(positions)), probe.scale.multiple[axis])
+    stops = list(itertools.accumulate(positions))
     side, last_call = stops[-1], max(calls, default=None)
     grid = probe.draw(replaced(probe.small, axis, side), LABELLED if probe.labels else 1)
     whole = probe.run(grid, last_call)
@@ -64,7 +64,7 @@ def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
 
 
 def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: int) -> tuple[int, int]:
-    """Where a part's own cells lie in a grid of the whole."""
+    """Where a part's own positions lie in a grid of the whole."""
     if follows is None:
         return 0, 1
     placed = Placed(whole.name, whole.attends, whole.shape, ())
@@ -72,7 +72,7 @@ def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: in
 
 
 def differ(whole: Step, own: Step, follows: Along | None, span: tuple[int, int], first: int) -> bool:
-    """Whether the own cells of a part that reads from `first` on are not those of the whole, by more than rounding."""
+    """Whether the own positions of a part that reads from `first` on are not those of the whole, by more than rounding."""
     start, stop = span
     if follows is None or start >= stop:
         return False

@@ -31,8 +31,8 @@ class Pass(NamedTuple):
 
     Attributes:
         calls: Which attentions are summarized, by their place in the order of calls; none in the last pass.
-        halo: What tiles read beyond their own cells.
-        share: Of the network's multiply-adds that runs: it stops at the last of these attentions.
+        halo: What tiles read beyond their own positions.
+        share: Of the network's MACs that runs: it stops at the last of these attentions.
     """
 
     calls: tuple[int, ...]
@@ -47,7 +47,7 @@ class Draft:
         model: The network.
         batch: Samples of the volume.
         channels: Of the volume.
-        sides: Of the volume, padded.
+        size: Of the volume, padded.
         scale: The network's strides.
         placed: Its grids.
         whole: Its trace on the whole volume.
@@ -58,12 +58,12 @@ class Draft:
         model: nn.Module,
         batch: int,
         channels: int,
-        sides: tuple[int, ...],
+        size: tuple[int, ...],
         scale: Scale,
         placed: list[Placed],
         whole: Trace,
     ) -> None:
-        self.model, self.batch, self.channels, self.sides = model, batch, channels, sides
+        self.model, self.batch, self.channels, self.size = model, batch, channels, size
         self.scale, self.placed, self.whole = scale, placed, whole
         self.probe: Probe | None = None
 
@@ -73,42 +73,42 @@ class Draft:
         """Choose tiles and passes, and see that what tiles give is what the whole gives."""
         given = None if halo is None else self.given_halo(halo)
         if tile is None:
-            cells, needs = self.fitting(given)
+            positions, needs = self.fitting(given)
         else:
-            cells = self.given_tile(tile)
-            needs = {axis: self.needs(axis, given) for axis in self.axes_cut(cells)}
+            positions = self.given_tile(tile)
+            needs = {axis: self.needs(axis, given) for axis in self.axes_cut(positions)}
         if not needs:  # one tile: the network as it is
-            return cells, (Pass((), self.joined({}, range(0)), 1.0),)
+            return positions, (Pass((), self.joined({}, range(0)), 1.0),)
         for axis in needs:
-            self.check(axis, cells[axis], needs, given is not None)
+            self.check(axis, positions[axis], needs, given is not None)
         self.check_summaries()
-        return cells, self.passes(needs)
+        return positions, self.passes(needs)
 
-    def check(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]], given: bool) -> None:
+    def check(self, axis: int, positions: int, needs: dict[int, list[tuple[int, int]]], given: bool) -> None:
         """See that tiles of one side give what the whole gives; read more, where they do not at its ends.
 
-        A layer that continues a side by its own cells, reflected for example, sees there as far to one side as
+        A layer that continues a side by its own positions, reflected for example, sees there as far to one side as
         elsewhere to the other, and further if it makes the side longer.
 
         Raises:
             NotLocalError: If they do not, however much they read.
         """
-        found, step = needs[axis], self.first_differing(axis, cells, needs)
+        found, step = needs[axis], self.first_differing(axis, positions, needs)
         for times in () if given else (1, 2):
             if step is not None:
                 mirrored = [times * (before + after + self.beyond(axis)[1]) for before, after in found]
                 needs[axis] = [(both, both) for both in mirrored]
-                step = self.first_differing(axis, cells, needs)
+                step = self.first_differing(axis, positions, needs)
         if step is not None:
             raise not_local(self.model, step, axis, "gives a tile other than what it gives the whole")
 
-    def first_differing(self, axis: int, cells: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
+    def first_differing(self, axis: int, positions: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
         """The first step that gives a tile other than the whole, in any pass."""
-        last, (shorter, longer) = (self.sides[axis] - 1) % cells + 1, self.beyond(axis)
+        last, (shorter, longer) = (self.size[axis] - 1) % positions + 1, self.beyond(axis)
         for each in self.passes(needs):
             enough = each.halo.before[axis] + each.halo.after[axis] + longer + self.scale.multiple[axis]
             # Near the end tiles may have nothing of a grid that ends earlier: the one before them is its last then.
-            first, last = min(cells, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
+            first, last = min(positions, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
             widths = [first, enough, *[first] * -(-shorter // first), last]
             found = differing(self.look(), axis, each.halo, widths, each.calls)
             if found is not None:
@@ -116,46 +116,49 @@ class Draft:
         return None
 
     def beyond(self, axis: int) -> tuple[int, int]:
-        """By how much the network's grids are shorter and longer than the volume on a side, at most, in its cells."""
+        """By how much the network's grids are shorter and longer than the volume on a side, at most, in its positions."""
         grids = [(grid.shape, grid.along[axis]) for grid in self.placed]
-        ends = [shape[along.axis] / along.ratio - self.sides[axis] for shape, along in grids if along is not None]
+        ends = [shape[along.axis] / along.ratio - self.size[axis] for shape, along in grids if along is not None]
         multiple = self.scale.multiple[axis]
         return rounded_up(max(Fraction(0), -min(ends)), multiple), rounded_up(max(Fraction(0), max(ends)), multiple)
 
     @property
     def least(self) -> tuple[int, ...]:
-        """Cells a side that a tile reads at least, as the network takes no fewer."""
-        return (0,) * len(self.sides) if self.probe is None else self.probe.least
+        """Positions a side that a tile reads at least, as the network takes no fewer."""
+        return (0,) * len(self.size) if self.probe is None else self.probe.least
 
-    def axes_cut(self, cells: Sequence[int]) -> list[int]:
+    def axes_cut(self, positions: Sequence[int]) -> list[int]:
         """Sides that are cut."""
-        return [axis for axis, (own, side) in enumerate(zip(cells, self.sides, strict=True)) if own < side]
+        return [axis for axis, (own, side) in enumerate(zip(positions, self.size, strict=True)) if own < side]
 
     def look(self) -> Probe:
         """The network on small grids, which is tried once."""
-        self.probe = self.probe or Probe(self.model, self.channels, self.sides, self.scale)
+        self.probe = self.probe or Probe(self.model, self.channels, self.size, self.scale)
         return self.probe
 
     def given_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
-        """Cells a side of the tiles asked for, which begin at multiples of the strides."""
-        wanted = (tile,) * len(self.sides) if isinstance(tile, int) else tuple(tile)
-        pairs = zip(wanted, self.sides, self.scale.multiple, strict=True)
+        """Positions a side of the tiles asked for, which begin at multiples of the strides."""
+        wanted = (tile,) * len(self.size) if isinstance(tile, int) else tuple(tile)
+        pairs = zip(wanted, self.size, self.scale.multiple, strict=True)
         return tuple(
-            side if cells is None else min(side, rounded_up(cells, multiple)) for cells, side, multiple in pairs
+            side if positions is None else min(side, rounded_up(positions, multiple))
+            for positions, side, multiple in pairs
         )
 
     def given_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
-        """Cells a side of the halo asked for."""
-        wanted = (halo,) * len(self.sides) if isinstance(halo, int) else tuple(halo)
-        if len(wanted) != len(self.sides):
+        """Positions a side of the halo asked for."""
+        wanted = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
+        if len(wanted) != len(self.size):
             raise ShapeError(
-                f"predict_whole: halo must be one number, or one for each of {len(self.sides)} sides, got {halo!r}; "
+                f"predict_whole: halo must be one number, or one for each of {len(self.size)} sides, got {halo!r}; "
                 f"fix: halo={max(wanted, default=0)}."
             )
-        return tuple(rounded_up(cells, multiple) for cells, multiple in zip(wanted, self.scale.multiple, strict=True))
+        return tuple(
+            rounded_up(positions, multiple) for positions, multiple in zip(wanted, self.scale.multiple, strict=True)
+        )
 
     def needs(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
-        """Cells that each grid needs before and after its own on a side that is cut.
+        """Positions that each grid needs before and after its own on a side that is cut.
 
         Raises:
             NotLocalError: If that side cannot be cut.
@@ -174,12 +177,14 @@ class Draft:
 
     def fitting(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
         """The largest tiles that memory allows: the longest side that can be cut is halved until they fit."""
-        budget, cells = int(SHARE * free_bytes(device_of(self.model))), list(self.sides)
+        budget, positions = int(SHARE * free_bytes(device_of(self.model))), list(self.size)
         needs: dict[int, list[tuple[int, int]]] = {}
         fixed: set[int] = set()
-        while self.tile_bytes(cells, self.joined(needs, range(len(self.placed)))) > budget:
+        while self.tile_bytes(positions, self.joined(needs, range(len(self.placed)))) > budget:
             halves = [
-                (own, axis) for axis, own in enumerate(cells) if own > self.scale.multiple[axis] and axis not in fixed
+                (own, axis)
+                for axis, own in enumerate(positions)
+                if own > self.scale.multiple[axis] and axis not in fixed
             ]
             if not halves:
                 break
@@ -189,18 +194,18 @@ class Draft:
             except NotLocalError:
                 fixed.add(axis)
                 continue
-            cells[axis] = rounded_up(-(-own // 2), self.scale.multiple[axis])
+            positions[axis] = rounded_up(-(-own // 2), self.scale.multiple[axis])
         if fixed and not needs:
             self.needs(fixed.pop(), given)
-        return tuple(cells), needs
+        return tuple(positions), needs
 
     def joined(self, needs: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
         """The halo that is enough for some of the grids."""
-        zeros = (0,) * len(self.sides)
+        zeros = (0,) * len(self.size)
         halo = Halo(zeros, zeros)
         for grid in grids:
             before, after = (
-                tuple(needs[axis][grid][end] if axis in needs else 0 for axis in range(len(self.sides)))
+                tuple(needs[axis][grid][end] if axis in needs else 0 for axis in range(len(self.size)))
                 for end in (0, 1)
             )
             halo = halo.join(Halo(before, after))
@@ -213,19 +218,19 @@ class Draft:
         found = []
         for level in range(max(levels, default=-1) + 1):
             calls = tuple(call for call, own in enumerate(levels) if own == level)
-            share = self.whole.madds[calls[-1]] / max(1, self.whole.madds[-1])
+            share = self.whole.macs[calls[-1]] / max(1, self.whole.macs[-1])
             found.append(Pass(calls, self.joined(needs, [grids[call] for call in calls]), share))
         return (*found, Pass((), self.joined(needs, [len(self.placed) - 1]), 1.0))
 
-    def tile_bytes(self, cells: Sequence[int], halo: Halo) -> int:
+    def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
         """Bytes that a tile's grids take at once."""
-        read = halo.around(cores(self.sides, cells)[0], self.sides)
-        if self.axes_cut(cells):
-            read = at_least(self.look().least, read, self.sides)
-        sides = tuple(
-            min(side, stop + before) for side, (_, stop), before in zip(self.sides, read, halo.before, strict=True)
+        read = halo.around(cores(self.size, positions)[0], self.size)
+        if self.axes_cut(positions):
+            read = at_least(self.look().least, read, self.size)
+        size = tuple(
+            min(side, stop + before) for side, (_, stop), before in zip(self.size, read, halo.before, strict=True)
         )
-        return trace(self.model, (self.batch, self.channels, *sides), whole=True).peak
+        return trace(self.model, (self.batch, self.channels, *size), whole=True).peak
 
     def check_summaries(self) -> None:
         """Refuse an attention whose summary is its grid, where that is too large."""

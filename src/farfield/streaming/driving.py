@@ -20,7 +20,7 @@ from farfield.streaming.merging import Merged
 from farfield.streaming.outputs import ArrayOutput, FileOutput, box_checksum, check_path, full_disk_says, to_numpy
 from farfield.streaming.progress import Progress, Written, begin
 
-# What a pass does with a tile, by its index and its own cells.
+# What a pass does with a tile, by its index and its own positions.
 Take = Callable[[int, Region], None]
 
 
@@ -29,7 +29,7 @@ class Tiled:
 
     Args:
         source: The volume.
-        tiles: The cells that each tile owns.
+        tiles: The positions that each tile owns.
     """
 
     def __init__(self, source: Source, tiles: list[Region]) -> None:
@@ -86,7 +86,7 @@ class Stream:
                 self.read(name, index, self.volumes[name].tiles[index])
 
     def read(self, name: str, index: int, region: Region) -> Tensor:
-        """Read a region of a volume around a tile's own cells, and see that these hold what they held before."""
+        """Read a region of a volume around a tile's own positions, and see that these hold what they held before."""
         volume = self.volumes[name]
         grid = volume.source.read(region)
         found = checksum(grid[inner(volume.tiles[index], region)])

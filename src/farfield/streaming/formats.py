@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
         shape: Of the array.
         dtype: Of its numbers.
         axes: Their letters, as TIFF files name them.
-        tile: Cells a side that are written at a time.
+        tile: Positions a side that are written at a time.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ def make_zarr(path: Path, wanted: Wanted) -> Any:
     leading = len(wanted.shape) - len(wanted.tile)
     chunks = [
         *wanted.shape[:leading],
-        *(min(cells, side) for cells, side in zip(wanted.tile, wanted.shape[leading:], strict=True)),
+        *(min(positions, side) for positions, side in zip(wanted.tile, wanted.shape[leading:], strict=True)),
     ]
     while np.prod(chunks, dtype=np.int64) * wanted.dtype.itemsize > CHUNK and any(side % 2 == 0 for side in chunks):
         axis = max((side, axis) for axis, side in enumerate(chunks) if side % 2 == 0)[1]

@@ -1,4 +1,4 @@
-"""Where the cells of a tile lie in every grid of a network, and how tiles cut a volume."""
+"""Where the positions of a tile lie in every grid of a network, and how tiles cut a volume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Along(NamedTuple):
 
     Attributes:
         axis: Which of the grid's axes; 1 too where a layer has the channels last.
-        ratio: Its cells for each cell of the volume: 1/4 after two strides of 2.
+        ratio: Its positions for each position of the volume: 1/4 after two strides of 2.
     """
 
     axis: int
@@ -39,13 +39,13 @@ class Placed(NamedTuple):
     along: tuple[Along | None, ...]
 
     @property
-    def sides(self) -> tuple[int, ...]:
+    def size(self) -> tuple[int, ...]:
         """Of a grid with the channels first, such as attentions read and networks return."""
         return self.shape[2:]
 
     def part(self, region: Region, whole: Sequence[int]) -> Region:
         """Where a region of the volume lies in this grid."""
-        spans = [(0, side) for side in self.sides]
+        spans = [(0, side) for side in self.size]
         for follows, span, side in zip(self.along, region, whole, strict=True):
             if follows is not None:
                 spans[follows.axis - 2] = self.span(follows, span, side)
@@ -61,7 +61,7 @@ class Placed(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Cells that a tile reads before and after what it owns, a side each."""
+    """Positions that a tile reads before and after what it owns, a side each."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -72,47 +72,47 @@ class Halo(NamedTuple):
         return Halo(before, after)
 
     def around(self, core: Region, whole: Sequence[int]) -> Region:
-        """What a tile reads: its own cells and the halo, cut at the volume's true border."""
+        """What a tile reads: its own positions and the halo, cut at the volume's true border."""
         return tuple(
             (max(0, start - before), min(side, stop + after))
             for (start, stop), before, after, side in zip(core, *self, whole, strict=True)
         )
 
 
-def cores(sides: Sequence[int], tile: Sequence[int]) -> list[Region]:
-    """The cells that each tile owns: every cell of the volume in one tile."""
+def cores(size: Sequence[int], tile: Sequence[int]) -> list[Region]:
+    """The positions that each tile owns: every position of the volume in one tile."""
     spans = [
-        [(start, min(start + cells, side)) for start in range(0, side, cells)]
-        for side, cells in zip(sides, tile, strict=True)
+        [(start, min(start + positions, side)) for start in range(0, side, positions)]
+        for side, positions in zip(size, tile, strict=True)
     ]
     return list(itertools.product(*spans))
 
 
 def at_least(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:
-    """A region that is made larger where it has fewer cells a side than a network takes.
+    """A region that is made larger where it has fewer positions a side than a network takes.
 
     Args:
-        least: Cells a side that it takes, with what is left of the whole's when strides have divided it.
+        least: Positions a side that it takes, with what is left of the whole's when strides have divided it.
         region: What is read.
         whole: Sides of the volume.
     """
     found = []
-    for (start, stop), cells, side in zip(region, least, whole, strict=True):
-        if stop - start < cells:
-            stop = min(side, start + cells)
-            start = min(start, max(0, stop - cells))
+    for (start, stop), positions, side in zip(region, least, whole, strict=True):
+        if stop - start < positions:
+            stop = min(side, start + positions)
+            start = min(start, max(0, stop - positions))
         found.append((start, stop))
     return tuple(found)
 
 
-def cells_of(region: Region) -> int:
-    """How many cells a region has."""
+def positions_of(region: Region) -> int:
+    """How many positions a region has."""
     return math.prod(stop - start for start, stop in region)
 
 
-def overlap(sides: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
-    """Cells that all tiles read, for each cell of the volume."""
-    return sum(cells_of(halo.around(core, sides)) for core in cores(sides, tile)) / math.prod(sides)
+def overlap(size: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
+    """Positions that all tiles read, for each position of the volume."""
+    return sum(positions_of(halo.around(core, size)) for core in cores(size, tile)) / math.prod(size)
 
 
 def inner(part: Region, read: Region) -> tuple[Any, ...]:

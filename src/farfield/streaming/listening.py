@@ -65,8 +65,8 @@ def width(attention: GridAttention) -> int:
     return attention.value_channels if attention.output is None else attention.channels
 
 
-def cellwise(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
-    """What stands in for attention where only the rest of a network is looked at: each cell hears itself."""
+def positionwise(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
+    """What stands in for attention where only the rest of a network is looked at: each position hears itself."""
     return grid.mean(1, keepdim=True).repeat(1, width(attention), *[1] * (grid.dim() - 2))
 
 
@@ -91,7 +91,7 @@ class Step(NamedTuple):
 def record(
     model: nn.Module,
     run: Callable[[], Any],
-    answer: Answer = cellwise,
+    answer: Answer = positionwise,
     *,
     keep: bool = True,
     last_call: int | None = None,
@@ -145,7 +145,7 @@ def checked_output(model: nn.Module, output: Any) -> Tensor:
         kind = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
         name = type(model).__name__
         raise TypeError(
-            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *sides); fix: a module around it "
+            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *size); fix: a module around it "
             f"that returns the grid."
         )
     return output
@@ -158,7 +158,7 @@ class Trace(NamedTuple):
     Attributes:
         steps: As `record` has them, the grids without numbers.
         shapes: Of everything with three axes or more that the network's operations return.
-        madds: Multiply-adds up to each attention's call, and of all.
+        macs: MACs up to each attention's call, and of all.
         attentions: What was called, in order.
         summaries: Bytes of each one's summary.
         peak: Bytes that are held at once, at most, the network's own not included.
@@ -166,7 +166,7 @@ class Trace(NamedTuple):
 
     steps: list[Step]
     shapes: list[tuple[int, ...]]
-    madds: list[int]
+    macs: list[int]
     attentions: list[GridAttention]
     summaries: list[int]
     peak: int
@@ -197,28 +197,28 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
     Raises:
         ValueError: If the model does not take such a grid.
     """
-    madds: list[int] = []
+    macs: list[int] = []
     attentions: list[GridAttention] = []
     summaries: list[int] = []
     counter, watch, live = FlopCounterMode(display=False), Shapes(), LiveBytes()
 
     def answer(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
-        madds.append(counter.get_total_flops() // 2)
+        macs.append(counter.get_total_flops() // 2)
         attentions.append(attention)
         if not whole:
-            return cellwise(path, attention, grid, mask)
+            return positionwise(path, attention, grid, mask)
         attention = streamed(attention)
         summary = attention.summarize(grid, mask=mask)
-        asked = None if attention.operator.asks.side_by_side else attention.gather_asked(grid, mask=mask)
-        summaries.append(summary_bytes(summary, asked))
-        return attention.respond(grid, summary, mask=mask, asked=asked)
+        query_sums = None if attention.operator.queries_from.side_by_side else attention.gather_queries(grid, mask=mask)
+        summaries.append(summary_bytes(summary, query_sums))
+        return attention.respond(grid, summary, mask=mask, query_sums=query_sums)
 
     with without_numbers(), counter:
         state, grid = empty_state(model), torch.empty(shape, dtype=dtype_of(model), device="cpu")
         with watch, live:
             steps = record(model, partial(functional_call, model, state, (grid,)), answer, keep=False)
-    madds.append(counter.get_total_flops() // 2)
-    return Trace(steps, watch.shapes, madds, attentions, summaries, live.peak)
+    macs.append(counter.get_total_flops() // 2)
+    return Trace(steps, watch.shapes, macs, attentions, summaries, live.peak)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -43,33 +43,33 @@ class Merged:
     def __init__(self, attention: GridAttention, name: str) -> None:
         self.attention, self.name = streamed(attention), name
         self.parts: list[Summary] = []
-        self.asked: Gathered | None = None
+        self.query_sums: Gathered | None = None
         self.dtypes: list[torch.dtype | None] = []
         self.masked = False
 
-    def add(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], sides: tuple[int, ...]) -> None:
-        """Add the own cells of a tile.
+    def add(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
+        """Add the own positions of a tile.
 
         Raises:
-            ValueError: If they are not finite: one such cell would reach every other.
+            ValueError: If they are not finite: one such position would reach every other.
         """
-        self.hear(self.attention.summarize(grid, mask=mask, origin=origin, sides=sides), origin)
+        self.hear(self.attention.summarize(grid, mask=mask, origin=origin, size=size), origin)
         self.masked = self.masked or mask is not None
 
-    def ask(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], sides: tuple[int, ...]) -> None:
-        """Add the asking cells of a tile, where sums of them ask."""
-        if self.attention.operator.asks.side_by_side:
+    def ask(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
+        """Add the asking positions of a tile, where sums of them ask."""
+        if self.attention.operator.queries_from.side_by_side:
             return
-        found = self.attention.gather_asked(grid, mask=mask, origin=origin, sides=sides)
+        found = self.attention.gather_queries(grid, mask=mask, origin=origin, size=size)
         found = Gathered(*(part.cpu().double() for part in found))
-        self.asked = found if self.asked is None else self.asked.merge(found)
+        self.query_sums = found if self.query_sums is None else self.query_sums.merge(found)
 
     def hear(self, summary: Summary, origin: tuple[int, ...]) -> None:
         """Merge the summary of a tile."""
         if not (summary.values.isfinite().all() and summary.weights.isfinite().all()):
             raise ValueError(
                 f"{self.name}: what it reads is not finite in the tile at {origin}, and attention would spread that to "
-                f"every cell; fix: numpy.nan_to_num, or a mask of the real cells."
+                f"every position; fix: numpy.nan_to_num, or a mask of the valid positions."
             )
         tensors = [part for part in summary if isinstance(part, Tensor)]
         self.dtypes = [part.dtype if isinstance(part, Tensor) else None for part in summary]
@@ -83,17 +83,17 @@ class Merged:
         """The summary of the whole and, where sums ask, those; in the dtypes a summary has."""
         dtypes = [dtype for dtype in self.dtypes if dtype is not None]
         summary = mapped(merge_all(self.parts), device, dtypes)
-        # Without masks every slot has a cell, now that all tiles are there.
+        # Without masks every slot has a position, now that all tiles are there.
         summary = summary._replace(complete=not self.masked)
-        if self.asked is None:
+        if self.query_sums is None:
             return summary, None
-        return summary, Gathered(*(part.to(device, summary.count.dtype) for part in self.asked))
+        return summary, Gathered(*(part.to(device, summary.count.dtype) for part in self.query_sums))
 
     def state(self) -> dict[str, Any]:
         """What has to be kept to go on from here."""
-        asked = None if self.asked is None else tuple(self.asked)
+        query_sums = None if self.query_sums is None else tuple(self.query_sums)
         parts = [tuple(part) for part in self.parts]
-        return {"parts": parts, "asked": asked, "dtypes": self.dtypes, "masked": self.masked}
+        return {"parts": parts, "asked": query_sums, "dtypes": self.dtypes, "masked": self.masked}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -102,7 +102,7 @@ class Merged:
             state["dtypes"],
             state["masked"],
         )
-        self.asked = None if state["asked"] is None else Gathered(*state["asked"])
+        self.query_sums = None if state["asked"] is None else Gathered(*state["asked"])
 
 
 def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
@@ -113,7 +113,7 @@ def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtyp
     return summary._replace(**moved)
 
 
-def summary_bytes(summary: Summary, asked: Gathered | None) -> int:
+def summary_bytes(summary: Summary, query_sums: Gathered | None) -> int:
     """Bytes of a summary."""
-    tensors = [part for part in (*summary, *(asked or ())) if isinstance(part, Tensor)]
+    tensors = [part for part in (*summary, *(query_sums or ())) if isinstance(part, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -11,7 +11,7 @@ from torch import nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
-from farfield.streaming.arguments import cells_a_side
+from farfield.streaming.arguments import positions_a_side
 from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
 from farfield.streaming.drafting import Draft, Pass
 from farfield.streaming.geometry import Placed, cores, overlap
@@ -38,7 +38,7 @@ class Output(NamedTuple):
     """What the network returns.
 
     Attributes:
-        grid: Where its cells lie.
+        grid: Where its positions lie.
         channels: Of it.
         dtype: Of it.
     """
@@ -54,45 +54,45 @@ class Plan:
 
     Attributes:
         layout: Which axes the volume has.
-        sides: Of the volume, padded.
-        padding: Cells added before and after each side.
-        tile: Cells a side that a tile writes.
-        least: Cells a side that it reads at least, however small it is.
+        size: Of the volume, padded.
+        padding: Positions added before and after each side.
+        tile: Positions a side that a tile writes.
+        least: Positions a side that it reads at least, however small it is.
         calls: Of attentions, in their order.
         passes: Summary passes, and the last, which writes.
         output: What the network returns.
-        madds: Multiply-adds of the network on the whole.
+        macs: MACs of the network on the whole.
         tile_bytes: What a tile takes in memory, about: grids that are held at once.
     """
 
     layout: Layout
-    sides: tuple[int, ...]
+    size: tuple[int, ...]
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
     least: tuple[int, ...]
     calls: tuple[Call, ...]
     passes: tuple[Pass, ...]
     output: Output
-    madds: int
+    macs: int
     tile_bytes: int
 
     @property
     def cores(self) -> list[Region]:
         """What each tile writes."""
-        return cores(self.sides, self.tile)
+        return cores(self.size, self.tile)
 
     @property
     def recomputed(self) -> float:
-        """Multiply-adds of all passes over those of the network on the whole."""
-        return sum(each.share * overlap(self.sides, self.tile, each.halo) for each in self.passes)
+        """MACs of all passes over those of the network on the whole."""
+        return sum(each.share * overlap(self.size, self.tile, each.halo) for each in self.passes)
 
     @property
     def kept(self) -> Region:
-        """Where the volume lies in the network's output: all of it but, on each end, the cells of what was padded.
+        """Where the volume lies in the network's output: all of it but, on each end, the positions of what was padded.
 
-        A cell of the output that stands for padded cells and others is kept.
+        A position of the output that stands for padded positions and others is kept.
         """
-        spans = [(0, side) for side in self.output.grid.sides]
+        spans = [(0, side) for side in self.output.grid.size]
         for follows, (before, after) in zip(self.output.grid.along, self.padding, strict=True):
             if follows is not None:
                 side = self.output.grid.shape[follows.axis]
@@ -101,26 +101,26 @@ class Plan:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Cells a side of the output that a tile writes."""
-        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.sides))
+        """Positions a side of the output that a tile writes."""
+        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.size))
 
     def lines(self) -> list[str]:
         """The plan in words."""
         last = self.passes[-1].halo
-        sides, tile = (" × ".join(map(str, each)) for each in (self.sides, self.tile))
+        size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
-        text = [f"volume {sides} cells" + (" (padded)" if any(map(any, self.padding)) else "")]
-        size = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
+        memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
-        text.append(f"{count} of {tile} cells that read {halo} more, {size}")
+        text.append(f"{count} of {tile} positions that read {halo} more, {memory}")
         for index, each in enumerate(self.passes):
             heard = [self.calls[call] for call in each.calls]
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)
             what = f"summarize {names}" if names else "write"
-            work = each.share * overlap(self.sides, self.tile, each.halo)
+            work = each.share * overlap(self.size, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
-        madds = f"{self.madds / 1e9:,.1f}G multiply-adds"
-        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {madds}")
+        macs = f"{self.macs / 1e9:,.1f}G MACs"
+        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {macs}")
         return text
 
 
@@ -159,41 +159,41 @@ def plan_whole(
         (16, 2, (2, 2))
     """
     if tile is not None:
-        tile = cells_a_side("predict_whole", "tile", tile, 1, optional=True)
+        tile = positions_a_side("predict_whole", "tile", tile, 1, optional=True)
     if halo is not None:
-        halo = cast(int | tuple[int, ...], cells_a_side("predict_whole", "halo", halo, 0))
+        halo = cast(int | tuple[int, ...], positions_a_side("predict_whole", "halo", halo, 0))
     refuse_training(model)
     refuse_global(model)
     if pad is not None and pad not in MODES:
         raise unknown("predict_whole", "pad", pad, MODES)
     layout = layout_of("predict_whole", shape, rank_of(model, tile))
-    batch, channels = layout.without_cells(shape)
+    batch, channels = layout.without_positions(shape)
     own = tuple(shape[len(shape) - layout.rank :])
     scale = find_scale(model, channels, own)
     padding = tuple(padded(side, stride, pad) for side, stride in zip(own, scale.strides, strict=True))
-    sides = tuple(side + sum(cells) for side, cells in zip(own, padding, strict=True))
-    whole = whole_trace(model, batch, channels, sides, scale)
+    size = tuple(side + sum(positions) for side, positions in zip(own, padding, strict=True))
+    whole = whole_trace(model, batch, channels, size, scale)
     placed = [
         Placed(step.name, step.attends, step.shape, along) for step, along in zip(whole.steps, scale.along, strict=True)
     ]
-    draft = Draft(model, batch, channels, sides, scale, placed, whole)
-    cells, passes = draft.cut(tile, halo)
+    draft = Draft(model, batch, channels, size, scale, placed, whole)
+    positions, passes = draft.cut(tile, halo)
     plan = Plan(
         layout=layout,
-        sides=sides,
+        size=size,
         padding=padding,
-        tile=cells,
+        tile=positions,
         least=draft.least,
         calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
         passes=passes,
         output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
-        madds=whole.madds[-1],
-        tile_bytes=draft.tile_bytes(cells, passes[-1].halo),
+        macs=whole.macs[-1],
+        tile_bytes=draft.tile_bytes(positions, passes[-1].halo),
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(
-            f"predict_whole: the network returns {plan.output.grid.sides} for sides {sides}, nothing of which is left "
-            f"without what stands for the {padding} cells padded; fix: a larger volume, or one that needs no padding."
+            f"predict_whole: the network returns {plan.output.grid.size} for sides {size}, nothing of which is left "
+            f"without what stands for the {padding} positions padded; fix: a larger volume, or one that needs no padding."
         )
     return plan
 
@@ -221,18 +221,18 @@ def rank_of(model: nn.Module, tile: object) -> int:
 
 
 def padded(side: int, multiple: int, pad: str | None) -> Span:
-    """Cells before and after a side that make it a multiple, shared as CARE does."""
+    """Positions before and after a side that make it a multiple, shared as CARE does."""
     missing = -side % multiple if pad is not None else 0
     return missing // 2, missing - missing // 2
 
 
-def whole_trace(model: nn.Module, batch: int, channels: int, sides: tuple[int, ...], scale: Scale) -> Trace:
+def whole_trace(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
     """The network on the whole, without numbers; if it does not take these sides, say which it would."""
     try:
-        take(model, channels, sides)
+        take(model, channels, size)
     except ValueError as error:
-        if any(side % multiple for side, multiple in zip(sides, scale.strides, strict=True)):
+        if any(side % multiple for side, multiple in zip(size, scale.strides, strict=True)):
             multiples = " × ".join(map(str, scale.strides))
             raise ValueError(f'{error}\n  fix: sides that {multiples} divide, or pad="reflect".') from error
         raise
-    return trace(model, (batch, channels, *sides), whole=True)
+    return trace(model, (batch, channels, *size), whole=True)

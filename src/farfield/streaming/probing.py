@@ -1,6 +1,6 @@
-"""What a network does to places, found out by running it on small grids: strides, how far a cell sees, which order.
+"""What a network does to places, found out by running it on small grids: strides, how far a position sees, which order.
 
-Attentions are answered cell by cell meanwhile, so that what is left is what tiles must overlap for.
+Attentions are answered position by position meanwhile, so that what is left is what tiles must overlap for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
 from farfield.streaming.geometry import Along, rounded_up
-from farfield.streaming.listening import OUTPUT, Step, Trace, cellwise, device_of, dtype_of, record, trace
+from farfield.streaming.listening import OUTPUT, Step, Trace, device_of, dtype_of, positionwise, record, trace
 from farfield.streaming.refusals import NotLocalError, named
 
 # Sides that every stride divides that anyone uses: 2^6 · 3^3 · 5 · 7.
 DIVISIBLE = 60480
-# Cells a side of the longest probe.
+# Positions a side of the longest probe.
 LONGEST = 4096
-# Cells across it, at most.
+# Positions across it, at most.
 WIDEST = 2**14
 
 
@@ -44,18 +44,18 @@ class Scale(NamedTuple):
     multiple: tuple[int, ...]
 
 
-def find_scale(model: nn.Module, channels: int, sides: Sequence[int]) -> Scale:
+def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     """Find the strides of a network, from the shapes of its grids when the volume grows on one side.
 
     Raises:
         ValueError: If the network takes neither a large grid nor one of these sides.
     """
-    rank = len(sides)
+    rank = len(size)
     try:
         base = (DIVISIBLE,) * rank
         first = trace(model, (1, channels, *base))
     except (RuntimeError, ValueError, NotImplementedError):
-        base = tuple(sides)
+        base = tuple(size)
         first = take(model, channels, base)
     along: list[list[Along | None]] = [[] for _ in first.steps]
     strides, multiple = [], []
@@ -75,21 +75,21 @@ def find_scale(model: nn.Module, channels: int, sides: Sequence[int]) -> Scale:
     return Scale([alone(each) for each in along], tuple(strides), tuple(multiple))
 
 
-def take(model: nn.Module, channels: int, sides: Sequence[int]) -> Trace:
+def take(model: nn.Module, channels: int, size: Sequence[int]) -> Trace:
     """Trace a grid; say it if the network does not take one of these sides."""
     try:
-        return trace(model, (1, channels, *sides))
+        return trace(model, (1, channels, *size))
     except TypeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"predict_whole: {type(model).__name__} does not take a grid of sides {tuple(sides)}: {error}"
+            f"predict_whole: {type(model).__name__} does not take a grid of size {tuple(size)}: {error}"
         ) from error
 
 
-def replaced(sides: Sequence[int], axis: int, side: int) -> tuple[int, ...]:
+def replaced(size: Sequence[int], axis: int, side: int) -> tuple[int, ...]:
     """The sides with another one."""
-    return tuple(side if other == axis else own for other, own in enumerate(sides))
+    return tuple(side if other == axis else own for other, own in enumerate(size))
 
 
 def following(before: Step, after: Step) -> Along | None:
@@ -107,7 +107,7 @@ def alone(along: Sequence[Along | None]) -> tuple[Along | None, ...]:
 
 
 def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
-    """By how much every result of an operation grows, for each cell of the side that has grown."""
+    """By how much every result of an operation grows, for each position of the side that has grown."""
     if len(first.shapes) == len(grown.shapes):
         for before, after in zip(first.shapes, grown.shapes, strict=True):
             if len(before) == len(after):
@@ -115,8 +115,8 @@ def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
 
 
 def windows(attention: GridAttention, follows: Along | None) -> list[Fraction]:
-    """Windows for each cell of the volume, where an attention's answering cells are pooled."""
-    pool = attention.operator.answers.gather
+    """Windows for each position of the volume, where an attention's answering positions are pooled."""
+    pool = attention.operator.keys_from.gather
     if follows is None or not isinstance(pool, Pool):
         return []
     return [follows.ratio / (pool.size if isinstance(pool.size, int) else pool.size[follows.axis - 2])]
@@ -129,17 +129,17 @@ class Probe:
     Args:
         model: The network.
         channels: Of its grid.
-        sides: Of the volume.
+        size: Of the volume.
         scale: Its strides.
     """
 
-    def __init__(self, model: nn.Module, channels: int, sides: Sequence[int], scale: Scale) -> None:
-        self.model, self.channels, self.whole, self.scale = model, channels, tuple(sides), scale
+    def __init__(self, model: nn.Module, channels: int, size: Sequence[int], scale: Scale) -> None:
+        self.model, self.channels, self.whole, self.scale = model, channels, tuple(size), scale
         self.generator = torch.Generator().manual_seed(0)
         self.small = self.least = self.smallest()
 
     def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
-        """Run the network, its attentions answered cell by cell."""
+        """Run the network, its attentions answered position by position."""
         return record(self.model, partial(self.model, grid), last_call=last_call)
 
     @cached_property
@@ -147,27 +147,27 @@ class Probe:
         """Whether any step is of whole numbers."""
         return not all(step.dtype.is_floating_point for step in self.run(self.draw(self.small)))
 
-    def draw(self, sides: Sequence[int], samples: int = 1) -> Tensor:
+    def draw(self, size: Sequence[int], samples: int = 1) -> Tensor:
         """Random grids."""
         # The generator is the CPU's, and the default device may be another.
-        grid = torch.randn(samples, self.channels, *sides, generator=self.generator, device="cpu")
+        grid = torch.randn(samples, self.channels, *size, generator=self.generator, device="cpu")
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
         """The smallest sides that the network takes, with the volume's remainders."""
         for factor in (1, 2, 4, 8, 16, 32):
             pairs = zip(self.whole, self.scale.multiple, strict=True)
-            sides = tuple(side % multiple + factor * multiple for side, multiple in pairs)
+            size = tuple(side % multiple + factor * multiple for side, multiple in pairs)
             try:
-                self.run(self.draw(sides))
+                self.run(self.draw(size))
             except (RuntimeError, ValueError):
                 continue
-            return sides
+            return size
         self.run(self.draw(self.whole))
         return self.whole
 
     def reach(self, axis: int) -> list[tuple[int, int]]:
-        """Cells that each step needs before and after its own on one side: NaN goes where a cell is seen.
+        """Positions that each step needs before and after its own on one side: NaN goes where a position is seen.
 
         Raises:
             NotLocalError: If a layer sees further than any probe, or everything.
@@ -199,7 +199,7 @@ class Probe:
                 name = next(
                     step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
                 )
-                raise not_local(self.model, name, axis, f"sees further than {half // 2} cells")
+                raise not_local(self.model, name, axis, f"sees further than {half // 2} positions")
 
     def grow(self, axis: int) -> bool:
         """Make the small grids larger on the other sides, up to the volume's; False if they are large enough.
@@ -216,7 +216,7 @@ class Probe:
         return True
 
     def needed(self, span: NanSpan | None, follows: Along | None, half: int, multiple: int) -> tuple[int, int]:
-        """Cells before and after, where NaN in the multiple after half went so far."""
+        """Positions before and after, where NaN in the multiple after half went so far."""
         if span is None or follows is None:
             return 0, 0
         before = Fraction(span.stop) / follows.ratio - (half + multiple)
@@ -233,7 +233,7 @@ class Probe:
             calls = iter(range(count))
 
             def poison(path: str, attention: GridAttention, read: Tensor, mask: Tensor | None) -> Tensor:
-                answer = cellwise(path, attention, read, mask)
+                answer = positionwise(path, attention, read, mask)
                 return answer.fill_(torch.nan) if next(calls) == asked else answer  # noqa: B023  # used at once
 
             with plain_kernels():

@@ -27,7 +27,7 @@ VERSION = 1
 # What is saved of a `Progress`, and what JSON makes of it.
 FIELDS = {
     "identity": dict,
-    "cells": list,
+    "positions": list,
     "stage": int,
     "tile": int,
     "checksums": dict,
@@ -69,11 +69,11 @@ class Progress:
     Args:
         folder: Where it is saved; None if it is not.
         identity: What must be the same to go on: name -> fingerprint.
-        cells: A side of the tiles.
+        positions: A side of the tiles.
     """
 
-    def __init__(self, folder: Path | None, identity: dict[str, str], cells: tuple[int, ...]) -> None:
-        self.folder, self.identity, self.cells = folder, identity, cells
+    def __init__(self, folder: Path | None, identity: dict[str, str], positions: tuple[int, ...]) -> None:
+        self.folder, self.identity, self.positions = folder, identity, positions
         self.stage, self.tile = 0, 0
         self.checksums: dict[str, list[int]] = {}
         self.found: list[dict[str, Any]] = []
@@ -114,7 +114,7 @@ class Progress:
 
 
 def begin(
-    caller: str, output: FileOutput, identity: dict[str, str], cells: tuple[int, ...], overwrite: bool | None
+    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
 ) -> Progress:
     """Begin a prediction, or go on with one that was begun on the same; the output is held from here.
 
@@ -125,17 +125,17 @@ def begin(
     """
     output.owned.hold()
     try:
-        return begun(caller, output, identity, cells, overwrite)
+        return begun(caller, output, identity, positions, overwrite)
     except BaseException:
         output.owned.let_go()
         raise
 
 
 def begun(
-    caller: str, output: FileOutput, identity: dict[str, str], cells: tuple[int, ...], overwrite: bool | None
+    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
 ) -> Progress:
     """Progress of an output that is held."""
-    progress, state = Progress(output.folder, identity, cells), saved_state(caller, output.path, overwrite)
+    progress, state = Progress(output.folder, identity, positions), saved_state(caller, output.path, overwrite)
     if state is not None:
         changed = [name for name in identity if state["identity"].get(name) != identity[name]]
         if not changed:
@@ -177,9 +177,9 @@ def take_up(caller: str, output: FileOutput, progress: Progress) -> None:
 
 
 def begun_tile(caller: str, path: Path, overwrite: bool | None) -> tuple[int, ...] | None:
-    """Cells a side of the tiles of a prediction that was begun, which memory need not allow again."""
+    """Positions a side of the tiles of a prediction that was begun, which memory need not allow again."""
     state = saved_state(caller, path, overwrite)
-    return None if state is None else tuple(state["cells"])
+    return None if state is None else tuple(state["positions"])
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def around_the_border(module: nn.Module) -> bool:
 
 
 def by_corners(module: nn.Module) -> bool:
-    """Whether where a cell is read depends on the sides."""
+    """Whether where a position is read depends on the sides."""
     return bool(getattr(module, "align_corners", None))
 
 
@@ -46,8 +46,8 @@ GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
     SqueezeExcite: (always, "reads the means of the whole grid", 'GridAttention, "siamese_local" for example'),
     _AdaptiveAvgPoolNd: (always, "pools windows that depend on the sides", "pooling by a fixed window"),
     _AdaptiveMaxPoolNd: (always, "pools windows that depend on the sides", "pooling by a fixed window"),
-    nn.Upsample: (by_corners, "has align_corners=True, so that cells shift with the sides", "align_corners=False"),
-    nn.MultiheadAttention: (always, "attends to all cells", "GridAttention"),
+    nn.Upsample: (by_corners, "has align_corners=True, so that positions shift with the sides", "align_corners=False"),
+    nn.MultiheadAttention: (always, "attends to all positions", "GridAttention"),
     _ConvNd: (around_the_border, "pads each side by its other end", 'another padding_mode, "zeros" for example'),
 }
 

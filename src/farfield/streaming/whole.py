@@ -19,7 +19,7 @@ from farfield.streaming.arguments import check_volume
 from farfield.streaming.arrays import Region, Source
 from farfield.streaming.driving import Stream, Tiled, progress_of
 from farfield.streaming.formats import Wanted
-from farfield.streaming.geometry import at_least, cells_of, inner
+from farfield.streaming.geometry import at_least, inner, positions_of
 from farfield.streaming.listening import answering, device_of, dtype_of, width
 from farfield.streaming.merging import Merged
 from farfield.streaming.outputs import box_index, check_path, numpy_dtype, output_for
@@ -46,16 +46,16 @@ def predict_whole(
     path can be killed and called again; it goes on where it was and ends with the same file.
 
     Args:
-        model: In eval mode, from one grid `(batch, channels, *sides)` to one.
-        volume: Anything with `shape` and slicing (NumPy's, zarr's, h5py's arrays, torch's tensors): `(*sides)` of one
-            channel, `(channels, *sides)` or `(batch, channels, *sides)`; which of them, the number of sides decides,
+        model: In eval mode, from one grid `(batch, channels, *size)` to one.
+        volume: Anything with `shape` and slicing (NumPy's, zarr's, h5py's arrays, torch's tensors): `(*size)` of one
+            channel, `(channels, *size)` or `(batch, channels, *size)`; which of them, the number of spatial dims decides,
             and that is how many numbers `tile` has, else the rank of the model's first convolution.
-        tile: Cells a side that a tile writes, rounded up to what the strides divide; halos are read beside it. None for
+        tile: Positions a side that a tile writes, rounded up to what the strides divide; halos are read beside it. None for
             a side that is not cut; by default the largest that memory allows.
-        halo: Cells a side that a tile reads beyond what it writes; by default found by running the model on small
+        halo: Positions a side that a tile reads beyond what it writes; by default found by running the model on small
             grids.
         pad: "reflect", "replicate" or "constant": the sides are padded to what the strides divide, half on each end,
-            and the output is cropped by what was padded, in whole cells of it. Without it the model must take the sides
+            and the output is cropped by what was padded, in whole positions of it. Without it the model must take the sides
             as they are.
         out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
             array must be able to hold the result, and must hold nothing that is read.
@@ -79,7 +79,7 @@ def predict_whole(
         OSError: If the disk is full, or the volume's file was cut short; finished tiles are kept.
 
     Cost:
-        `plan_whole(...).recomputed` times the multiply-adds of `model(volume)`; the memory of one tile. A summary of
+        `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile. A summary of
         softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot attention is
         run as factorized, which is equal.
 
@@ -140,10 +140,10 @@ class Prediction:
     def take(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
         """Run a tile as far as the pass needs."""
         self.core, self.call = core, 0
-        self.region = at_least(self.plan.least, halo.around(core, self.plan.sides), self.plan.sides)
+        self.region = at_least(self.plan.least, halo.around(core, self.plan.size), self.plan.size)
         grid = self.stream.read("volume", index, self.region)
         read = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
-        if not any(cells_of(placed.part(core, self.plan.sides)) for placed in read):
+        if not any(positions_of(placed.part(core, self.plan.size)) for placed in read):
             return
         try:
             self.write(self.listened(grid, calls) if self.stream.merged else self.model(grid))
@@ -167,34 +167,36 @@ class Prediction:
             return self.model(grid)
 
     def hear(self, call: int, grid: Tensor, mask: Tensor | None) -> None:
-        """Summarize a tile's own cells."""
+        """Summarize a tile's own positions."""
         placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
-        part = placed.part(self.core, self.plan.sides)
-        if not cells_of(part):
+        part = placed.part(self.core, self.plan.size)
+        if not positions_of(part):
             return
-        cells = inner(part, placed.part(self.region, self.plan.sides))
-        own, real = grid[cells], None if mask is None else mask[cells]
+        positions = inner(part, placed.part(self.region, self.plan.size))
+        own, valid = grid[positions], None if mask is None else mask[positions]
         origin = tuple(start for start, _ in part)
-        merged.add(own, real, origin, placed.sides)
-        merged.ask(own, real, origin, placed.sides)
+        merged.add(own, valid, origin, placed.size)
+        merged.ask(own, valid, origin, placed.size)
 
     def respond(self, call: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Let what a tile reads respond to the whole."""
         placed, merged = self.plan.calls[call].grid, self.stream.merged[call]
         if call not in self.answers:
             self.answers[call] = merged.whole(grid.device)
-        summary, asked = self.answers[call]
-        origin = tuple(start for start, _ in placed.part(self.region, self.plan.sides))
-        return merged.attention.respond(grid, summary, mask=mask, origin=origin, sides=placed.sides, asked=asked)
+        summary, query_sums = self.answers[call]
+        origin = tuple(start for start, _ in placed.part(self.region, self.plan.size))
+        return merged.attention.respond(
+            grid, summary, mask=mask, origin=origin, size=placed.size, query_sums=query_sums
+        )
 
     def write(self, found: Tensor) -> None:
-        """Write a tile's own cells, without what was padded."""
-        plan, own = self.plan, self.plan.output.grid.part(self.core, self.plan.sides)
+        """Write a tile's own positions, without what was padded."""
+        plan, own = self.plan, self.plan.output.grid.part(self.core, self.plan.size)
         kept = zip(own, plan.kept, strict=True)
         part = tuple((max(start, low), min(stop, high)) for (start, stop), (low, high) in kept)
         if any(start >= stop for start, stop in part):
             return
-        box = found[inner(part, plan.output.grid.part(self.region, plan.sides))]
+        box = found[inner(part, plan.output.grid.part(self.region, plan.size))]
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
         shape = plan.layout.shape(found.shape[0], plan.output.channels, box.shape[2:])
         self.stream.write(box_index(shape, target), box.reshape(shape))

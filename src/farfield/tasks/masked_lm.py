@@ -22,7 +22,7 @@ from farfield.tasks.replay import Replay
 IGNORED = -100
 
 
-# Numbers of words (batch, tokens), which of them are real, the hidden words or -100, and names of the samples.
+# Numbers of words (batch, tokens), which of them are valid, the hidden words or -100, and names of the samples.
 Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
@@ -144,7 +144,7 @@ class MaskedLM(LightningModule):
         logits = self(words, mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
         probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
         blanks = chosen.sum(1).tolist()
-        texts = [each[real].cpu() for each, real in zip(words, mask, strict=True)]
+        texts = [each[valid].cpu() for each, valid in zip(words, mask, strict=True)]
         return Filled(list(names), texts, list(found.cpu().split(blanks)), list(probabilities.cpu().split(blanks)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -19,7 +19,7 @@ class CareMetrics(NamedTuple):
 
     Attributes:
         psnr: Peak signal-to-noise ratio in dB; larger is better.
-        ssim: Structural similarity, 1 at most; not a number where a side has less than 7 cells.
+        ssim: Structural similarity, 1 at most; not a number where a side has less than 7 positions.
         nrmse: Root mean squared error, of a truth that lies between 0 and 1.
     """
 
@@ -58,7 +58,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
     truth, restored = np.asarray(truth, np.float64), np.asarray(restored, np.float64)
     if truth.shape != restored.shape:
         raise ValueError(
-            f"care_metrics: truth and restored must have the same sides, got {truth.shape} and {restored.shape}."
+            f"care_metrics: truth and restored must have the same size, got {truth.shape} and {restored.shape}."
         )
     low, high = np.percentile(truth, TRUTH_PERCENTILES)
     if high <= low:

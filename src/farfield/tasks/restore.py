@@ -37,7 +37,7 @@ class Restore(LightningModule):
     A checkpoint holds the network's weights and these numbers; never the network's code.
 
     Args:
-        network: Any module from grids `(batch, channels, *sides)` to such grids, or to means and scales side by side.
+        network: Any module from grids `(batch, channels, *size)` to such grids, or to means and scales side by side.
         learning_rate: Learning rate at first.
         loss: `"mae"`, or `"laplace"` for a probabilistic network.
         betas: Of Adam.
@@ -46,7 +46,7 @@ class Restore(LightningModule):
         output: Where `predict` writes, .tif or .zarr; a folder for several stacks, or where there is no suffix. None
             writes `<name>-restored.tif` beside each.
         overwrite: Whether files that are there are replaced; "skip" leaves them and goes on with the other stacks.
-        tile: Cells a side that are restored at a time; None for what memory allows. The result is the same.
+        tile: Positions a side that are restored at a time; None for what memory allows. The result is the same.
 
     Raises:
         ShapeError: In the first batch, if the network's grids are not those of the targets.

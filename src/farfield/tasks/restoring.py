@@ -20,7 +20,7 @@ from farfield.streaming.outputs import check_path
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
-# Of more cells than this, percentiles of floating-point stacks are those of evenly spaced planes.
+# Of more positions than this, percentiles of floating-point stacks are those of evenly spaced planes.
 COUNTED = 2**25
 
 
@@ -58,9 +58,9 @@ def restore(
     `streaming.predict_whole`. A projection is restored in one piece.
 
     Args:
-        network: In eval mode, from grids `(1, 1, *sides)` to such grids; of a probabilistic one the means are kept.
+        network: In eval mode, from grids `(1, 1, *size)` to such grids; of a probabilistic one the means are kept.
         stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
-        tile: Cells a side that are written at a time; by default what memory allows.
+        tile: Positions a side that are written at a time; by default what memory allows.
         out: A path ending in .tif or .zarr, for what does not fit in memory; None returns an array.
         overwrite: Whether what is there is replaced.
         quiet: Whether to say nothing of plan and progress.
@@ -69,7 +69,7 @@ def restore(
         The restored stack, in float32: an array, or the file opened for reading.
 
     Raises:
-        ValueError: If the stack is constant, has cells that are no numbers, or not as many sides as the network.
+        ValueError: If the stack is constant, has positions that are no numbers, or not as many sides as the network.
         FileExistsError: If something is at the path.
 
     Reference: SAN §4.5, Weigert et al. 2018.
@@ -90,7 +90,7 @@ def restore(
     scaled = ScaledNetwork(network, low, high).eval()
     if not hasattr(network, "project"):
         each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
-        # The number of sides must be said: the first convolution of a foreign network need not have them.
+        # The number of spatial dims must be said: the first convolution of a foreign network need not have them.
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
@@ -118,7 +118,7 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
     """Two percentiles of a stack that need not fit in memory.
 
-    Of whole numbers up to 16 bits they are exact, from counts; of others too, up to 33 million cells, and beyond from
+    Of whole numbers up to 16 bits they are exact, from counts; of others too, up to 33 million positions, and beyond from
     evenly spaced planes.
 
     Args:
@@ -143,7 +143,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
         planes = np.stack([np.asarray(stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
-            raise ValueError(f"restore: {faults} of {planes.size} cells are no numbers (NaN or infinite).")
+            raise ValueError(f"restore: {faults} of {planes.size} positions are no numbers (NaN or infinite).")
         low, high = (float(level) for level in np.percentile(planes, percentiles))
     if high <= low:
         raise ValueError(

@@ -32,7 +32,7 @@ class Segmented(NamedTuple):
 
 
 class Segment(LightningModule):
-    """Train a network that gives each cell of an image one logit a class, with DeepLab's settings as defaults.
+    """Train a network that gives each position of an image one logit a class, with DeepLab's settings as defaults.
 
     `rate_t = learning_rate · (1 - t / steps)^power`
 
@@ -46,7 +46,7 @@ class Segment(LightningModule):
     A checkpoint holds the network's weights and these numbers; never the network's code.
 
     Args:
-        network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, *sides)`.
+        network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, *size)`.
         learning_rate: Learning rate of the first step.
         power: Of the schedule.
         momentum: Momentum of SGD.
@@ -100,7 +100,7 @@ class Segment(LightningModule):
         self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
-        """Return the logits of each cell."""
+        """Return the logits of each position."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return self.network(images.to(next(self.network.parameters()).dtype))
 
@@ -149,11 +149,11 @@ class Segment(LightningModule):
 
     def predict_step(self, batch: tuple[Tensor, list[str], list[str], Tensor], batch_idx: int) -> Segmented:
         """Return the likeliest class of each pixel of the images, at their own sizes."""
-        images, paths, names, sides = batch
+        images, paths, names, size = batch
         logits = self(images).float()
         labels = [
             functional.interpolate(each[None], tuple(own), mode="bilinear")[0].argmax(0).to(torch.uint8).cpu()
-            for each, own in zip(logits, sides.tolist(), strict=True)
+            for each, own in zip(logits, size.tolist(), strict=True)
         ]
         return Segmented(list(paths), list(names), labels)
 
@@ -204,7 +204,7 @@ class Segment(LightningModule):
         logits = self(images)
         classes = self.classes
         if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            problem = f"the network must give one logit for the data's {len(classes)} classes in each cell."
+            problem = f"the network must give one logit for the data's {len(classes)} classes in each position."
             fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
@@ -250,7 +250,7 @@ def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]
 
 
 def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
-    """Reduce labels to the sides of logits by the nearest: each cell takes the label at its centre.
+    """Reduce labels to the sides of logits by the nearest: each position takes the label at its centre.
 
     Example:
         >>> reduced(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]

@@ -1,6 +1,6 @@
 """What axis means keep of a feature map: the matrix-variate normal distribution and KAN's Theorem 1.
 
-KAN models a feature map X (h × w) as normal. The covariance of vec(Xᵀ), its cells read row by row, is a Kronecker
+KAN models a feature map X (h × w) as normal. The covariance of vec(Xᵀ), its positions read row by row, is a Kronecker
 product Ω⊗Ψ or a Kronecker sum Ω⊕Ψ = Ω⊗I + I⊗Ψ of Ω (h × h), between rows, and Ψ (w × w), between columns.
 Under the sum, with diagonal Ω and Ψ and a mean that is an outer sum, independent copies of the average row and of the
 average column add up to a matrix X̃ of the same kind (Theorem 1): why the Kronecker operators attend to axis means.

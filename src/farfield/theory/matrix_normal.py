@@ -40,7 +40,7 @@ class MatrixNormal(Distribution):
         ValueError: A covariance is not symmetric and positive definite, or `loc` is not finite.
 
     Cost:
-        O(h³ + w³) multiply-adds once, O(hw(h + w)) for each matrix drawn or scored.
+        O(h³ + w³) MACs once, O(hw(h + w)) for each matrix drawn or scored.
 
     Reference: KAN Definition 1, KAN Eq. 2.
 
@@ -96,7 +96,7 @@ class MatrixNormal(Distribution):
 
     @property
     def mean(self) -> Float[Tensor, "*batch h w"]:
-        """Mean of each cell."""
+        """Mean of each position."""
         return self.loc
 
     @property
@@ -106,7 +106,7 @@ class MatrixNormal(Distribution):
 
     @property
     def variance(self) -> Float[Tensor, "*batch h w"]:
-        """Variance of each cell: the covariance's diagonal, Ω_ii·Ψ_jj or Ω_ii + Ψ_jj."""
+        """Variance of each position: the covariance's diagonal, Ω_ii·Ψ_jj or Ω_ii + Ψ_jj."""
         return self._covariance.variance().expand(self.loc.shape)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Float[Tensor, "*sample h w"]:
@@ -116,9 +116,9 @@ class MatrixNormal(Distribution):
     def log_prob(self, value: Float[Tensor, "*#sample h w"]) -> Float[Tensor, " *sample"]:
         """Return the log density of `value`: −½ (squared Mahalanobis distance + log determinant + hw·log 2π)."""
         _check_value(value, self)
-        cells = self.event_shape.numel()
+        positions = self.event_shape.numel()
         distance = self._covariance.squared_distance(value - self.loc)
-        return -0.5 * (distance + self._covariance.log_determinant() + cells * math.log(2 * math.pi))
+        return -0.5 * (distance + self._covariance.log_determinant() + positions * math.log(2 * math.pi))
 
     def entropy(self) -> Float[Tensor, " *batch"]:
         """Return the differential entropy in nats: ½ (hw·(1 + log 2π) + log determinant)."""

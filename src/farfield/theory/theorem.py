@@ -64,7 +64,7 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normaliz
 
     With the averages of a matrix X whose mean is an outer sum this is Theorem 1. X̃ has X's mean plus one constant, the
     mean of X's mean. For h = w and diagonal Ω and Ψ its covariance is (Ω⊕Ψ)/h + (Ω̄ + Ψ̄)/h·I. In trace that is 2/h times
-    the covariance of X (Eq. 7); as a matrix it is a multiple of it only where all cells of X have one variance.
+    the covariance of X (Eq. 7); as a matrix it is a multiple of it only where all positions of X have one variance.
 
     Args:
         row: Distribution of one row (w numbers), such as `averages(x).row`.

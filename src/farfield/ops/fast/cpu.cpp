@@ -66,19 +66,19 @@ inline void by_fours(int64_t count, const Work& work) {
   for (; i < count; ++i) work.template operator()<1>(i);
 }
 
-// The axes of a grid `(batch, channels, *sides)`: memory runs along the last, `width`; rows of it along the last but one,
+// The axes of a grid `(batch, channels, *size)`: memory runs along the last, `width`; rows of it along the last but one,
 // `height`, make a slab; the other axes count slabs.
 struct Axes {
-  std::vector<int64_t> sides;
+  std::vector<int64_t> size;
   int64_t width, height, slabs = 1, total = 0;
 
-  explicit Axes(at::IntArrayRef all) : sides(all.vec()) {
-    for (int64_t side : sides) total += side;
-    width = sides.back();
-    sides.pop_back();
-    height = sides.back();
-    sides.pop_back();
-    for (int64_t side : sides) slabs *= side;
+  explicit Axes(at::IntArrayRef all) : size(all.vec()) {
+    for (int64_t side : size) total += side;
+    width = size.back();
+    size.pop_back();
+    height = size.back();
+    size.pop_back();
+    for (int64_t side : size) slabs *= side;
   }
 
   int64_t plane() const { return slabs * height * width; }
@@ -87,7 +87,7 @@ struct Axes {
   template <class Each>
   void places(int64_t slab, const Each& each) const {
     int64_t behind = slabs, before = 0;
-    for (int64_t side : sides) {
+    for (int64_t side : size) {
       behind /= side;
       each(before + slab / behind % side);
       before += side;
@@ -167,7 +167,7 @@ inline void add_rows(const float* rows, int64_t width, float* __restrict columns
   }
 }
 
-// `(b, c, *sides)` to `(b, c, Σ sides)`: for each index of each axis the sum over all other axes, or their mean.
+// `(b, c, *size)` to `(b, c, Σ size)`: for each index of each axis the sum over all other axes, or their mean.
 Tensor along_axes(const Tensor& grid, bool means) {
   const Axes axes(grid.sizes().slice(2));
   Tensor out = at::empty({grid.size(0), grid.size(1), axes.total}, grid.options());
@@ -216,12 +216,12 @@ Tensor axis_sums(const Tensor& grid) { return along_axes(grid, false); }
 
 Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
 
-// `(b, c, Σ sides)` to `(b, c, *sides)`: each cell the sum of what stands at its indices, first axis first; with `means`
-// of what stands there divided by the number of cells of the index, as is the gradient of means.
-Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides, bool means, bool training) {
-  const Axes axes(sides);
+// `(b, c, Σ size)` to `(b, c, *size)`: each position the sum of what stands at its indices, first axis first; with `means`
+// of what stands there divided by the number of positions of the index, as is the gradient of means.
+Tensor outer_sum(const Tensor& vectors, at::IntArrayRef size, bool means, bool training) {
+  const Axes axes(size);
   std::vector<int64_t> sizes{vectors.size(0), vectors.size(1)};
-  sizes.insert(sizes.end(), sides.begin(), sides.end());
+  sizes.insert(sizes.end(), size.begin(), size.end());
   Tensor out = at::empty(sizes, vectors.options());
   const bool past = past_caches(out, training);
   const float* from = vectors.const_data_ptr<float>();
@@ -234,7 +234,7 @@ Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides, bool means, bool 
       const float* vector = from + p * axes.total;
       if (means) {
         int64_t place = 0;
-        for (int64_t side : sides) {
+        for (int64_t side : size) {
           const float share = static_cast<float>(side) / static_cast<float>(axes.plane());
           for (int64_t i = 0; i < side; ++i, ++place) shares[place] = vector[place] * share;
         }
@@ -259,76 +259,76 @@ Tensor outer_sum(const Tensor& vectors, at::IntArrayRef sides, bool means, bool 
   return out;
 }
 
-// Cells `(b, c, n)` by head, `(b · h, c / h, n)`.
-Tensor by_head(const Tensor& cells, int64_t heads) {
-  return cells.view({cells.size(0) * heads, cells.size(1) / heads, cells.size(2)});
+// Positions `(b, c, n)` by head, `(b · h, c / h, n)`.
+Tensor by_head(const Tensor& positions, int64_t heads) {
+  return positions.view({positions.size(0) * heads, positions.size(1) / heads, positions.size(2)});
 }
 
-// The matrix of coefficients `(b · h, n, n)` of cells that attend to each other, a row for each that asks.
-Tensor coefficients(const Tensor& cells, int64_t heads, double scale) {
-  const Tensor each = by_head(cells, heads);
+// The matrix of coefficients `(b · h, n, n)` of positions that attend to each other, a row for each that asks.
+Tensor coefficients(const Tensor& positions, int64_t heads, double scale) {
+  const Tensor each = by_head(positions, heads);
   Tensor products = at::bmm(scale == 1 ? each.mT() : at::mul(each.mT(), scale), each);
   return at::_softmax_out(products, products, -1, false);
 }
 
-Tensor weighed(const Tensor& cells, const Tensor& weights, int64_t heads) {
-  return at::bmm(by_head(cells, heads), weights.mT()).view_as(cells);
+Tensor weighed(const Tensor& positions, const Tensor& weights, int64_t heads) {
+  return at::bmm(by_head(positions, heads), weights.mT()).view_as(positions);
 }
 
-// Softmax attention of cells `(b, c, n)` to each other.
-Tensor self_attention(const Tensor& cells, int64_t heads, double scale) {
-  const int64_t count = cells.size(2), depth = cells.size(1) / heads;
+// Softmax attention of positions `(b, c, n)` to each other.
+Tensor self_attention(const Tensor& positions, int64_t heads, double scale) {
+  const int64_t count = positions.size(2), depth = positions.size(1) / heads;
   // The matrix is smaller than what it is made of, or stays in a cache.
-  if (count <= depth || cells.size(0) * heads * count * count <= BLOCK)
-    return weighed(cells, coefficients(cells, heads, scale), heads);
-  const Tensor each = cells.view({cells.size(0), heads, depth, count}).mT().contiguous();
-  return at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale).mT().contiguous().view_as(cells);
+  if (count <= depth || positions.size(0) * heads * count * count <= BLOCK)
+    return weighed(positions, coefficients(positions, heads, scale), heads);
+  const Tensor each = positions.view({positions.size(0), heads, depth, count}).mT().contiguous();
+  return at::scaled_dot_product_attention(each, each, each, {}, 0.0, false, scale).mT().contiguous().view_as(positions);
 }
 
 // The same, and the matrix.
-std::tuple<Tensor, Tensor> cell_attention(const Tensor& cells, int64_t heads, double scale) {
-  const Tensor weights = coefficients(cells, heads, scale);
-  return {weighed(cells, weights, heads), weights};
+std::tuple<Tensor, Tensor> position_attention(const Tensor& positions, int64_t heads, double scale) {
+  const Tensor weights = coefficients(positions, heads, scale);
+  return {weighed(positions, weights, heads), weights};
 }
 
-// Its gradient: with coefficients A and ∂S = A ∘ (P − rows' sums of A ∘ P), P being the products of ∂y and cells, values
-// take ∂y A, keys and queries cells (∂S + ∂Sᵀ): in one product where the matrices are the smaller ones.
-Tensor cell_attention_backward(
-    const Tensor& cells, const std::optional<Tensor>& kept, int64_t heads, double scale, const Tensor& upon) {
-  const Tensor each = by_head(cells, heads), asked = by_head(upon, heads);
-  const Tensor weights = kept ? *kept : coefficients(cells, heads, scale);
+// Its gradient: with coefficients A and ∂S = A ∘ (P − rows' sums of A ∘ P), P being the products of ∂y and positions, values
+// take ∂y A, keys and queries positions (∂S + ∂Sᵀ): in one product where the matrices are the smaller ones.
+Tensor position_attention_backward(
+    const Tensor& positions, const std::optional<Tensor>& kept, int64_t heads, double scale, const Tensor& upon) {
+  const Tensor each = by_head(positions, heads), asked = by_head(upon, heads);
+  const Tensor weights = kept ? *kept : coefficients(positions, heads, scale);
   Tensor products = at::bmm(asked.mT(), each), found = at::bmm(asked, weights);
   at::_softmax_backward_data_out(products, products, weights, -1, at::kFloat);
   if (each.size(2) <= each.size(1)) found.baddbmm_(each, at::add(products, products.mT()), 1, scale);
   else found.baddbmm_(each, products, 1, scale).baddbmm_(each, products.mT(), 1, scale);
-  return found.view_as(cells);
+  return found.view_as(positions);
 }
 
 // Softmax attention of the means along each axis to each other, in a grid by outer sum; `once` counts the mean of that
 // once and not as often as there are axes (KAN 13).
 Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
-  const auto sides = grid.sizes().slice(2);
+  const auto size = grid.sizes().slice(2);
   Tensor vectors = self_attention(axis_means(grid), heads, scale);
   if (once) {
-    const double axes = static_cast<double>(sides.size());
+    const double axes = static_cast<double>(size.size());
     Tensor mean = at::zeros({grid.size(0), grid.size(1), 1}, grid.options());
     int64_t first = 0;
-    for (int64_t side : sides) {
+    for (int64_t side : size) {
       mean.add_(vectors.narrow(2, first, side).mean(2, true));
       first += side;
     }
     vectors.sub_(mean, (axes - 1) / (axes * axes));
   }
-  return outer_sum(vectors, sides, false, false);
+  return outer_sum(vectors, size, false, false);
 }
 
-// rows += Σ factors · cells, of `K` channels.
+// rows += Σ factors · positions, of `K` channels.
 template <int K>
-inline void add_scaled(const float* factors, const float* cells, int64_t stride, float* __restrict rows, int64_t count) {
+inline void add_scaled(const float* factors, const float* positions, int64_t stride, float* __restrict rows, int64_t count) {
 #pragma omp simd
   for (int64_t j = 0; j < count; ++j) {
     float sum = 0;
-    for (int k = 0; k < K; ++k) sum += factors[k] * cells[k * stride + j];
+    for (int k = 0; k < K; ++k) sum += factors[k] * positions[k * stride + j];
     rows[j] += sum;
   }
 }
@@ -336,7 +336,7 @@ inline void add_scaled(const float* factors, const float* cells, int64_t stride,
 // totals = the sum of each of `K` channels; products = that of the channel times the weights.
 template <int K>
 inline void sum_channels(
-    const float* cells, int64_t stride, const float* weights, int64_t count, double* totals, double* products) {
+    const float* positions, int64_t stride, const float* weights, int64_t count, double* totals, double* products) {
   std::fill(totals, totals + K, 0.0);
   std::fill(products, products + K, 0.0);
   for (int64_t first = 0; first < count; first += CHUNK) {
@@ -346,7 +346,7 @@ inline void sum_channels(
     for (; j + WIDTH <= last; j += WIDTH) {
       const Lanes weight = load(weights + j);
       for (int k = 0; k < K; ++k) {
-        const Lanes each = load(cells + k * stride + j);
+        const Lanes each = load(positions + k * stride + j);
         total[k] += each;
         product[k] += each * weight;
       }
@@ -354,8 +354,8 @@ inline void sum_channels(
     for (int k = 0; k < K; ++k) {
       float sum = sum_of(total[k]), weighed = sum_of(product[k]);
       for (int64_t rest = j; rest < last; ++rest) {
-        sum += cells[k * stride + rest];
-        weighed += cells[k * stride + rest] * weights[rest];
+        sum += positions[k * stride + rest];
+        weighed += positions[k * stride + rest] * weights[rest];
       }
       totals[k] += sum;
       products[k] += weighed;
@@ -363,17 +363,17 @@ inline void sum_channels(
   }
 }
 
-// Of cells `(b, c, n)`: the rows `offset + matrix · cells`, `(b, r, n)`, and the sums over cells of [1; weights] ⊗ cells,
+// Of positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of [1; weights] ⊗ positions,
 // `(b, 1 + s, c)`. The matrix is `(b, r, c)`, the offset `(b, r, n)`, the weights `(b, s, n)`; without weights the rows
-// themselves weigh. Cells come in blocks that are still in a cache when they are looked at again.
+// themselves weigh. Positions come in blocks that are still in a cache when they are looked at again.
 std::tuple<Tensor, Tensor> read_and_sum(
-    const Tensor& cells, const Tensor& matrix, const std::optional<Tensor>& offset, const std::optional<Tensor>& weights) {
-  const int64_t batch = cells.size(0), channels = cells.size(1), count = cells.size(2), read = matrix.size(1);
+    const Tensor& positions, const Tensor& matrix, const std::optional<Tensor>& offset, const std::optional<Tensor>& weights) {
+  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2), read = matrix.size(1);
   const int64_t slots = 1 + (weights ? weights->size(1) : read);
   const int64_t most = std::clamp<int64_t>(BLOCK / channels, 64, 4096), blocks = (count + most - 1) / most;
-  Tensor rows = at::empty({batch, read, count}, cells.options());
-  Tensor parts = at::empty({blocks, batch, slots, channels}, cells.options().dtype(at::kDouble));
-  const float* from = cells.const_data_ptr<float>();
+  Tensor rows = at::empty({batch, read, count}, positions.options());
+  Tensor parts = at::empty({blocks, batch, slots, channels}, positions.options().dtype(at::kDouble));
+  const float* from = positions.const_data_ptr<float>();
   const float* factors = matrix.const_data_ptr<float>();
   const float* start = offset ? offset->const_data_ptr<float>() : nullptr;
   const float* given = weights ? weights->const_data_ptr<float>() : nullptr;
@@ -409,14 +409,14 @@ Tensor for_each(const Tensor& matrix, int64_t batch) {
   return matrix.unsqueeze(0).expand({batch, matrix.size(0), matrix.size(1)}).contiguous();
 }
 
-// Attention by scores, those of a head being `matrix`'s row · cells: each cell is answered by the mean cell times its own
-// score and, with `both`, by the mean of cells times their scores. The matrix is `(h, c)`. Also the scores, `(b, h, n)`,
-// and the sums over cells of [1; scores] ⊗ cells, `(b, 1 + h, c)`.
+// Attention by scores, those of a head being `matrix`'s row · positions: each position is answered by the mean position times its own
+// score and, with `both`, by the mean of positions times their scores. The matrix is `(h, c)`. Also the scores, `(b, h, n)`,
+// and the sums over positions of [1; scores] ⊗ positions, `(b, 1 + h, c)`.
 std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Tensor& matrix, bool both, bool training) {
   const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0);
-  const Tensor cells = grid.flatten(2);
-  const int64_t count = cells.size(2);
-  const auto [rows, sums] = read_and_sum(cells, for_each(matrix, batch), {}, {});
+  const Tensor positions = grid.flatten(2);
+  const int64_t count = positions.size(2);
+  const auto [rows, sums] = read_and_sum(positions, for_each(matrix, batch), {}, {});
   Tensor out = at::empty(grid.sizes(), grid.options());
   const bool past = past_caches(out, training);
   const float *scores = rows.const_data_ptr<float>(), *sum = sums.const_data_ptr<float>();
@@ -437,14 +437,14 @@ std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Ten
   return {out, rows, sums};
 }
 
-// The gradients of grid and matrix. With responses y = mean · s + u, u being the mean of cells times scores:
+// The gradients of grid and matrix. With responses y = mean · s + u, u being the mean of positions times scores:
 // ∂s = mean · ∂y + ∂u · x / n, ∂matrix = Σ ∂s ⊗ x and ∂x = (∂mean + ∂u s) / n + matrix · ∂s. `upon`, ∂y, and the grid
 // are read once each.
 std::tuple<Tensor, Tensor> score_attention_backward(
     const Tensor& grid, const Tensor& matrix, bool both, const Tensor& scores, const Tensor& sums, const Tensor& upon) {
   const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0), depth = channels / heads;
-  const Tensor cells = grid.flatten(2);
-  const int64_t count = cells.size(2);
+  const Tensor positions = grid.flatten(2);
+  const int64_t count = positions.size(2);
   const float share = 1.0f / static_cast<float>(count);
   const float* sum = sums.const_data_ptr<float>();
   Tensor means = at::zeros({batch, heads, channels}, grid.options());
@@ -459,7 +459,7 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   const float* sum_upon = heard.const_data_ptr<float>();
   if (both)
     in_its_head([&](int64_t place, int64_t b, int64_t c, int64_t) { half[place] = sum_upon[b * (1 + heads) * channels + c] * share; });
-  const auto [rows, products] = read_and_sum(cells, halves, started, {});
+  const auto [rows, products] = read_and_sum(positions, halves, started, {});
   Tensor out = at::empty(grid.sizes(), grid.options());
   const bool past = past_caches(out, true);
   const float *score = scores.const_data_ptr<float>(), *row = rows.const_data_ptr<float>();
@@ -485,14 +485,14 @@ TORCH_LIBRARY(farfield, library) {
   library.def("axis_means(Tensor grid) -> Tensor");
   library.def("axis_sums(Tensor grid) -> Tensor");
   library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
-  library.def("cell_attention(Tensor cells, int heads, float scale) -> (Tensor, Tensor)");
-  library.def("cell_attention_backward(Tensor cells, Tensor? weights, int heads, float scale, Tensor upon) -> Tensor");
+  library.def("position_attention(Tensor positions, int heads, float scale) -> (Tensor, Tensor)");
+  library.def("position_attention_backward(Tensor positions, Tensor? weights, int heads, float scale, Tensor upon) -> Tensor");
   library.def("score_attention(Tensor grid, Tensor matrix, bool both, bool training=False) -> (Tensor, Tensor, Tensor)");
   library.def(
       "score_attention_backward(Tensor grid, Tensor matrix, bool both, Tensor scores, Tensor sums, Tensor upon)"
       " -> (Tensor, Tensor)");
-  library.def("outer_sum(Tensor vectors, int[] sides, bool means=False, bool training=False) -> Tensor");
-  library.def("read_and_sum(Tensor cells, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
+  library.def("outer_sum(Tensor vectors, int[] size, bool means=False, bool training=False) -> Tensor");
+  library.def("read_and_sum(Tensor positions, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(farfield, CPU, library) {
@@ -501,8 +501,8 @@ TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("axis_attention", &axis_attention);
   library.impl("score_attention", &score_attention);
   library.impl("score_attention_backward", &score_attention_backward);
-  library.impl("cell_attention", &cell_attention);
-  library.impl("cell_attention_backward", &cell_attention_backward);
+  library.impl("position_attention", &position_attention);
+  library.impl("position_attention_backward", &position_attention_backward);
   library.impl("outer_sum", &outer_sum);
   library.impl("read_and_sum", &read_and_sum);
 }

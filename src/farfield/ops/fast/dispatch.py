@@ -18,7 +18,7 @@ from farfield.ops.fast import kernel_attention
 from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.order import cheaper_order, has_orders
-from farfield.ops.grid import Cells, Gathered, Place, add_axes, axis_sums, real_counts
+from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, valid_counts
 from farfield.ops.modes import full_precision
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond
@@ -58,25 +58,29 @@ def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
 
 
 def prepare(call: Call) -> Call:
-    """The operator's cells as those that read and write a grid once."""
+    """The operator's positions as those that read and write a grid once."""
     operator = call.operator
-    if operator.answers.gather is not axis_sums and operator.asks.gather is not axis_sums:
+    if operator.keys_from.gather is not axis_sums and operator.queries_from.gather is not axis_sums:
         return call
-    operator = dataclasses.replace(operator, answers=once(operator.answers), asks=once(operator.asks))
+    operator = dataclasses.replace(
+        operator, keys_from=once(operator.keys_from), queries_from=once(operator.queries_from)
+    )
     return call._replace(operator=operator)
 
 
-def once(cells: Cells) -> Cells:
-    """The same cells, of which sums along axes read a whole grid once and outer sums write it once."""
-    gather = gather_axes if cells.gather is axis_sums else cells.gather
-    return cells._replace(gather=gather, scatter=scatter_axes if cells.scatter is add_axes else cells.scatter)
+def once(positions: Positions) -> Positions:
+    """The same positions, of which sums along axes read a whole grid once and outer sums write it once."""
+    gather = gather_axes if positions.gather is axis_sums else positions.gather
+    return positions._replace(
+        gather=gather, scatter=scatter_axes if positions.scatter is add_axes else positions.scatter
+    )
 
 
 def gather_axes(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """`grid.axis_sums`."""
     if place is not None:
         return axis_sums(grid, mask, place)
-    return Gathered(sum_axes(grid, mask), real_counts(grid, mask))
+    return Gathered(sum_axes(grid, mask), valid_counts(grid, mask))
 
 
 def scatter_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
@@ -85,36 +89,38 @@ def scatter_axes(responses: Tensor, size: Sequence[int], place: Place | None = N
 
 
 def summarize(
-    call: Call, gathered: Gathered, values: Tensor, complete: bool, asks: bool
+    call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool
 ) -> tuple[Tensor | None, Summary] | None:
     """Project and summarize, keeping the positions alone for the backward pass, and their queries where they ask."""
-    operator, (cells, real) = call.operator, gathered
-    if values is not cells or operator.basis is None or not operator.answers.side_by_side:
+    operator, (positions, valid) = call.operator, gathered
+    if values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
         return None
-    query = call.query if asks and (call.key.matrix is None) == (call.query.matrix is None) else None
+    query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
     options = {"shared": call.value.matrix is not None, "complete": complete}
-    return read_and_summarize(operator, call.heads, cells, real[:, None], call.key, query, **options)
+    return read_and_summarize(operator, call.heads, positions, valid[:, None], call.key, query, **options)
 
 
 def respond_once(
-    call: Call, asking: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
+    call: Call, query_positions: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
     """Respond, keeping the positions alone for the backward pass; the bias is one slot more."""
     operator = call.operator
-    if operator.basis is None or not operator.asks.side_by_side:
+    if operator.basis is None or not operator.queries_from.side_by_side:
         return None
-    return respond_from(operator, asking.cells, call.query, query, summary, matrix, bias).flatten(1, 2)
+    return respond_from(operator, query_positions.positions, call.query, query, summary, matrix, bias).flatten(1, 2)
 
 
-def add_responses(call: Call, asking: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor) -> Tensor:
+def add_responses(
+    call: Call, query_positions: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor
+) -> Tensor:
     """Add projected responses: in one product with the slots, or one vector an axis, in place."""
     operator, matrix = call.operator, cast(Tensor, call.output.matrix)
-    if operator.asks.side_by_side:
+    if operator.queries_from.side_by_side:
         summary = summary.map_values(by_head(call, matrix.dtype))
         slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
         return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
     responses = respond(operator, query, summary, scale).flatten(1, 2)
-    responses = operator.asks.normalized(responses, asking.real, out.dim() - 2)
+    responses = operator.queries_from.normalized(responses, query_positions.valid, out.dim() - 2)
     with full_precision(out):
         vectors, size = matrix.to(responses.dtype) @ responses, out.shape[2:]
         for axis, vector in enumerate(vectors.split(list(size), -1)):

@@ -21,7 +21,7 @@ from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
 from farfield.ops.modes import autocasts, has_tangent, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
-from farfield.ops.table import Operator, cell, one, one_and_key, queries, query_and_one, softmax_of_products, weight
+from farfield.ops.table import Operator, one, one_and_key, position, queries, query_and_one, softmax_of_products, weight
 
 Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
@@ -31,12 +31,14 @@ def of_means(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sca
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
     if are_free([grid]) and not has_tangent(grid):
-        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.asks.normalize is not None))
+        return cast(
+            Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, row.queries_from.normalize is not None)
+        )
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    response = _attend_cells(_axis_means(grid), heads, scale, grid.numel() // SMALL)[0]
+    response = _attend_positions(_axis_means(grid), heads, scale, grid.numel() // SMALL)[0]
     counts = torch.cat([grid.new_full((1, 1, side), 1 / side) for side in grid.shape[2:]], -1)
-    return outer_sum(row.asks.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
+    return outer_sum(row.queries_from.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
 
 
 def plain_means(grid: Tensor) -> Tensor:
@@ -55,31 +57,33 @@ def spread_means(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_
     return (cast(Tensor, torch.ops.farfield.outer_sum(upon[0].contiguous(), arguments[0].shape[2:], True, True)),)
 
 
-def plain_cells(cells: Tensor, heads: int, scale: float, limit: int) -> Tensor:
+def plain_positions(positions: Tensor, heads: int, scale: float, limit: int) -> Tensor:
     """Softmax attention of positions `(b, c, n)` to each other."""
-    each = split_heads(cells, heads)
+    each = split_heads(positions, heads)
     return (each @ (scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
 
 
-def attend_cells(cells: Tensor, heads: int, scale: float, limit: int) -> tuple[Tensor, Tensor | None]:
+def attend_positions(positions: Tensor, heads: int, scale: float, limit: int) -> tuple[Tensor, Tensor | None]:
     """The same by a kernel, and its matrix, if that has at most `limit` numbers."""
-    response, weights = torch.ops.farfield.cell_attention(cells, heads, scale)
+    response, weights = torch.ops.farfield.position_attention(positions, heads, scale)
     return response, weights if weights.numel() <= limit else None
 
 
-def gradients_of_cells(
+def gradients_of_positions(
     arguments: Sequence[Any], kept: Sequence[Tensor | None], upon: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor, None, None, None]:
-    """The gradient of `attend_cells`."""
-    (cells, heads, scale, _), (weights,) = arguments, kept
-    found = torch.ops.farfield.cell_attention_backward(cells, weights, heads, scale, upon[0].contiguous())
+    """The gradient of `attend_positions`."""
+    (positions, heads, scale, _), (weights,) = arguments, kept
+    found = torch.ops.farfield.position_attention_backward(positions, weights, heads, scale, upon[0].contiguous())
     return found, None, None, None
 
 
 _axis_means = accelerate(
     plain_means, read_means, spread_means, save=shapes_alone, restore=of_shapes, kernels_run=kernels.run
 )
-_attend_cells = accelerate(plain_cells, attend_cells, gradients_of_cells, kept=1, kernels_run=kernels.run)
+_attend_positions = accelerate(
+    plain_positions, attend_positions, gradients_of_positions, kept=1, kernels_run=kernels.run
+)
 
 
 def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
@@ -95,10 +99,10 @@ def of_scores(row: Operator, grid: Tensor, matrix: Tensor | None, heads: int, sc
 
 def plain_scores(row: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
     """The equation of attention by scores."""
-    (cells, real), scores = row.answers.gather(grid), Projection(matrix)
-    score = split_heads(project(cells, scores), len(matrix))
-    responses = attend_heads(row, score, score, split_heads(cells, len(matrix)), real[:, None], True)
-    return row.asks.scatter(responses.flatten(1, 2), grid.shape[2:])
+    (positions, valid), scores = row.keys_from.gather(grid), Projection(matrix)
+    score = split_heads(project(positions, scores), len(matrix))
+    responses = attend_heads(row, score, score, split_heads(positions, len(matrix)), valid[:, None], True)
+    return row.queries_from.scatter(responses.flatten(1, 2), grid.shape[2:])
 
 
 def attend_scores(row: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,12 +122,12 @@ def gradients_of_scores(
 _attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2, kernels_run=kernels.run)
 
 
-# What weighs cells, coefficients, what sums are divided by, who answers and who asks.
+# What weighs positions, coefficients, what sums are divided by, who answers and who asks.
 CALLS: dict[tuple[object, ...], Run] = {
     (None, softmax_of_products, weight, AXES, AXES): of_means,
     (None, softmax_of_products, weight, AXES, NORMALIZED_AXES): of_means,
-    (one_and_key, query_and_one, cell, ALL, ALL): of_scores,
-    (one, queries, cell, ALL, ALL): of_scores,
+    (one_and_key, query_and_one, position, ALL, ALL): of_scores,
+    (one, queries, position, ALL, ALL): of_scores,
 }
 
 
@@ -138,5 +142,5 @@ def attend(call: Call, grid: Tensor) -> Tensor | None:
         The responses, or None if no kernel gives them.
     """
     row = call.operator
-    run = CALLS.get((row.basis, row.coefficients, row.per, row.answers, row.asks))
+    run = CALLS.get((row.basis, row.coefficients, row.per, row.keys_from, row.queries_from))
     return None if run is None or autocasts(grid) else run(row, grid, call.query.matrix, call.heads, call.scale)

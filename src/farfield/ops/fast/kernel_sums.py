@@ -1,4 +1,4 @@
-"""Rows read from cells and sums over the cells, together: the cells come from memory once.
+"""Rows read from positions and sums over the positions, together: the positions come from memory once.
 
 Each function is a form of one in `recompute`, for bases whose slots are 1 and rows that were read, and coefficients
 that are too. It hangs on the functions of a row, by the two tables below, and never on the row's name.
@@ -17,53 +17,53 @@ from farfield.ops.fast.rows import RowPlan
 from farfield.ops.modes import autocasts
 from farfield.ops.table import Operator, one, one_and_key, queries, query_and_one
 
-# Basis -> what weighs the cells: 1, or 1 and one key a head.
+# Basis -> what weighs the positions: 1, or 1 and one key a head.
 BASES: dict[Callable[..., object] | None, int] = {one: 0, one_and_key: 1}
 # Coefficients -> whether one of 1 follows that of one query a head.
 COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, query_and_one: True}
-# More rows than these are a matter of multiply-adds and not of memory, and a matrix product is better at them.
+# More rows than these are a matter of MACs and not of memory, and a matrix product is better at them.
 ROWS = 4
 
 
 def few(rows: int, channels: int) -> bool:
-    """Whether reading so many rows takes as long as reading the cells."""
+    """Whether reading so many rows takes as long as reading the positions."""
     return 0 < rows <= ROWS and 8 * rows <= channels
 
 
-def sums_run(plan: RowPlan, cells: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
+def sums_run(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
     """Whether `read_and_sum` may run."""
     if plan.row.basis not in BASES or matrix is None or plan.keys != plan.heads * BASES[plan.row.basis]:
         return False
-    return few(len(matrix), cells.shape[1]) and not autocasts(cells) and kernels.fit(cells, matrix, bias)
+    return few(len(matrix), positions.shape[1]) and not autocasts(positions) and kernels.fit(positions, matrix, bias)
 
 
 def read_and_sum(
-    plan: RowPlan, cells: Tensor, real: Tensor, matrix: Tensor, bias: Tensor | None
+    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `recompute.rows_of` and `recompute.summed` do, in one pass over the cells.
+    """Do what `recompute.rows_of` and `recompute.summed` do, in one pass over the positions.
 
     Returns:
         The rows `(b, rows, n)`, the values `(b, h, r, c)` and the weights `(b, h, r, 1)`.
     """
-    batch, heads = cells.shape[0], plan.heads
-    offset = None if bias is None else bias[:, None].expand(batch, -1, cells.shape[2]).contiguous()
-    rows, sums = torch.ops.farfield.read_and_sum(cells, expanded(matrix, batch), offset, None)
+    batch, heads = positions.shape[0], plan.heads
+    offset = None if bias is None else bias[:, None].expand(batch, -1, positions.shape[2]).contiguous()
+    rows, sums = torch.ops.farfield.read_and_sum(positions, expanded(matrix, batch), offset, None)
     values, products = (part[:, :, None] for part in (sums[:, :1], sums[:, 1 : 1 + plan.keys]))
     if not plan.shared:  # each head's values are channels of its own
         values = values.unflatten(3, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         if plan.keys:
             products = products.unflatten(3, (heads, -1)).diagonal(0, 1, 3).permute(0, 3, 1, 2)
-    weights = real.sum(-1, keepdim=True).expand(-1, heads, -1, -1)
+    weights = valid.sum(-1, keepdim=True).expand(-1, heads, -1, -1)
     if not plan.keys:
         return rows, values.expand(-1, heads, -1, -1), weights
-    keys = (rows[:, : plan.keys, None] * real).sum(-1, keepdim=True)
+    keys = (rows[:, : plan.keys, None] * valid).sum(-1, keepdim=True)
     return rows, torch.cat([values.expand(-1, heads, -1, -1), products], 2), torch.cat([weights, keys], 2)
 
 
 def gradients_of_rows(
-    plan: RowPlan, cells: Tensor, real: Tensor, asked: Tensor | None, values: Tensor, weights: Tensor
+    plan: RowPlan, positions: Tensor, valid: Tensor, queries: Tensor | None, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find what `recompute.gradient_of_basis` and `joined` say of the rows, and the sum of rows ⊗ cells.
+    """Find what `recompute.gradient_of_basis` and `joined` say of the rows, and the sum of rows ⊗ positions.
 
     Returns:
         The gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`.
@@ -71,13 +71,13 @@ def gradients_of_rows(
     upon = values[:, :, 1]  # (b, h, c)
     if not plan.shared:
         upon = torch.diag_embed(upon.transpose(1, 2)).permute(0, 3, 2, 1).flatten(2)
-    offset = (weights[:, :, 1] * real[:, 0]).contiguous()  # (b, h, n)
-    if asked is not None and plan.same:
-        offset = offset + asked.flatten(1, 2)
-    elif asked is not None:
+    offset = (weights[:, :, 1] * valid[:, 0]).contiguous()  # (b, h, n)
+    if queries is not None and plan.same:
+        offset = offset + queries.flatten(1, 2)
+    elif queries is not None:
         upon = F.pad(upon, (0, 0, 0, plan.queries))
-        offset = torch.cat([offset, asked.flatten(1, 2)], 1)
-    rows, sums = torch.ops.farfield.read_and_sum(cells, upon.contiguous(), offset, None)
+        offset = torch.cat([offset, queries.flatten(1, 2)], 1)
+    rows, sums = torch.ops.farfield.read_and_sum(positions, upon.contiguous(), offset, None)
     return rows, sums[:, 1:].sum(0)
 
 

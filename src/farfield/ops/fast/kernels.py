@@ -154,13 +154,15 @@ def register() -> None:
     def axis_attention(grid: Tensor, heads: int, scale: float, once: bool = False) -> Tensor:
         return torch.empty_like(grid)
 
-    def cell_attention(cells: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(cells), cells.new_empty(len(cells) * heads, *cells.shape[2:], cells.shape[2])
+    def position_attention(positions: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(positions), positions.new_empty(
+            len(positions) * heads, *positions.shape[2:], positions.shape[2]
+        )
 
-    def cell_attention_backward(
-        cells: Tensor, weights: Tensor | None, heads: int, scale: float, upon: Tensor
+    def position_attention_backward(
+        positions: Tensor, weights: Tensor | None, heads: int, scale: float, upon: Tensor
     ) -> Tensor:
-        return torch.empty_like(cells)
+        return torch.empty_like(positions)
 
     def score_attention(
         grid: Tensor, matrix: Tensor, both: bool, training: bool = False
@@ -174,17 +176,23 @@ def register() -> None:
     ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(grid), torch.empty_like(matrix)
 
-    def outer_sum(vectors: Tensor, sides: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
-        return vectors.new_empty(*vectors.shape[:2], *sides)
+    def outer_sum(vectors: Tensor, size: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
+        return vectors.new_empty(*vectors.shape[:2], *size)
 
     def read_and_sum(
-        cells: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
+        positions: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         slots = 1 + (matrix if weights is None else weights).shape[1]
-        rows = cells.new_empty(cells.shape[0], matrix.shape[1], cells.shape[2])
-        return rows, cells.new_empty(cells.shape[0], slots, cells.shape[1])
+        rows = positions.new_empty(positions.shape[0], matrix.shape[1], positions.shape[2])
+        return rows, positions.new_empty(positions.shape[0], slots, positions.shape[1])
 
-    attentions = (axis_attention, cell_attention, cell_attention_backward, score_attention, score_attention_backward)
+    attentions = (
+        axis_attention,
+        position_attention,
+        position_attention_backward,
+        score_attention,
+        score_attention_backward,
+    )
     for shapes in (axis_means, axis_sums, outer_sum, read_and_sum, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
     for name, flops in FLOPS.items():
@@ -202,14 +210,14 @@ def of_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def of_cells(cells: Sequence[int], *others: Any, out_shape: Any) -> int:
+def of_positions(positions: Sequence[int], *others: Any, out_shape: Any) -> int:
     """The same of all positions."""
-    return 4 * cells[0] * cells[1] * cells[2] ** 2
+    return 4 * positions[0] * positions[1] * positions[2] ** 2
 
 
-def of_cells_backward(cells: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def of_positions_backward(positions: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
     """Four products, and a fifth for the matrix if it was not kept."""
-    return (8 if weights else 10) * cells[0] * cells[1] * cells[2] ** 2
+    return (8 if weights else 10) * positions[0] * positions[1] * positions[2] ** 2
 
 
 def of_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
@@ -222,9 +230,9 @@ def of_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *
     return 2 * of_scores(grid, matrix, both, out_shape=out_shape)
 
 
-def of_rows(cells: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
+def of_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Rows, and their sums with the positions."""
-    return 4 * math.prod(cells) * matrix[1]
+    return 4 * math.prod(positions) * matrix[1]
 
 
 FLOPS: dict[str, Any] = {
@@ -232,8 +240,8 @@ FLOPS: dict[str, Any] = {
     "axis_means": of_nothing,
     "outer_sum": of_nothing,
     "axis_attention": of_axes,
-    "cell_attention": of_cells,
-    "cell_attention_backward": of_cells_backward,
+    "position_attention": of_positions,
+    "position_attention_backward": of_positions_backward,
     "score_attention": of_scores,
     "score_attention_backward": of_scores_backward,
     "read_and_sum": of_rows,

@@ -1,4 +1,4 @@
-"""The same product in another order: which takes fewer multiply-adds, by the numbers of what is multiplied."""
+"""The same product in another order: which takes fewer MACs, by the numbers of what is multiplied."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def cheaper_order(row: Operator, work: Work) -> Operator:
     """
     if not has_orders(row):
         return row
-    if work.multiply_adds(work.answers, basis=False) >= work.multiply_adds(work.inner // work.heads, basis=True):
+    if work.macs(work.keys, basis=False) >= work.macs(work.inner // work.heads, basis=True):
         return row
     return dataclasses.replace(row, basis=None, coefficients=products)

@@ -22,7 +22,7 @@ class RowPlan(NamedTuple):
         queries: How many are queries, the last.
         same: Whether the same rows are both.
         shared: Whether every head hears all channels.
-        complete: Whether all cells are real.
+        complete: Whether all positions are valid.
     """
 
     row: Operator
