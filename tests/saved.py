@@ -127,7 +127,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"backbone": backbone, "output": output, "width": 0.25}
         for backbone, output in (("mobilenet_v2", "plain"), ("kanet_qkv", "softmax"), ("sanet", "kronecker_qkv"))
     ],
-    "unet_care": [U | {"operator": operator, "rank": 2} for operator in (None, "softmax", "kronecker_qkv", "siamese")],
+    "unet_care": [
+        U | {"operator": operator, "spatial_dims": 2} for operator in (None, "softmax", "kronecker_qkv", "siamese")
+    ],
     "unet_residual": [U | {"operator": operator} for operator in (None, "kronecker_qkv", "factorized_gaussian")],
     "unet_projection": [U | {"operator": operator} for operator in (None, "kronecker_kv")],
     "psmnet_stacked": [

@@ -235,7 +235,7 @@ def test_costs_in_the_documentation_are_the_papers(row: str, page: str, column: 
     for written, python in {"²": "**2", "^": "**", " ": "*"}.items():
         formula = formula.replace(written, python)
     size = (14, 12)
-    sizes = {"N": 14 * 12, "S": 14 + 12, "rank": 2, "c": 16, "h": 1}
+    sizes = {"N": 14 * 12, "S": 14 + 12, "dims": 2, "c": 16, "h": 1}
     assert eval(formula, sizes) == cost.predict(row, channels=16, size=size, project="", convention="paper").macs
 
 

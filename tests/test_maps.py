@@ -279,7 +279,7 @@ def own_query(query: Tensor, summary: Any) -> Tensor:
     "key_size", [pooled(2, "max"), pooled(2, "mean"), ALL, AXES], ids=["max", "mean", "all", "axes"]
 )
 def test_an_operator_of_ones_own(key_size: Any, like: str) -> None:
-    own = Operator(coefficients=own_query, basis=elu_plus_one, per=OPERATORS[like].per, key_size=key_size)
+    own = Operator(coefficients=own_query, basis=elu_plus_one, per=OPERATORS[like].per, keys_from=key_size)
     attention, grid = build(own), torch.randn(2, 4, 3, 5).double()
     mask = draw_mask(2, (3, 5), seeded_generator(7))
     query = explicit.split(convolved(attention.query, valid_or_zero(grid, mask)), 2)[..., 7]

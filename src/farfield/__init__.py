@@ -1,4 +1,4 @@
-"""Global attention for grids of any rank, at a cost that grows with the grid and not with its square.
+"""Global attention for grids of any number of spatial dims, at a cost that grows with the grid and not with its square.
 
 The names below load when they are first asked for, so that ``import farfield`` itself stays light:
 

@@ -128,8 +128,12 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
 
 def projection_fix(grid: Tensor, channels: int) -> str:
     """The line that gives a grid other channels."""
-    rank = grid.dim() - 2
-    name = f"Conv{rank}d({grid.shape[1]}, {channels}, 1)" if rank <= 3 else f"Linear({grid.shape[1]}, {channels})"
+    spatial_dims = grid.dim() - 2
+    name = (
+        f"Conv{spatial_dims}d({grid.shape[1]}, {channels}, 1)"
+        if spatial_dims <= 3
+        else f"Linear({grid.shape[1]}, {channels})"
+    )
     return f"project one of them first, e.g. torch.nn.{name}."
 
 

@@ -248,12 +248,12 @@ def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: 
 
 def check_dim(grid: Tensor, dim: int) -> int:
     """Return which side is split, from 0."""
-    rank = grid.dim() - 2
-    if not -rank <= dim < rank:
+    spatial_dims = grid.dim() - 2
+    if not -spatial_dims <= dim < spatial_dims:
         raise ShapeError(
-            f"sharded_attention: {dim=} is no side of a grid of {rank} sides; fix: one from 0 to {rank - 1}."
+            f"sharded_attention: {dim=} is no side of a grid of {spatial_dims} sides; fix: one from 0 to {spatial_dims - 1}."
         )
-    return dim % rank
+    return dim % spatial_dims
 
 
 def lay_out(parts: Sequence[Part], own: int) -> Place:

@@ -321,7 +321,10 @@ def test_only_networks_are_built(sent: Path, photograph: Path, name: str) -> Non
             "sent/config.yaml: operator names a class, 'os.system'; fix: only the network has one.",
         ),
         (says("farfield.models.kanet", operator="os.system"), 'kanet: no operator "os.system"; '),
-        (says("farfield.models.unet_care", rank=7), "sent/config.yaml does not describe a network of this version: "),
+        (
+            says("farfield.models.unet_care", spatial_dims=7),
+            "sent/config.yaml does not describe a network of this version: ",
+        ),
     ],
 )
 def test_what_else_such_a_run_may_say(sent: Path, photograph: Path, content: str, text: str) -> None:

@@ -117,7 +117,7 @@ def test_blocks_export_with_free_batch_and_size(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_base_block_of_any_rank_compiles_once(rank: int) -> None:
-    block, counter = BaseBlock(8, 12, stride=2, skip=True, rank=rank).eval(), CompileCounterWithBackend("eager")
+    block, counter = BaseBlock(8, 12, stride=2, skip=True, spatial_dims=rank).eval(), CompileCounterWithBackend("eager")
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for batch, side in ((2, 9), (3, 12), (5, 7), (2, 16), (4, 5)):

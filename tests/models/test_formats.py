@@ -45,7 +45,7 @@ def save_as_0_1(net: Stored, folder: Path) -> None:
         (lambda: models.kanet("kronecker_qkv", **SMALL), {"operator": LITERAL}),
         (lambda: CompactNet("kanet", **SMALL), {"model": "kanet", "operator": LITERAL}),
         (lambda: models.kanet_qkv(**SMALL), {"model": "kanet_qkv", "operator": LITERAL}),
-        (lambda: models.unet_care("kronecker_qkv", rank=2, depth=1, first_channels=2), {"operator": LITERAL}),
+        (lambda: models.unet_care("kronecker_qkv", spatial_dims=2, depth=1, first_channels=2), {"operator": LITERAL}),
         (lambda: models.deeplab_compact("mobilenet_v2", "kronecker_qkv", width=0.125), {"output": LITERAL}),
         (lambda: models.deeplab_compact("kanet_qkv", "plain", width=0.125), {"backbone": "kanet_qkv_literal"}),
         (lambda: models.deeplab_compact("kanet", "plain", width=0.125), {"backbone": "kanet_qkv_literal"}),

@@ -141,10 +141,10 @@ def test_blocks(name: str, rank: int, stride: int) -> None:
     grid = torch.randn(2, 8, *[7, 6, 5][:rank], dtype=torch.float64)
     attention = GridAttention(8, name, heads=2, project="v", bias=True, coefficient_norm=True)
     for block in (
-        AttentionBlock(8, 12, name, expansion=3, stride=stride, rank=rank),
-        AttentionBlock(8, 8, attention, expansion=3, stride=stride, rank=rank, skip=False),
-        BaseBlock(8, 8, expansion=3, stride=stride, skip=True, rank=rank),
-        BaseBlock(8, 8, expansion=3, stride=stride, rank=rank),
+        AttentionBlock(8, 12, name, expansion=3, stride=stride, spatial_dims=rank),
+        AttentionBlock(8, 8, attention, expansion=3, stride=stride, spatial_dims=rank, skip=False),
+        BaseBlock(8, 8, expansion=3, stride=stride, skip=True, spatial_dims=rank),
+        BaseBlock(8, 8, expansion=3, stride=stride, spatial_dims=rank),
     ):
         for part in block.double().modules():
             if hasattr(part, "momentum"):

@@ -84,7 +84,7 @@ def test_a_head_hands_back_more_than_one_drawn_as_its_last_layer(operator: str) 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", ["unet_care", "unet_residual"])
 def test_unets(name: str, operator: str) -> None:
-    check(models.MODELS[name](operator, rank=2), images(2, 1, 32, 32).sigmoid(), 3)
+    check(models.MODELS[name](operator, spatial_dims=2), images(2, 1, 32, 32).sigmoid(), 3)
 
 
 def test_the_projection_network() -> None:

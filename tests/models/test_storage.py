@@ -170,7 +170,7 @@ def test_an_operator_of_ones_own_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    net = models.unet_care(rank=2, depth=1, first_channels=1, kernel=101)
+    net = models.unet_care(spatial_dims=2, depth=1, first_channels=1, kernel=101)
     text = "unet_care.save_pretrained: from_pretrained would not read it: config.json: kernel is 101, and 99 at most"
     with pytest.raises(ValueError, match=re.escape(text)):
         net.save_pretrained(tmp_path)
@@ -318,7 +318,11 @@ IS_DAMAGED, OTHER = (
             ValueError,
             "/config.json: dropout names a class, 'os.system'; fix: only the network has one.",
         ),
-        (config_has(model="unet_care", rank=7), ValueError, "/config.json does not describe a model of this version: "),
+        (
+            config_has(model="unet_care", spatial_dims=7),
+            ValueError,
+            "/config.json does not describe a model of this version: ",
+        ),
         (config_has(depth=3), ValueError, "/config.json does not describe a model of this version: "),
         (config_has(width=-1), ValueError, "of this version: sanet: width must be a number above 0, got -1."),
         (config_has(width="wide"), ValueError, "/config.json does not describe a model of this version: "),

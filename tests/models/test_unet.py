@@ -38,8 +38,8 @@ def awake(net: nn.Module) -> nn.Module:
     [
         ("unet_care", {}, 996_769),
         ("unet_care", {"depth": 3}, 4_093_985),
-        ("unet_care", {"rank": 2, "kernel": 5}, 922_977),
-        ("unet_care", {"rank": 2, "kernel": 5, "depth": 3}, 3_790_817),
+        ("unet_care", {"spatial_dims": 2, "kernel": 5}, 922_977),
+        ("unet_care", {"spatial_dims": 2, "kernel": 5, "depth": 3}, 3_790_817),
         ("unet_care", {"probabilistic": True}, 996_769 + 33),
         ("unet_residual", {}, 2_140_032),
         ("unet_projection", {}, 14_329 + 922_977),
@@ -98,7 +98,7 @@ def care_by_hand(weights: dict[str, Tensor], grid: Tensor) -> Tensor:
 
 
 def test_cares_network_is_its_description() -> None:
-    net = models.unet_care(rank=2, first_channels=5).double()
+    net = models.unet_care(spatial_dims=2, first_channels=5).double()
     grid = torch.randn(2, 1, 12, 20, dtype=torch.float64)
     torch.testing.assert_close(net(grid), care_by_hand(dict(net.state_dict()), grid))
 
@@ -107,8 +107,8 @@ def test_cares_network_is_its_description() -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_the_identity_at_first_and_reaches_everywhere_after(name: str, operator: str, rank: int) -> None:
-    net = models.MODELS[name](operator, rank=rank, first_channels=4, depth=1).double()
-    without = models.MODELS[name](rank=rank, first_channels=4, depth=1).double()
+    net = models.MODELS[name](operator, spatial_dims=rank, first_channels=4, depth=1).double()
+    without = models.MODELS[name](spatial_dims=rank, first_channels=4, depth=1).double()
     without.load_state_dict({key: value for key, value in net.state_dict().items() if "attention" not in key})
     grid = torch.rand(1, 1, *(2, 2, 40)[-rank:], dtype=torch.float64)
     assert torch.equal(net(grid), without(grid))
@@ -155,7 +155,7 @@ def test_convolutions_start_as_glorot_and_biases_at_zero() -> None:
     ],
 )
 def test_the_halo_is_exactly_how_far_a_position_sees(name: str, options: dict[str, Any], halo: int) -> None:
-    net = models.MODELS[name](rank=2, first_channels=2, **options).double()
+    net = models.MODELS[name](spatial_dims=2, first_channels=2, **options).double()
     for weight in net.parameters():  # nothing is cut off by a ReLU
         nn.init.constant_(weight, 0.02)
     side, seen = net.multiples[0] * 20, 0
@@ -185,7 +185,7 @@ def test_the_projection_is_a_weighted_sum_over_the_first_axis() -> None:
 @pytest.mark.parametrize(
     "net",
     [
-        models.unet_care("siamese", first_channels=4, rank=2),
+        models.unet_care("siamese", first_channels=4, spatial_dims=2),
         models.unet_residual(first_channels=4, probabilistic=True),
         models.unet_projection("kronecker_qkv", first_channels=4, kernel=3),
     ],
@@ -201,7 +201,7 @@ def test_a_saved_net_comes_back(net: UNet | ProjectionUNet, tmp_path: Path) -> N
 
 
 def test_costs_are_counted() -> None:
-    net = models.unet_care(rank=2, depth=1, first_channels=2)
+    net = models.unet_care(spatial_dims=2, depth=1, first_channels=2)
     # positions x kernel x channels in x channels out; two levels of 8x8 and 4x4 positions
     expected = 64 * 9 * (2 + 4) + 16 * 9 * (2 * 4 + 4 * 2) + 64 * 9 * (4 * 2 + 2 * 2) + 64 * 2
     assert cost.count(net, (1, 1, 8, 8)).macs == expected
@@ -238,7 +238,7 @@ def test_whole_numbers_are_no_grid() -> None:
         ({"operator": "siamse"}, LookupError, 'unet_care: no operator "siamse"; nearest: siamese'),
         ({"kernel": 4}, ValueError, "kernel must be an odd number, got 4"),
         ({"depth": 0}, ValueError, "depth must be a whole number from 1, got 0"),
-        ({"rank": 4}, ValueError, "convolutions have rank 1, 2 or 3, got rank=4"),
+        ({"spatial_dims": 4}, ValueError, "convolutions have 1, 2 or 3 spatial dims, got spatial_dims=4"),
     ],
 )
 def test_arguments_that_build_no_net_are_refused(arguments: dict[str, Any], error: type, text: str) -> None:

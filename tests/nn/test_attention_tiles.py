@@ -124,7 +124,7 @@ def test_a_tile_that_asks_with_sums_needs_those_of_the_whole(row: str) -> None:
     attention = GridAttention(4, row)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match=f"{row} asks with sums over the whole grid; fix: asked="):
+    with pytest.raises(ValueError, match=f"{row} asks with sums over the whole grid; fix: query_sums="):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), size=(6, 6))
 
 

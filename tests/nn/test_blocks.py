@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite
-from farfield.nn.ranks import layers
+from farfield.nn.spatial_dims import layers
 from farfield.ops import OPERATORS
 
 SIZE = {1: (9,), 2: (7, 6), 3: (5, 4, 3)}
@@ -47,7 +47,7 @@ def shapes(block: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(("rank", "stride", "out", "skip"), list(product((1, 2, 3), (1, 2), (8, 12), (False, True))))
 def test_base_block_is_figure_4_a_and_b(rank: int, stride: int, out: int, skip: bool) -> None:
-    block = drawn(BaseBlock(8, out, expansion=3, stride=stride, skip=skip, rank=rank))
+    block = drawn(BaseBlock(8, out, expansion=3, stride=stride, skip=skip, spatial_dims=rank))
     grid = torch.randn(2, 8, *SIZE[rank])
     wide = layer(block.expand, grid)
     assert wide.shape[1] == (16 if skip else 24)
@@ -68,7 +68,7 @@ def test_at_expansion_one_there_is_no_expansion_and_no_concatenation(skip: bool)
 
 @pytest.mark.parametrize(("rank", "stride", "out", "skip"), list(product((1, 2, 3), (1, 2), (8, 12), (False, True))))
 def test_attention_block_is_figure_4_c_and_d(rank: int, stride: int, out: int, skip: bool) -> None:
-    block = drawn(AttentionBlock(8, out, "kronecker_kv", expansion=3, stride=stride, skip=skip, rank=rank))
+    block = drawn(AttentionBlock(8, out, "kronecker_kv", expansion=3, stride=stride, skip=skip, spatial_dims=rank))
     grid = torch.randn(2, 8, *SIZE[rank])
     near = layer(block.depthwise, layer(block.expand, grid), stride=stride)
     far = block.attention(grid)
@@ -90,7 +90,7 @@ def means_of_pairs(grid: Tensor) -> Tensor:
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_both_paths_have_the_same_size(rank: int, side: int, stride: int) -> None:
     grid = torch.randn(2, 8, *[side] * rank)
-    block = AttentionBlock(8, 8, "siamese", expansion=2, stride=stride, rank=rank).eval()
+    block = AttentionBlock(8, 8, "siamese", expansion=2, stride=stride, spatial_dims=rank).eval()
     assert block(grid).shape == (2, 8, *[-(-side // stride)] * rank)
 
 
@@ -175,9 +175,9 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
         (lambda: BaseBlock(8, 8, expansion=0), ValueError, "BaseBlock: expansion must be 1 at least, got expansion=0."),
         (lambda: BaseBlock(8, 8, stride=0), ValueError, "BaseBlock: stride must be 1 at least, got stride=0."),
         (
-            lambda: BaseBlock(8, 8, rank=4),
+            lambda: BaseBlock(8, 8, spatial_dims=4),
             ValueError,
-            "BaseBlock: convolutions have rank 1, 2 or 3, got rank=4; fix: fold further sides into the batch.",
+            "BaseBlock: convolutions have 1, 2 or 3 spatial dims, got spatial_dims=4; fix: fold further sides into the batch.",
         ),
         (
             lambda: AttentionBlock(8, 8, "softmax", expansion=1),
@@ -195,13 +195,13 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
             lambda: BaseBlock(8, 8)(torch.randn(2, 6, 5, 5)),
             ShapeError,
             "BaseBlock: the grid must be (batch, 8, side, side).\n  grid  (2, 6, 5, 5)\n"
-            "  fix: a block for this grid: channels=6, rank=2.",
+            "  fix: a block for this grid: channels=6, spatial_dims=2.",
         ),
         (
             lambda: AttentionBlock(8, 8, "siamese")(torch.randn(2, 8, 5)),
             ShapeError,
             "AttentionBlock: the grid must be (batch, 8, side, side).\n  grid  (2, 8, 5)\n"
-            "  fix: a block for this grid: channels=8, rank=1.",
+            "  fix: a block for this grid: channels=8, spatial_dims=1.",
         ),
         (
             lambda: SqueezeExcite(8)(torch.randn(2, 6, 5)),

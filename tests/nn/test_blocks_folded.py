@@ -72,7 +72,9 @@ def same_as_plain(block: Any, grid: Tensor) -> None:
 @pytest.mark.parametrize("expansion", [1, 3])
 def test_base_block(rank: int, stride: int, skip: bool, training: bool, expansion: int) -> None:
     for out in (8, 12):
-        block = drawn(BaseBlock(8, out, expansion=expansion, stride=stride, skip=skip, rank=rank)).train(training)
+        block = drawn(BaseBlock(8, out, expansion=expansion, stride=stride, skip=skip, spatial_dims=rank)).train(
+            training
+        )
         same_as_plain(block, torch.randn(3, 8, *SIZE[rank], dtype=torch.float64))
 
 
@@ -82,7 +84,9 @@ def test_base_block(rank: int, stride: int, skip: bool, training: bool, expansio
 def test_attention_block(name: str, rank: int, training: bool) -> None:
     for stride, skip, out in product((1, 2), (False, True), (8, 12)):
         far = path(name, 8)
-        block = drawn(AttentionBlock(8, out, far, expansion=3, stride=stride, skip=skip, rank=rank)).train(training)
+        block = drawn(AttentionBlock(8, out, far, expansion=3, stride=stride, skip=skip, spatial_dims=rank)).train(
+            training
+        )
         same_as_plain(block, torch.randn(3, 8, *SIZE[rank], dtype=torch.float64))
 
 
@@ -123,7 +127,7 @@ def memory_format(rank: int) -> torch.memory_format:
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("name", [*MEAN_ROWS, "siamese", "averaged", "softmax"])
 def test_channels_last_stays(name: str, rank: int) -> None:
-    block = drawn(AttentionBlock(8, 12, name, expansion=3, rank=rank)).train()
+    block = drawn(AttentionBlock(8, 12, name, expansion=3, spatial_dims=rank)).train()
     grid = torch.randn(2, 8, *SIZE[rank], dtype=torch.float64).to(memory_format=memory_format(rank))
     # torch's float64 convolutions of volumes return contiguous grids, whatever they are given.
     assert rank == 3 or block(grid).is_contiguous(memory_format=torch.channels_last)

@@ -75,7 +75,7 @@ def test_losses_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_probabilistic_network_trained_without_its_scales(tmp_path: Path) -> None:
-    network = models.unet_care(rank=2, first_channels=2, probabilistic=True)
+    network = models.unet_care(spatial_dims=2, first_channels=2, probabilistic=True)
     grid, clean = torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8)
     [measured] = trainer(tmp_path, 1).validate(Restore(network), Made(grid, clean), verbose=False)
     assert measured["val/loss"] == pytest.approx(float((network(grid)[:, :1] - clean).abs().mean().detach()), rel=1e-5)
@@ -158,7 +158,7 @@ def test_a_stack_is_normalised_padded_restored_and_brought_back(
 
 def test_images_and_projections_are_restored_too() -> None:
     image = np.random.default_rng(0).poisson(40, (17, 22)).astype(np.float32)
-    network = awake(models.unet_care("siamese", rank=2, first_channels=4))
+    network = awake(models.unet_care("siamese", spatial_dims=2, first_channels=4))
     np.testing.assert_allclose(restore(network, image), restored_by_hand(network, image, (4, 4)), rtol=1e-5)
     stack = np.random.default_rng(0).poisson(40, (5, 17, 22)).astype(np.uint16)
     network = awake(models.unet_projection("siamese", first_channels=4))

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="farfield",
-        description="Global attention for grids of any rank, at a cost that grows with the grid.",
+        description="Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
         epilog=f"commands:\n{listing}\n\nfarfield <command> --help lists a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -85,7 +85,7 @@ def chosen(found: dict[str, Layer], name: str | None) -> str:
     name = name or finest(found) or next(iter(found))
     if not is_image(found[name]):
         size = tuple(found[name].grid.shape[2:])
-        fix = "farfield.maps.attention_row takes grids of any rank."
+        fix = "farfield.maps.attention_row takes grids of any number of spatial dims."
         raise ValueError(f"{name} sees a grid of size {size}, which does not lie over an image; fix: {fix}")
     return name
 

@@ -29,7 +29,7 @@ from farfield.cli.printed import NETWORKS, Tabled, table_for
 # h heads, self-attention.
 OPERATORS = {
     "softmax": ("KAN 1, SAN 1, FA 9", "one a position", "stand side by side", "N²·c"),
-    "softmax_pooled": ("KAN Table 2", "one a pooled position", "stand side by side", "N²·c / 2^rank"),
+    "softmax_pooled": ("KAN Table 2", "one a pooled position", "stand side by side", "N²·c / 2^dims"),
     "kronecker_kv": ("KAN 14-16", "one an index of each axis", "add", "N·Σsides·c"),
     "kronecker_qkv": ("KAN 13, 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
     "kronecker_qkv_literal": ("KAN 17-18", "one an index of each axis", "add", "(Σsides)²·c"),

@@ -259,13 +259,13 @@ def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], in
 
     An order of steps that depends on the size can make the answer change several times: it is sought from above.
     """
-    rank = len(setting.size)
+    spatial_dims = len(setting.size)
 
     def cheaper(side: int) -> bool:
-        ours, theirs = (replace(each, batch=1, size=(side,) * rank) for each in (setting, regular))
+        ours, theirs = (replace(each, batch=1, size=(side,) * spatial_dims) for each in (setting, regular))
         return number(ours) < number(theirs)
 
-    side = math.floor(MOST_POSITIONS ** (1 / rank))
+    side = math.floor(MOST_POSITIONS ** (1 / spatial_dims))
     if not cheaper(side):
         return None
     dearer = side * 9 // 10
@@ -274,4 +274,4 @@ def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], in
     while side - dearer > 1:
         middle = (dearer + side) // 2
         dearer, side = (dearer, middle) if cheaper(middle) else (middle, side)
-    return side**rank
+    return side**spatial_dims

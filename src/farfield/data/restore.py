@@ -153,8 +153,11 @@ class StackPairs(Loading):
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
         """Read a stack and its clean counterpart, which has the same size, or one plane of them."""
-        rank = len(self.patch)
-        stack, truth = checked(source, stack_of(source, rank, self.axes)), target_of(target, rank, self.axes)
+        spatial_dims = len(self.patch)
+        stack, truth = (
+            checked(source, stack_of(source, spatial_dims, self.axes)),
+            target_of(target, spatial_dims, self.axes),
+        )
         return stack, checked(target, fitting(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
@@ -210,12 +213,12 @@ class Listed(Dataset[Any]):
         return self.read(self.entries[index])
 
 
-def target_of(path: Path, rank: int, axes: str | None) -> NDArray[Any]:
+def target_of(path: Path, spatial_dims: int, axes: str | None) -> NDArray[Any]:
     """Open a clean stack, or the image of a projection."""
     try:
-        return stack_of(path, rank, axes)
+        return stack_of(path, spatial_dims, axes)
     except FolderError:
-        if rank == 2:
+        if spatial_dims == 2:
             raise
         try:
             return stack_of(path, 2)

@@ -105,12 +105,12 @@ def opened(path: Path) -> tifffile.TiffFile:
     return file
 
 
-def stack_of(path: Path, rank: int, axes: str | None = None) -> NDArray[Any]:
+def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[Any]:
     """Open a stack `(z, y, x)` or an image `(y, x)` without reading it, where the file allows that.
 
     Args:
         path: A TIFF file: OME, ImageJ, or plain.
-        rank: 3 for stacks, 2 for images.
+        spatial_dims: 3 for stacks, 2 for images.
         axes: What the sides are, e.g. "ZYX"; None asks the file.
 
     Returns:
@@ -121,11 +121,11 @@ def stack_of(path: Path, rank: int, axes: str | None = None) -> NDArray[Any]:
     """
     with opened(path) as file:
         shape, found = file.series[0].shape, axes or file.series[0].axes
-    keep = kept_axes(path, shape, found.upper(), rank)
+    keep = kept_axes(path, shape, found.upper(), spatial_dims)
     return array_of(path).reshape([shape[axis] for axis in keep])
 
 
-def several_of(path: Path, number: int, rank: int) -> NDArray[Any]:
+def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     """Open a file of several stacks, or images, side by side: the first side says which.
 
     Raises:
@@ -133,7 +133,7 @@ def several_of(path: Path, number: int, rank: int) -> NDArray[Any]:
     """
     whole = array_of(path)
     whole = whole.reshape([side for side in whole.shape if side > 1])
-    if whole.ndim != rank + 1 or len(whole) != number:
+    if whole.ndim != spatial_dims + 1 or len(whole) != number:
         raise FolderError(
             f"StackPairs: {path} has the size {whole.shape}; {number} stacks are needed, one for each source and the "
             "clean one, which is last."
@@ -160,22 +160,22 @@ def array_of(path: Path) -> NDArray[Any]:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
-def kept_axes(path: Path, shape: Sequence[int], axes: str, rank: int) -> list[int]:
+def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) -> list[int]:
     """Which sides of an array are z, y and x; the others must have one position.
 
     Raises:
         FolderError: If they cannot be told.
     """
-    wanted = "ZYX"[-rank:]
+    wanted = "ZYX"[-spatial_dims:]
     fix = f"fix: one grey stack a file with the axes {wanted}, or say what they are: --data.axes {wanted}."
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
         raise FolderError(f'StackPairs: {path} has {len(shape)} sides {tuple(shape)}, the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
     named = "".join(axes[place] for place in many)
     # A first side without a name can only be z.
-    if rank == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
+    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
         named = "Z" + named[1:]
-    if rank == 3 and named == "YX":
+    if spatial_dims == 3 and named == "YX":
         raise FolderError(f"StackPairs: {path} is an image {tuple(shape)}, not a stack.\n  {fix}")
     if named != wanted:
         raise FolderError(f'StackPairs: {path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')
@@ -206,7 +206,7 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     return stack
 
 
-def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
 
     Floating-point patches are taken as they are, for CARE normalises before it saves; of whole numbers the percentiles
@@ -232,7 +232,7 @@ def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.flo
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
             raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
-    wanted = "SC" + "ZYX"[-rank:]
+    wanted = "SC" + "ZYX"[-spatial_dims:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
         raise FolderError(
             f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
@@ -240,7 +240,7 @@ def load_npz(path: Path, rank: int) -> tuple[NDArray[np.float32], NDArray[np.flo
         )
     order = [axes.index(axis) for axis in wanted]
     source, target = source.transpose(order), target.transpose(order)
-    projected = target.shape[2] == 1 < source.shape[2] and rank == 3
+    projected = target.shape[2] == 1 < source.shape[2] and spatial_dims == 3
     if (
         source.shape[:2] != (len(target), 1)
         or target.shape[1] != 1

@@ -1,6 +1,6 @@
 """Which rows of the table a transformer's weights can hold, and what a mask of pairs says about positions.
 
-Tokens are a grid of rank 1. Hosts hand over `(batch, heads, tokens, channels)`, and masks that are made for a matrix of
+Tokens are a grid of one spatial dim. Hosts hand over `(batch, heads, tokens, channels)`, and masks that are made for a matrix of
 pairs; a summary is one for all asking positions, so a mask that differs between those is refused.
 """
 

@@ -24,6 +24,8 @@ MEANT_IN_1 = {
     "output": {"kronecker_qkv": "kronecker_qkv_literal"},
     "backbone": {"kanet": "kanet_qkv_literal", "kanet_qkv": "kanet_qkv_literal"},
 }
+# Argument in format 1 -> what it is called now.
+CALLED_IN_1 = {"rank": "spatial_dims"}
 # Argument -> what it was in format 1 where it is left out, by the model.
 DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
     "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
@@ -38,7 +40,7 @@ def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
     kronecker_qkv was the operator as printed, and the default scale of products 1.0.
     """
     found = {
-        name: MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
+        CALLED_IN_1.get(name, name): MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
         for name, value in config.items()
     }
     for name, defaults in DEFAULTS_IN_1.items():

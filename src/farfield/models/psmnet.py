@@ -231,7 +231,9 @@ class Hourglasses(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.enter = nn.Sequential(*activated(2 * channels, channels, rank=3), *activated(channels, channels, rank=3))
+        self.enter = nn.Sequential(
+            *activated(2 * channels, channels, spatial_dims=3), *activated(channels, channels, spatial_dims=3)
+        )
         self.residual = residual(channels)
         self.hourglasses = nn.ModuleList(Hourglass(channels) for _ in range(3))
         self.classifiers = nn.ModuleList(classifier(channels) for _ in range(3))
@@ -261,7 +263,9 @@ class ResidualBlocks(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.enter = nn.Sequential(*activated(2 * channels, channels, rank=3), *activated(channels, channels, rank=3))
+        self.enter = nn.Sequential(
+            *activated(2 * channels, channels, spatial_dims=3), *activated(channels, channels, spatial_dims=3)
+        )
         self.blocks = nn.ModuleList(residual(channels) for _ in range(4))
         self.classify = classifier(channels)
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from farfield.nn.ranks import layers
+from farfield.nn.spatial_dims import layers
 
 
 class BasicBlock(nn.Module):
@@ -44,8 +44,12 @@ class Hourglass(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         inside = 2 * channels
-        self.down = nn.Sequential(*activated(channels, inside, rank=3, stride=2), *convolved(inside, inside, rank=3))
-        self.bottom = nn.Sequential(*activated(inside, inside, rank=3, stride=2), *activated(inside, inside, rank=3))
+        self.down = nn.Sequential(
+            *activated(channels, inside, spatial_dims=3, stride=2), *convolved(inside, inside, spatial_dims=3)
+        )
+        self.bottom = nn.Sequential(
+            *activated(inside, inside, spatial_dims=3, stride=2), *activated(inside, inside, spatial_dims=3)
+        )
         self.up = nn.Sequential(*enlarged(inside, inside))
         self.out = nn.Sequential(*enlarged(inside, channels))
 
@@ -64,19 +68,19 @@ class Hourglass(nn.Module):
 
 
 def convolved(
-    before: int, after: int, *, rank: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
+    before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
     """Build a convolution without bias, and its norm."""
-    kinds, padding = layers("psmnet", rank), dilation * (kernel // 2)
+    kinds, padding = layers("psmnet", spatial_dims), dilation * (kernel // 2)
     convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
     return [convolution, kinds.batch_norm(after)]
 
 
 def activated(
-    before: int, after: int, *, rank: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
+    before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
     """Build a convolution without bias, its norm, and ReLU."""
-    parts = convolved(before, after, rank=rank, kernel=kernel, stride=stride, dilation=dilation)
+    parts = convolved(before, after, spatial_dims=spatial_dims, kernel=kernel, stride=stride, dilation=dilation)
     return [*parts, nn.ReLU(inplace=True)]
 
 
@@ -88,12 +92,14 @@ def enlarged(before: int, after: int) -> list[nn.Module]:
 
 def residual(channels: int) -> nn.Sequential:
     """Build what a residual block of 3-D convolutions adds."""
-    return nn.Sequential(*activated(channels, channels, rank=3), *convolved(channels, channels, rank=3))
+    return nn.Sequential(*activated(channels, channels, spatial_dims=3), *convolved(channels, channels, spatial_dims=3))
 
 
 def classifier(channels: int) -> nn.Sequential:
     """Build what gives each position of a volume one score."""
-    return nn.Sequential(*activated(channels, channels, rank=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False))
+    return nn.Sequential(
+        *activated(channels, channels, spatial_dims=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False)
+    )
 
 
 def initialize(net: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from farfield.models.unet_parts import (
     name_of,
     reach,
 )
-from farfield.nn.ranks import layers
+from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
 # What is added to a predicted scale, so that the loss of a probabilistic net stays bounded (CARE's value).
@@ -43,7 +43,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
     Args:
         model: `"unet_care"` or `"unet_residual"`.
         operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
-        rank: Number of sides: 2 for images, 3 for volumes.
+        spatial_dims: Number of spatial dims: 2 for images, 3 for volumes.
         depth: d.
         first_channels: f; the channels double with each level.
         kernel: Side of the convolutions' kernels, odd.
@@ -73,7 +73,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         model: str = "unet_care",
         *,
         operator: str | Operator | None = None,
-        rank: int = 3,
+        spatial_dims: int = 3,
         depth: int = 2,
         first_channels: int = 32,
         kernel: int = 3,
@@ -84,15 +84,26 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
     ) -> None:
         super().__init__()
         check_arguments(model, operator, depth, first_channels, kernel, in_channels)
-        self.name, self.rank, self.depth, self.in_channels, self.kernel = model, rank, depth, in_channels, kernel
-        self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "rank": rank, "depth": depth}
+        self.name, self.spatial_dims, self.depth, self.in_channels, self.kernel = (
+            model,
+            spatial_dims,
+            depth,
+            in_channels,
+            kernel,
+        )
+        self.config: dict[str, Any] = {
+            "model": model,
+            "operator": name_of(operator),
+            "spatial_dims": spatial_dims,
+            "depth": depth,
+        }
         self.config |= {"first_channels": first_channels, "kernel": kernel, "heads": heads}
         self.config |= {"in_channels": in_channels, "probabilistic": probabilistic, "normalized": normalized}
         # `None` in a saved configuration means an operator without a name.
         if operator is None:
             del self.config["operator"]
         build = build_care if model == "unet_care" else build_residual
-        parts = build(rank, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
+        parts = build(spatial_dims, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
         activated = model == "unet_care"
         self.stem, self.activation = parts.stem, parts.activation
         self.encoder, self.down, self.up = map(nn.ModuleList, (parts.encoder, parts.down, parts.up))
@@ -100,7 +111,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         attending = (attended(block, channels, *options) for block, channels in parts.attending)
         self.bottom = next(attending)
         self.decoder = nn.ModuleList(attending)
-        point = layers(model, rank).convolution
+        point = layers(model, spatial_dims).convolution
         self.head = point(first_channels, in_channels, 1, bias=activated)
         self.scale = point(first_channels, in_channels, 1) if probabilistic else None
         initialize(self)
@@ -124,7 +135,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
     @property
     def multiples(self) -> tuple[int, ...]:
         """What each side of the grid must be a multiple of: 2^d."""
-        return (2**self.depth,) * self.rank
+        return (2**self.depth,) * self.spatial_dims
 
     @property
     def halo(self) -> int:
@@ -145,7 +156,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     def check_grid(self, grid: Tensor) -> None:
         """Refuse what is not a floating-point batch of grids whose sides the net can halve d times."""
-        check_stack(self.name, grid, self.in_channels, self.rank, self.multiples)
+        check_stack(self.name, grid, self.in_channels, self.spatial_dims, self.multiples)
 
 
 class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
@@ -195,7 +206,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
             raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
         self.unet = UNet(
             operator=operator,
-            rank=2,
+            spatial_dims=2,
             depth=depth,
             first_channels=first_channels,
             kernel=kernel,
@@ -204,7 +215,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
             normalized=normalized,
         )
         self.config: dict[str, Any] = {**self.unet.config, "model": model}
-        del self.config["rank"], self.config["in_channels"]
+        del self.config["spatial_dims"], self.config["in_channels"]
         self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
         self.select = initialize(build_selection(self.LEVELS, self.CHANNELS))
 
@@ -226,7 +237,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
 def unet_care(
     operator: str | Operator | None = None,
     *,
-    rank: int = 3,
+    spatial_dims: int = 3,
     depth: int = 2,
     first_channels: int = 32,
     kernel: int = 3,
@@ -244,7 +255,7 @@ def unet_care(
     return UNet(
         "unet_care",
         operator=operator,
-        rank=rank,
+        spatial_dims=spatial_dims,
         depth=depth,
         first_channels=first_channels,
         kernel=kernel,
@@ -257,7 +268,7 @@ def unet_care(
 def unet_residual(
     operator: str | Operator | None = None,
     *,
-    rank: int = 3,
+    spatial_dims: int = 3,
     depth: int = 2,
     first_channels: int = 32,
     kernel: int = 3,
@@ -275,7 +286,7 @@ def unet_residual(
     return UNet(
         "unet_residual",
         operator=operator,
-        rank=rank,
+        spatial_dims=spatial_dims,
         depth=depth,
         first_channels=first_channels,
         kernel=kernel,

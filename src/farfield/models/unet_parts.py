@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from farfield._checks import shape_error, unknown
 from farfield.nn.attention import GridAttention
 from farfield.nn.norm import norm_of
-from farfield.nn.ranks import layers
+from farfield.nn.spatial_dims import layers
 from farfield.ops.grid import accumulation
 from farfield.ops.table import OPERATORS, Operator
 
@@ -80,9 +80,9 @@ def refuse_version_1(
 class ResidualBlock(nn.Module):
     """Two convolutions, each after its ReLU6, plus the input; a 1x1 map of it where the channels change."""
 
-    def __init__(self, rank: int, kernel: int, channels: int, out_channels: int) -> None:
+    def __init__(self, spatial_dims: int, kernel: int, channels: int, out_channels: int) -> None:
         super().__init__()
-        convolution = layers("unet_residual", rank).convolution
+        convolution = layers("unet_residual", spatial_dims).convolution
         self.first = convolution(channels, out_channels, kernel, padding=kernel // 2, bias=False)
         self.second = convolution(out_channels, out_channels, kernel, padding=kernel // 2, bias=False)
         self.shortcut: nn.Module = nn.Identity()
@@ -114,9 +114,9 @@ class Parts(NamedTuple):
     activation: nn.Module
 
 
-def build_care(rank: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> Parts:
     """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above."""
-    convolution, pool = layers("unet_care", rank).convolution, layers("unet_care", rank).max_pool
+    convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
 
     def block(*sizes: int) -> nn.Module:
         parts: list[nn.Module] = []
@@ -134,14 +134,17 @@ def build_care(rank: int, kernel: int, channels: int, widths: list[int]) -> Part
     return Parts(nn.Identity(), encoder, down, attending, up, nn.Identity())
 
 
-def build_residual(rank: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> Parts:
     """Build the parts of the U-Net of residual blocks."""
-    convolution, transposed = layers("unet_residual", rank).convolution, layers("unet_residual", rank).transposed
+    convolution, transposed = (
+        layers("unet_residual", spatial_dims).convolution,
+        layers("unet_residual", spatial_dims).transposed,
+    )
     levels, padding = range(len(widths) - 1), kernel // 2
     half: dict[str, Any] = {"kernel_size": kernel, "stride": 2, "padding": padding, "bias": False}
 
     def block(before: int, after: int) -> nn.Module:
-        return ResidualBlock(rank, kernel, before, after)
+        return ResidualBlock(spatial_dims, kernel, before, after)
 
     stem = convolution(channels, widths[0], kernel, padding=padding, bias=False)
     encoder = [block(widths[level], widths[level]) for level in levels]
@@ -238,12 +241,12 @@ def check_arguments(
         raise ValueError(f"{model}: kernel must be an odd number, got {kernel!r}; fix: 3 or 5.")
 
 
-def check_stack(model: str, grid: Tensor, channels: int, rank: int, multiples: tuple[int, ...]) -> None:
+def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, multiples: tuple[int, ...]) -> None:
     """Refuse what is not a floating-point batch of grids whose sides are multiples of some numbers."""
-    names = ", ".join(("z", "y", "x")[3 - rank :])
-    if grid.dim() != rank + 2 or grid.shape[1] != channels:
-        fix = f"give it (batch, {channels}, {names}), or build the net with rank and in_channels."
-        if grid.dim() == rank + 1:
+    names = ", ".join(("z", "y", "x")[3 - spatial_dims :])
+    if grid.dim() != spatial_dims + 2 or grid.shape[1] != channels:
+        fix = f"give it (batch, {channels}, {names}), or build the net with spatial_dims and in_channels."
+        if grid.dim() == spatial_dims + 1:
             fix = "add the batch: grid.unsqueeze(0)."
         raise shape_error(model, f"the grid must be (batch, {channels}, {names}).", fix, grid=grid)
     if not grid.is_floating_point():

@@ -23,7 +23,7 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class GridAttention(nn.Module):
-    """Attend over a grid of any rank by any operator, with linear maps around it.
+    """Attend over a grid of any number of spatial dims by any operator, with linear maps around it.
 
     `output(attention(query(X), key(Y), value(Y)))`, plus X if residual.
 

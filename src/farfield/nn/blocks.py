@@ -17,7 +17,7 @@ from farfield.nn import folded
 from farfield.nn.attention import GridAttention
 from farfield.nn.convolved import convolved, scale_and_shift
 from farfield.nn.fusing import Fusable
-from farfield.nn.ranks import layers
+from farfield.nn.spatial_dims import layers
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 
@@ -37,7 +37,7 @@ class BaseBlock(Fusable):
         expansion: r.
         stride: s.
         skip: Whether the input is concatenated to the expanded channels.
-        rank: Number of size of the grid, 1 to 3.
+        spatial_dims: number of spatial dims of the grid, 1 to 3.
 
     Attributes:
         drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
@@ -64,22 +64,22 @@ class BaseBlock(Fusable):
         expansion: int = 6,
         stride: int = 1,
         skip: bool = False,
-        rank: int = 2,
+        spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        check_block("BaseBlock", expansion=expansion, stride=stride, rank=rank, smallest=1)
+        check_block("BaseBlock", expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=1)
         wide = expansion * channels
-        self.channels, self.stride, self.rank = channels, stride, rank
+        self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.concatenates = skip and expansion > 1
         self.expanded = wide - channels if self.concatenates else wide
         self.residual = stride == 1 and channels == out_channels
-        self.expand = convolved(channels, self.expanded, rank=rank) if expansion > 1 else None
-        self.depthwise = convolved(wide, wide, kernel=3, stride=stride, groups=wide, rank=rank)
-        self.project = convolved(wide, out_channels, activate=False, rank=rank)
+        self.expand = convolved(channels, self.expanded, spatial_dims=spatial_dims) if expansion > 1 else None
+        self.depthwise = convolved(wide, wide, kernel=3, stride=stride, groups=wide, spatial_dims=spatial_dims)
+        self.project = convolved(wide, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its sides divided by the stride and rounded up."""
-        check_channels("BaseBlock", grid, self.channels, self.rank)
+        check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
         if folded.are_bare(self.expand, self.depthwise, self.project):
             return folded.base_block(self, grid)
         return self.plain(grid)
@@ -108,7 +108,7 @@ class AttentionBlock(Fusable):
         stride: s.
         heads: Heads of the attention; read where `operator` is not a module.
         skip: Whether the block's input is added to the attention's output (where s = 1).
-        rank: Number of size of the grid, 1 to 3.
+        spatial_dims: number of spatial dims of the grid, 1 to 3.
 
     Attributes:
         drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
@@ -138,27 +138,27 @@ class AttentionBlock(Fusable):
         stride: int = 1,
         heads: int = 4,
         skip: bool = True,
-        rank: int = 2,
+        spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        check_block("AttentionBlock", expansion=expansion, stride=stride, rank=rank, smallest=2)
-        self.channels, self.stride, self.rank = channels, stride, rank
+        check_block("AttentionBlock", expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=2)
+        self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.expanded = (expansion - 1) * channels
         self.residual = stride == 1 and channels == out_channels
         self.skip = skip and stride == 1
-        self.expand = convolved(channels, self.expanded, rank=rank)
+        self.expand = convolved(channels, self.expanded, spatial_dims=spatial_dims)
         self.depthwise = convolved(
-            self.expanded, self.expanded, kernel=3, stride=stride, groups=self.expanded, rank=rank
+            self.expanded, self.expanded, kernel=3, stride=stride, groups=self.expanded, spatial_dims=spatial_dims
         )
         if not isinstance(operator, nn.Module):
             options: dict[str, Any] = {"bias": False, "scale": 1.0, "coefficient_norm": True}
             operator = GridAttention(channels, operator, heads=heads, project="v", **options)
         self.attention = operator
-        self.project = convolved(self.expanded + channels, out_channels, activate=False, rank=rank)
+        self.project = convolved(self.expanded + channels, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its sides divided by the stride and rounded up."""
-        check_channels("AttentionBlock", grid, self.channels, self.rank)
+        check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
         if folded.are_bare(self.expand, self.depthwise, self.project):
             return self.bounded(folded.attention_block(self, grid))
         return self.bounded(self.plain(grid))
@@ -210,7 +210,7 @@ class AttentionBlock(Fusable):
     def average(self, grid: Tensor) -> Tensor:
         """Pool by the stride, rounded up as the padded depthwise convolution does: 7 positions by 2 are 4 on both paths."""
         # Not torch's pooling with ceil_mode, which AOTInductor compiles for sides of the example's parity alone.
-        strides = (self.stride,) * self.rank
+        strides = (self.stride,) * self.spatial_dims
         positions = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
         return windows(grid, strides, 0).sum(-1) / positions
 
@@ -257,9 +257,9 @@ class SqueezeExcite(nn.Module):
         return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
 
 
-def check_block(caller: str, *, expansion: int, stride: int, rank: int, smallest: int) -> None:
+def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
     """Refuse an expansion or a stride with which a block has no channels or no positions, and a rank without layers."""
-    layers(caller, rank)
+    layers(caller, spatial_dims)
     if expansion < smallest:
         why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
         raise ValueError(f"{caller}: expansion must be {smallest} at least{why}, got {expansion=}.")
@@ -267,10 +267,10 @@ def check_block(caller: str, *, expansion: int, stride: int, rank: int, smallest
         raise ValueError(f"{caller}: stride must be 1 at least, got {stride=}.")
 
 
-def check_channels(caller: str, grid: Tensor, channels: int, rank: int | None = None) -> None:
+def check_channels(caller: str, grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
     """Refuse a grid of other channels, or of another rank, than a block was built for."""
-    if grid.dim() < 3 or grid.shape[1] != channels or (rank is not None and grid.dim() != rank + 2):
-        size = "*size" if rank is None else ", ".join(["side"] * rank)
+    if grid.dim() < 3 or grid.shape[1] != channels or (spatial_dims is not None and grid.dim() != spatial_dims + 2):
+        size = "*size" if spatial_dims is None else ", ".join(["side"] * spatial_dims)
         fix = f"a block for this grid: channels={grid.shape[1] if grid.dim() > 1 else None}"
-        fix += "." if rank is None else f", rank={grid.dim() - 2}."
+        fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
         raise shape_error(caller, f"the grid must be (batch, {channels}, {size}).", fix, grid=grid)

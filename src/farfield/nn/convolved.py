@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from farfield.nn.fusing import Fusable
-from farfield.nn.ranks import RANKS, layers
+from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
-CONVOLUTIONS = {row.convolution for row in RANKS.values()}
-NORMS = {row.batch_norm for row in RANKS.values()}
+CONVOLUTIONS = {row.convolution for row in LAYERS.values()}
+NORMS = {row.batch_norm for row in LAYERS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
 # An operation of torch's library for CPUs that inductor writes; None in a torch without it.
 CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
@@ -138,10 +138,10 @@ def convolved(
     stride: int = 1,
     groups: int = 1,
     activate: bool = True,
-    rank: int = 2,
+    spatial_dims: int = 2,
 ) -> Convolved:
     """Build convolution, batch norm and ReLU6, which a block's last leaves out."""
-    convolution, batch_norm, *_ = layers("convolved", rank)
+    convolution, batch_norm, *_ = layers("convolved", spatial_dims)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["convolution"] = convolution(
         channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False

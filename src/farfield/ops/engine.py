@@ -156,17 +156,17 @@ def respond_positions(
         query = query if scale == 1 else query * scale
         query, summary, shift = call.norm(query, query_positions.valid, summary, call.operator)
         scale, bias = 1.0, project_shift(call, shift)
-    rank = grid.dim() - 2
+    spatial_dims = grid.dim() - 2
     if target is not None and fast is not None:
         return fast.add_responses(call, query_positions, query, summary, scale, target(bias))
     if target is not None:
         responses = respond_mapped(None, call, query_positions, query, summary, scale, by_head(call, query.dtype), None)
-        out, responses = target(bias), queries.normalized(responses, query_positions.valid, rank)
+        out, responses = target(bias), queries.normalized(responses, query_positions.valid, spatial_dims)
         return out + queries.scatter(responses.to(out.dtype), grid.shape[2:], None)
     if bias is not None and queries.normalize is None and not queries.side_by_side:
-        bias = bias / rank  # each position adds up one response an axis; normalized, these count it once
+        bias = bias / spatial_dims  # each position adds up one response an axis; normalized, these count it once
     responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
-    responses = queries.normalized(responses, query_positions.valid, rank)
+    responses = queries.normalized(responses, query_positions.valid, spatial_dims)
     responses = laid_out_for(grid, responses.to(grid.dtype))
     return in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
 

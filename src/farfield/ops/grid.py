@@ -57,9 +57,9 @@ class Positions(NamedTuple):
     side_by_side: bool = True
     normalize: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
-    def normalized(self, responses: Tensor, valid: Tensor, rank: int) -> Tensor:
+    def normalized(self, responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
         """The responses as they are scattered."""
-        return responses if self.normalize is None else self.normalize(responses, valid, rank)
+        return responses if self.normalize is None else self.normalize(responses, valid, spatial_dims)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
@@ -110,10 +110,10 @@ class Pool:
 
 def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
     """See `Pool`."""
-    rank = grid.dim() - 2
-    sizes = (size,) * rank if isinstance(size, int) else tuple(size)
-    if len(sizes) != rank:
-        raise ShapeError(f"softmax_pooled: a pooling size of {sizes} does not fit a grid of rank {rank}.")
+    spatial_dims = grid.dim() - 2
+    sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
+    if len(sizes) != spatial_dims:
+        raise ShapeError(f"softmax_pooled: a pooling size of {sizes} does not fit a grid of rank {spatial_dims}.")
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
         raise ShapeError(f"softmax_pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
@@ -130,12 +130,14 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
     """`(b, c, *ceil(size / sizes), window)`: the positions of each window side by side, padded by `fill`."""
-    rank = len(sizes)
+    spatial_dims = len(sizes)
     pad = [extent for side, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-side % size, 0)]
     grid = F.pad(grid, pad[::-1], value=fill)
     for axis, size in enumerate(sizes):
         grid = grid.unflatten(2 + 2 * axis, (-1, size))
-    return grid.permute(0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)).flatten(2 + rank)
+    return grid.permute(0, 1, *range(2, 2 + 2 * spatial_dims, 2), *range(3, 3 + 2 * spatial_dims, 2)).flatten(
+        2 + spatial_dims
+    )
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def add_parts(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
-def count_mean_once(responses: Tensor, valid: Tensor, rank: int) -> Tensor:
+def count_mean_once(responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
     """Take from the vectors of all axes what their outer sum has of its mean more than once (KAN 13).
 
     The outer sum of n axes' vectors has the mean over positions n·m, m being the mean of the vectors by the counts of
@@ -197,13 +199,13 @@ def count_mean_once(responses: Tensor, valid: Tensor, rank: int) -> Tensor:
     Args:
         responses: `(b, c, Σ size)`.
         valid: `(b, 1, Σ size)`, how many valid positions each index has.
-        rank: Number of axes.
+        spatial_dims: Number of axes.
     """
-    if rank == 1:
+    if spatial_dims == 1:
         return responses
     dtype = valid.dtype
     mean = (responses.to(dtype) * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
-    return responses - ((rank - 1) / rank * mean).to(responses.dtype)
+    return responses - ((spatial_dims - 1) / spatial_dims * mean).to(responses.dtype)
 
 
 ALL = Positions(flatten, unflatten)

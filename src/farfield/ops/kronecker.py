@@ -23,7 +23,7 @@ def kronecker_kv_attention(
 
     `O = attn(X, C, C)` with C = [L | H] the axis means of the answering grid (`axis_means`).
 
-    A grid of N positions has Σ size axis means: h + w for an image. On a grid of rank 1 it is softmax attention exactly.
+    A grid of N positions has Σ size axis means: h + w for an image. On a grid of one spatial dim it is softmax attention exactly.
 
     Args:
         query: The asking grid, `(b, c, *m)`.

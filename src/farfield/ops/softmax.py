@@ -80,7 +80,7 @@ def softmax_pooled_attention(
 
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
-    Non-local networks pool keys and values to save 2^rank of the cost; a side of 7 has 4 windows (ceil mode).
+    Non-local networks pool keys and values to save 2^dims of the cost; a side of 7 has 4 windows (ceil mode).
     `ops.pooled` makes rows with other windows and with means.
 
     Args:

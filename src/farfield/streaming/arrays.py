@@ -26,12 +26,12 @@ class Layout(NamedTuple):
     Attributes:
         batch: Whether the first axis counts samples.
         channels: Whether the axis before the sides counts channels.
-        rank: Number of sides.
+        spatial_dims: Number of spatial dims.
     """
 
     batch: bool
     channels: bool
-    rank: int
+    spatial_dims: int
 
     def without_positions(self, shape: Sequence[int]) -> tuple[int, int]:
         """Samples and channels of an array of this shape."""
@@ -42,23 +42,23 @@ class Layout(NamedTuple):
         leading = (batch,) * self.batch + (channels,) * (self.channels or channels > 1)
         return (*leading, *size)
 
-    def axes(self, channels: int, rank: int) -> str:
+    def axes(self, channels: int, spatial_dims: int) -> str:
         """Letters of the axes of such an array, as TIFF files name them."""
-        size = "TZYX"[-rank:] if rank <= 4 else "Q" * rank
+        size = "TZYX"[-spatial_dims:] if spatial_dims <= 4 else "Q" * spatial_dims
         return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 
-def layout_of(caller: str, shape: Sequence[int], rank: int) -> Layout:
+def layout_of(caller: str, shape: Sequence[int], spatial_dims: int) -> Layout:
     """Say which axes an array has, its rank known; refuse one that has too few or too many, or an empty one."""
-    beyond = len(shape) - rank
+    beyond = len(shape) - spatial_dims
     if beyond not in (0, 1, 2):
         raise ShapeError(
-            f"{caller}: a volume of {rank} sides is (*size), (channels, *size) or (batch, channels, *size), "
+            f"{caller}: a volume of {spatial_dims} sides is (*size), (channels, *size) or (batch, channels, *size), "
             f"got shape {tuple(shape)}; fix: one number of tile a side, or a slice of the volume."
         )
     if 0 in shape:
         raise ShapeError(f"{caller}: the volume has an empty side, shape {tuple(shape)}; fix: leave it out.")
-    return Layout(beyond == 2, beyond >= 1, rank)
+    return Layout(beyond == 2, beyond >= 1, spatial_dims)
 
 
 class Source:
@@ -85,18 +85,18 @@ class Source:
     ) -> None:
         self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
         self.shape = tuple(int(side) for side in array.shape)
-        self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.rank
+        self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
         self.batch, self.channels = layout.without_positions(self.shape)
 
     @property
     def size(self) -> tuple[int, ...]:
         """Sides with what is padded."""
-        own = self.shape[len(self.shape) - self.layout.rank :]
+        own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         return tuple(side + before + after for side, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region) -> Tensor:
         """Read a region as a grid `(batch, channels, *size)`."""
-        own = self.shape[len(self.shape) - self.layout.rank :]
+        own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
             np.arange(start - before, stop - before)
             for (start, stop), (before, _) in zip(region, self.padding, strict=True)
@@ -114,7 +114,7 @@ class Source:
 
     def box(self, slices: Sequence[slice]) -> Any:
         """Copy a box out of the array; what it maps into memory is let go again."""
-        leading = (slice(None),) * (len(self.shape) - self.layout.rank)
+        leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         check_mapping(self.array)
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
@@ -130,7 +130,7 @@ class Source:
     def to_grid(self, box: Any) -> Tensor:
         """A box with the axes of a grid, on the device."""
         grid = torch.as_tensor(box)
-        grid = grid.reshape(self.batch, self.channels, *grid.shape[grid.dim() - self.layout.rank :])
+        grid = grid.reshape(self.batch, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
         return grid.to(device=self.device, dtype=self.dtype)
 
 

@@ -104,16 +104,19 @@ def respond_whole(
     query_volume = Volume(layer, grid, mask, layout_for(layer, grid, tile), tile, "grid")
     key_volume = query_volume
     if context is not None:
-        rank = len(context.shape) - (len(grid.shape) - query_volume.layout.rank)
+        spatial_dims = len(context.shape) - (len(grid.shape) - query_volume.layout.spatial_dims)
         key_volume = Volume(
-            layer, context, context_mask, layout_of("respond_whole", context.shape, rank), None, "context"
+            layer, context, context_mask, layout_of("respond_whole", context.shape, spatial_dims), None, "context"
         )
     elif context_mask is not None:
         raise ValueError("respond_whole: context_mask is the mask of a context, and there is none; fix: mask=….")
     channels, dtype = width(layer), dtype_of(layer)
     shape = query_volume.layout.shape(query_volume.source.batch, channels, query_volume.source.size)
     wanted = Wanted(
-        shape, numpy_dtype(dtype), query_volume.layout.axes(channels, query_volume.layout.rank), query_volume.positions
+        shape,
+        numpy_dtype(dtype),
+        query_volume.layout.axes(channels, query_volume.layout.spatial_dims),
+        query_volume.positions,
     )
     output = output_for("respond_whole", out, wanted, grid, None)
     read = [each for each in (grid, context, mask, context_mask) if each is not None]
@@ -164,7 +167,7 @@ class Volume:
         if self.source.channels != layer.channels:
             raise ShapeError(
                 f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
-                f"shape {tuple(array.shape)} with {layout.rank} sides; fix: one number of tile a side."
+                f"shape {tuple(array.shape)} with {layout.spatial_dims} sides; fix: one number of tile a side."
             )
         self.mask: Source | None = None
         if mask is not None:
@@ -173,7 +176,7 @@ class Volume:
                 raise ShapeError(
                     f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}."
                 )
-            self.mask = Source(mask, Layout(layout.batch, False, layout.rank), self.source.device, torch.bool)
+            self.mask = Source(mask, Layout(layout.batch, False, layout.spatial_dims), self.source.device, torch.bool)
         self.positions = tile_positions(layer, self.source, tile)
         self.tiles = cores(self.source.size, self.positions)
 
@@ -186,11 +189,11 @@ class Volume:
 def tile_positions(layer: GridAttention, source: Source, tile: int | Sequence[int | None] | None) -> tuple[int, ...]:
     """Positions a side of a tile: by default slabs of the first side, and where one slice is too much, of the next."""
     pool = layer.operator.keys_from.gather
-    windows = (1,) * source.layout.rank
+    windows = (1,) * source.layout.spatial_dims
     if isinstance(pool, Pool):
-        windows = (pool.size,) * source.layout.rank if isinstance(pool.size, int) else pool.size
+        windows = (pool.size,) * source.layout.spatial_dims if isinstance(pool.size, int) else pool.size
     if tile is not None:
-        wanted = (tile,) * source.layout.rank if isinstance(tile, int) else tile
+        wanted = (tile,) * source.layout.spatial_dims if isinstance(tile, int) else tile
         positions = [side if own is None else own for own, side in zip(wanted, source.size, strict=True)]
     else:
         positions = list(source.size)

@@ -166,9 +166,9 @@ def plan_whole(
     refuse_global(model)
     if pad is not None and pad not in MODES:
         raise unknown("predict_whole", "pad", pad, MODES)
-    layout = layout_of("predict_whole", shape, rank_of(model, tile))
+    layout = layout_of("predict_whole", shape, spatial_dims_of(model, tile))
     batch, channels = layout.without_positions(shape)
-    own = tuple(shape[len(shape) - layout.rank :])
+    own = tuple(shape[len(shape) - layout.spatial_dims :])
     scale = find_scale(model, channels, own)
     padding = tuple(padded(side, stride, pad) for side, stride in zip(own, scale.strides, strict=True))
     size = tuple(side + sum(positions) for side, positions in zip(own, padding, strict=True))
@@ -198,11 +198,11 @@ def plan_whole(
     return plan
 
 
-def rank_of(model: nn.Module, tile: object) -> int:
+def spatial_dims_of(model: nn.Module, tile: object) -> int:
     """How many sides a model reads: as many as tile has numbers, else the rank of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
-    ranks = {
+    dims_by_kind = {
         nn.Conv1d: 1,
         nn.Conv2d: 2,
         nn.Conv3d: 3,
@@ -210,14 +210,22 @@ def rank_of(model: nn.Module, tile: object) -> int:
         nn.ConvTranspose2d: 2,
         nn.ConvTranspose3d: 3,
     }
-    rank = next((rank for module in model.modules() for kind, rank in ranks.items() if isinstance(module, kind)), None)
-    if rank is None:
+    spatial_dims = next(
+        (
+            spatial_dims
+            for module in model.modules()
+            for kind, spatial_dims in dims_by_kind.items()
+            if isinstance(module, kind)
+        ),
+        None,
+    )
+    if spatial_dims is None:
         name = type(model).__name__
         raise ValueError(
             f"predict_whole: {name} has no convolution that says how many sides a volume has; "
             f"fix: one number of tile a side."
         )
-    return rank
+    return spatial_dims
 
 
 def padded(side: int, multiple: int, pad: str | None) -> Span:

@@ -50,16 +50,16 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     Raises:
         ValueError: If the network takes neither a large grid nor one of these sides.
     """
-    rank = len(size)
+    spatial_dims = len(size)
     try:
-        base = (DIVISIBLE,) * rank
+        base = (DIVISIBLE,) * spatial_dims
         first = trace(model, (1, channels, *base))
     except (RuntimeError, ValueError, NotImplementedError):
         base = tuple(size)
         first = take(model, channels, base)
     along: list[list[Along | None]] = [[] for _ in first.steps]
     strides, multiple = [], []
-    for axis in range(rank):
+    for axis in range(spatial_dims):
         grown = take(model, channels, replaced(base, axis, base[axis] + DIVISIBLE))
         if [step.name for step in grown.steps] != [step.name for step in first.steps]:
             raise NotLocalError("predict_whole: the network takes other steps for other sides; fix: one that does not.")
