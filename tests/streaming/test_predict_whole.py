@@ -142,7 +142,7 @@ def test_padding_is_that_of_the_padded_volume(mode: str) -> None:
     net, grid = settled(Hourglass("kronecker_kv", 2)), torch.randn(1, 1, 37, 41)
     want = whole(net, F.pad(grid, (0, 1, 0, 1), mode=mode))[:, :, :37, :41]
     assert relative(predict_whole(net, grid, tile=10, pad=mode, quiet=True), want) < TOLERANCE
-    with pytest.raises(ValueError, match=r'sides \(37, 41\)(?s:.*)fix: sides that 2 × 2 divide, or pad="reflect"'):
+    with pytest.raises(ValueError, match=r'size \(37, 41\)(?s:.*)fix: sides that 2 × 2 divide, or pad="reflect"'):
         predict_whole(net, grid, tile=10, quiet=True)
 
 
