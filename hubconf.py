@@ -10,7 +10,7 @@ import sys
 
 dependencies = ["torch", "jaxtyping", "safetensors", "huggingface_hub"]
 
-# torch.hub puts this folder on the path and not src/, and a checkout need not be installed.
+# torch.hub adds this folder to the path but not src/, and farfield may not be installed.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "src"))
 
 from farfield.models import MODELS  # noqa: E402

@@ -4,8 +4,8 @@
     python benchmarks/compact_speed.py --rounds 5 --json compact_speed.json
     python benchmarks/compact_speed.py --clock cpu --threads 1     # where others use the machine as well
 
-All networks take turns, round after round, forwards and then backwards through the list; a ratio is the median over
-rounds of a network's time by torchvision's in the same round. "plain" is a network whose blocks run layer by layer, as
+All networks run in turns, in alternating order of the list from round to round; a ratio is the median over rounds of a
+network's time divided by torchvision's in the same round. "plain" is a network whose blocks run layer by layer, as in
 the papers' figures. Before anything is timed, both forms are compared in float64, gradients included.
 """
 
@@ -37,26 +37,26 @@ NETWORKS = ["kanet_qkv", "sanet", "attnnet", "mobilenet_v2"]
 REFERENCE, FUSED = "torchvision", "torchvision, fused"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# What these two networks have to keep to, as ratios to torchvision's: seconds, and peak bytes.
+# The limits of these two networks, as ratios to torchvision's: seconds, and peak bytes.
 JUDGED = ("kanet_qkv", "sanet")
 LIMITS = {"training step": (0.97, 1.02), "inference": (1.03, 1.02), "fused inference": (1.00, 1.02)}
-# Relative L2 of one form to the other in float64: rounding errors that 52 norms of a few images each have enlarged.
+# Relative L2 distance between the forms in float64: rounding errors, amplified by 52 norms over a few images each.
 TOLERANCE = 1e-9
 Row = dict[str, Any]
 
 
 def plain(net: nn.Module) -> nn.Module:
-    """A copy whose blocks run layer by layer."""
-    found = copy.deepcopy(net)
-    for block in found.modules():
+    """Return a copy whose blocks run layer by layer."""
+    result = copy.deepcopy(net)
+    for block in result.modules():
         if isinstance(block, AttentionBlock | BaseBlock):
             block.forward = block.plain  # type: ignore[method-assign]
-    return found
+    return result
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2 distance."""
-    return float((found - wanted).norm() / wanted.norm())
+def distance(result: Tensor, expected: Tensor) -> float:
+    """Compute the relative L2 distance."""
+    return float((result - expected).norm() / expected.norm())
 
 
 def step(net: nn.Module, image: Tensor, labels: Tensor) -> None:
@@ -72,7 +72,7 @@ def infer(net: nn.Module, image: Tensor) -> None:
 
 
 def check(name: str) -> dict[str, float]:
-    """Compare the forms of a network in float64 on images of an odd size; refuse to go on if they differ."""
+    """Compare the forms of a network in float64 on images of an odd size; end the program if they differ."""
     torch.manual_seed(0)
     net = models.MODELS[name](dropout=0.0).double().train()
     image, labels = torch.randn(8, 3, 71, 97, dtype=torch.float64), torch.arange(8)
@@ -95,7 +95,7 @@ def check(name: str) -> dict[str, float]:
 
 
 def contestants(names: list[str], section: str) -> dict[str, nn.Module]:
-    """The networks of one section by the names that the table gives them."""
+    """Build the networks of one section, by their names in the table."""
     nets: dict[str, nn.Module] = {REFERENCE: torchvision.models.mobilenet_v2()}
     nets |= {name: models.MODELS[name]() for name in names}
     if section != "fused inference":
@@ -106,7 +106,7 @@ def contestants(names: list[str], section: str) -> dict[str, nn.Module]:
 
 
 def take_turns(runs: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of every run in every round, after one round that does not count."""
+    """Return the seconds of every run in every round, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name in list(runs) if turn % 2 else reversed(runs):
@@ -118,12 +118,12 @@ def take_turns(runs: dict[str, Callable[[], None]], rounds: int, clock: Callable
 
 
 def by_pairs(ours: list[float], theirs: list[float]) -> float:
-    """The median of ratios within a round."""
+    """Return the median of the ratios within each round."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def race(section: str, arguments: argparse.Namespace) -> list[Row]:
-    """Time one section and take its peak memory."""
+    """Time one section and measure its peak memory."""
     memory_format, size = FORMATS[arguments.format], (arguments.batch, 3, arguments.side, arguments.side)
     torch.manual_seed(0)
     image = torch.randn(size).contiguous(memory_format=memory_format)
@@ -136,10 +136,10 @@ def race(section: str, arguments: argparse.Namespace) -> list[Row]:
     seconds = take_turns(runs, arguments.rounds, CLOCKS[arguments.clock])
     peaks = {name: peak_of(run, image.device) for name, run in runs.items()}
     rows = []
-    for name, found in seconds.items():
-        row: Row = {"section": section, "name": name, "seconds": statistics.median(found), "fastest": min(found)}
-        row |= {"times": by_pairs(found, seconds[REFERENCE]), "peak_bytes": peaks[name]}
-        row |= {"fused_times": by_pairs(found, seconds[FUSED]) if FUSED in seconds else None}
+    for name, own in seconds.items():
+        row: Row = {"section": section, "name": name, "seconds": statistics.median(own), "fastest": min(own)}
+        row |= {"times": by_pairs(own, seconds[REFERENCE]), "peak_bytes": peaks[name]}
+        row |= {"fused_times": by_pairs(own, seconds[FUSED]) if FUSED in seconds else None}
         row |= {"memory_times": peaks[name] / peaks[REFERENCE], "verdict": None}
         if name.removesuffix(", fused") in JUDGED:
             time_limit, memory_limit = LIMITS[section]
@@ -150,22 +150,22 @@ def race(section: str, arguments: argparse.Namespace) -> list[Row]:
 
 
 def show(rows: list[Row], hardware: str) -> None:
-    """Write a table a section."""
+    """Print one table per section."""
     factor = "{:.3f}×".format
     for section in LIMITS:
-        found = [row for row in rows if row["section"] == section]
+        shown = [row for row in rows if row["section"] == section]
         columns = [Column("name", "", left=True), Column("seconds", "time", milliseconds)]
         columns += [Column("fastest", "fastest", milliseconds), Column("times", "÷ torchvision", factor)]
-        if any(row["fused_times"] for row in found):
+        if any(row["fused_times"] for row in shown):
             columns.append(Column("fused_times", "÷ torchvision, fused", factor))
         columns += [Column("peak_bytes", "peak memory", megabytes), Column("memory_times", "÷ torchvision", factor)]
         columns.append(Column("verdict", "", left=True))
-        write_table(Table(section, columns, found))
-    print(f"Fused: torchvision's by torch.fx.experimental.optimization.fuse, ours by .fuse().\n{hardware}")
+        write_table(Table(section, columns, shown))
+    print(f"Fused: torchvision's by torch.fx.experimental.optimization.fuse, farfield's by .fuse().\n{hardware}")
 
 
 def main() -> None:
-    """Check, race, and write what was found."""
+    """Check, race, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=list(models.CLASSIFIERS))
     parser.add_argument("--sections", nargs="+", default=list(LIMITS), choices=list(LIMITS))
@@ -179,7 +179,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     errors = {name: check(name) for name in arguments.networks}
-    worst = max(max(found.values()) for found in errors.values())
+    worst = max(max(each.values()) for each in errors.values())
     print(f"The forms of {', '.join(errors)} agree to {worst:.1e} in float64.")
     rows = [row for section in arguments.sections for row in race(section, arguments)]
     hardware = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -187,8 +187,8 @@ def main() -> None:
     hardware += f", {arguments.rounds} rounds"
     show(rows, hardware)
     if arguments.json is not None:
-        found = {"hardware": hardware, "errors": errors, "rows": rows}
-        arguments.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        results = {"hardware": hardware, "errors": errors, "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

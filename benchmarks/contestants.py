@@ -1,4 +1,4 @@
-"""The library's operators, and the regular ones with the same weights, ready to race."""
+"""The library's operators, and regular attention with the same weights, as contestants of a race."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention_of(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> GridAttention:
-    """An operator's module; the same seed gives all of them the same maps, and a row that reads no keys has none."""
+    """Build an operator's module. All have the same projections, from one seed; `siamese_local` has none of keys."""
     torch.manual_seed(1)
     project = project.replace("k", "") if operator == "siamese_local" else project
     attention = GridAttention(channels, operator, heads=heads, project=project, inner_channels=inner_channels)
@@ -28,34 +28,34 @@ def attention_of(
 
 
 def trainable(module: nn.Module) -> nn.Module:
-    """A module in eval mode whose parameters want gradients."""
+    """Put a module into eval mode and require gradients of its parameters."""
     return module.eval().requires_grad_()
 
 
 def ours(attention: GridAttention, *, name: str = "", compiled: bool = False) -> Contestant:
-    """An operator of the library, as it is or compiled."""
+    """Return an operator of the library as a contestant, eager or compiled."""
     double = exact(attention)
     return Contestant(
         name or attention.operator_name + " compiled" * compiled,
         attention,
-        lambda grid, asking: truth(double, grid, asking),
+        lambda grid, chosen: truth(double, grid, chosen),
         compiled=compiled,
         twins=list(zip(attention.parameters(), double.parameters(), strict=True)),
     )
 
 
 def regular(attention: GridAttention, *, fused: bool) -> Contestant:
-    """Softmax attention with an operator's maps, by an explicit matrix ("plain") or fused ("SDPA")."""
+    """Return softmax attention with an operator's projections, by an explicit matrix ("plain") or fused ("SDPA")."""
     name, double = "SDPA" if fused else "plain", exact(attention)
 
-    def equation(grid: Tensor, asking: Tensor) -> Tensor:
-        return truth(double, grid, asking)
+    def equation(grid: Tensor, chosen: Tensor) -> Tensor:
+        return truth(double, grid, chosen)
 
     twins = list(zip(attention.parameters(), double.parameters(), strict=True))
     return Contestant(name, Regular(attention, fused=fused), equation, flat=True, twins=twins)
 
 
 def textbook(attention: GridAttention) -> Contestant:
-    """Factorized attention with an operator's weights, each map at each position."""
+    """Return factorized attention with an operator's weights, each projection computed at each position."""
     double = exact(attention)
-    return Contestant("textbook", trainable(Textbook(attention)), lambda grid, asking: truth(double, grid, asking))
+    return Contestant("textbook", trainable(Textbook(attention)), lambda grid, chosen: truth(double, grid, chosen))

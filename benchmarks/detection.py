@@ -5,8 +5,8 @@
     python benchmarks/detection.py --dsb2018 data/dsb2018 --balloon data/balloon --collect    # table and picture again
 
 Each run is one `farfield fit` of recipes/dsb2018.yaml or balloon.yaml in a folder of its own. Finished runs are not run
-again, and a run that was killed goes on from its last epoch. The table has the last epoch of finished runs, and not the
-best one, which would be chosen on the images that it is measured on.
+again, and a run that was killed resumes from its last epoch. The table has the last epoch of finished runs, and not the
+best one, which would be selected on the same images that it is measured on.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from farfield.tasks.detections import drawn
 RECIPES = Path(__file__).parent.parent / "recipes"
 SETS = ("dsb2018", "balloon")
 PLACES = ["none", "fpn_all"]
-# Below this average precision of boxes a network has hardly learned.
+# Below this average precision of boxes a network is marked as under-trained.
 FLOOR = 0.2
-# Of the picture, by their place among the validation images.
+# The images of the picture, by their index among the validation images.
 SHOWN = (0, 5, 11)
 
 
@@ -49,7 +49,7 @@ def train(arguments: argparse.Namespace, name: str, place: str, seed: int, folde
         "seed_everything": seed,
     }
     fit(RECIPES / f"{name}.yaml", folder, options)
-    # Lightning ends with status 0 when it is asked to stop, before the last epoch is measured.
+    # Lightning also ends with status 0 when it is stopped before the last epoch is measured.
     if measured(folder):
         (folder / "finished").touch()
 
@@ -62,7 +62,7 @@ def measured(folder: Path) -> list[dict[str, str]]:
 
 
 def last(folder: Path) -> dict[str, float]:
-    """Read the last epoch, and the core minutes."""
+    """Read the metrics of the last epoch, and the core minutes."""
     row = measured(folder)[-1]
     return {name: float(row[f"val/{name}"]) for name in ("box_ap", "mask_ap", "box_ap50")} | {
         "minutes": minutes(folder)
@@ -77,21 +77,21 @@ def table(runs: dict[tuple[str, str], list[Path]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, place), folders in runs.items():
-        found = [last(folder) for folder in folders]
-        boxes, masks, loose = ([100 * each[key] for each in found] for key in ("box_ap", "mask_ap", "box_ap50"))
+        results = [last(folder) for folder in folders]
+        boxes, masks, loose = ([100 * each[key] for each in results] for key in ("box_ap", "mask_ap", "box_ap50"))
         net = models.from_pretrained(next(folders[0].glob("version_*")))
         mean = statistics.mean(boxes)
         entries = [name, place + ("" if mean >= 100 * FLOOR else " (under-trained)")]
         entries += [f"{sum(weight.numel() for weight in net.parameters()):,}"]
         entries += [", ".join(f"{value:.1f}" for value in boxes), f"{mean:.1f}"]
         entries += [", ".join(f"{value:.1f}" for value in masks), f"{statistics.mean(masks):.1f}"]
-        entries += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in found)]
+        entries += [f"{statistics.mean(loose):.1f}", ", ".join(f"{each['minutes']:.1f}" for each in results)]
         lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)
 
 
-def as_found(objects: list[dict[str, Any]], masks: Tensor) -> dict[str, Tensor]:
-    """Annotations as if a network had found them, all of them surely."""
+def as_detections(objects: list[dict[str, Any]], masks: Tensor) -> dict[str, Tensor]:
+    """Convert annotations to the detections of a network, with scores of 1."""
     boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     sure = torch.ones(len(objects))
@@ -99,7 +99,7 @@ def as_found(objects: list[dict[str, Any]], masks: Tensor) -> dict[str, Tensor]:
 
 
 def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
-    """Draw some validation images: what is there, and what each network finds."""
+    """Draw some validation images: the annotations, and the detections of each network."""
     import matplotlib.pyplot as plt
 
     annotations = json.loads((root / "annotations" / "instances_val.json").read_text())
@@ -111,11 +111,11 @@ def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
         path = root / "val" / image["file_name"]
         there = [each for each in annotations["annotations"] if each["image_id"] == image["id"]]
         masks = masks_of(there, image["height"], image["width"])[:, None].float()
-        found = {"annotated": entries_of(as_found(there, masks))}
+        panels = {"annotated": entries_of(as_detections(there, masks))}
         with torch.no_grad():
             for place, net in nets.items():
-                found[f"found, attention: {place}"] = entries_of(net([read(path).float() / 255])[0])
-        for axes, (title, entries) in zip(row, found.items(), strict=True):
+                panels[f"detected, attention: {place}"] = entries_of(net([read(path).float() / 255])[0])
+        for axes, (title, entries) in zip(row, panels.items(), strict=True):
             axes.imshow(drawn(str(path), entries, ["nucleus"], 0.5).permute(1, 2, 0))
             axes.set_title(title, fontsize=9)
             axes.axis("off")
@@ -123,10 +123,10 @@ def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
 
 
 def main() -> None:
-    """Train what is not trained yet, then print the table and draw what is found by what is finished."""
+    """Train what is not trained yet, then print the table and draw the detections of the finished runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dsb2018", type=Path, help="folder of the nuclei; left out without")
-    parser.add_argument("--balloon", type=Path, help="folder of the balloons; left out without")
+    parser.add_argument("--dsb2018", type=Path, help="folder of the nuclei; skipped if not given")
+    parser.add_argument("--balloon", type=Path, help="folder of the balloons; skipped if not given")
     parser.add_argument("--places", nargs="+", default=PLACES, help="none, fpn_all, fpn1, fpn_all+res4 and so on")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--epochs", type=int)

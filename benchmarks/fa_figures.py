@@ -4,8 +4,8 @@
     python benchmarks/fa_figures.py 5      # BERT base, against the tokens: docs/images/fa-figure-5.png
     python benchmarks/fa_figures.py 5 --measure memory     # counted, so it needs no quiet machine; also: time, no
 
-Points are kept in the folder of runs, one a line; a point that is there is not measured again. Memory is what a forward
-pass keeps for its backward pass, parameters not counted, which is nearest to the paper's sum over the arrays of a pass.
+Points are stored in the folder of runs, one per line; a stored point is not measured again. Memory is what a forward
+pass saves for its backward pass, without the parameters, which is nearest to the paper's sum over the arrays of a pass.
 Time is that of a forward and a backward pass.
 """
 
@@ -24,7 +24,7 @@ from farfield.nn import GridAttention
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 GIGA = 1e9
-# The paper's two, and attention by torch's kernel, which keeps no N×N matrix and takes N² time none the less.
+# The paper's two modules, and attention by torch's kernel, which stores no N×N matrix but still takes N² time.
 NAMES = {"dot": "conventional", "factorized": "factorized", "softmax": "conventional, fused softmax"}
 COLOURS = {"dot": "tab:red", "factorized": "tab:blue", "softmax": "tab:gray"}
 Point = dict[str, Any]
@@ -33,23 +33,23 @@ Lines = dict[str, tuple[str, str, list[cost.Cost]]]
 
 # ---- figure 4: one module --------------------------------------------------------------------------------------------
 SIZE = [16, 32, 64, 128, 256, 512]
-# What fits beside everything else into some 10 GB: the conventional module keeps several N×N matrices.
+# The largest sizes that fit into about 10 GB: the conventional module keeps several N×N matrices.
 LARGEST_SIDE = {"dot": 128, "factorized": 512}
 
 
 def module_lines() -> Lines:
-    """The paper's costs of a module on grids of 64 channels."""
+    """Compute the paper's costs of a module on grids of 64 channels."""
     return {
-        f"formula: {NAMES[row]}": (
-            *(COLOURS[row], "-"),
+        f"formula: {NAMES[operator]}": (
+            *(COLOURS[operator], "-"),
             [cost.predict_module(name, channels=64, positions=side**2) for side in SIZE],
         )
-        for row, name in (("dot", "CA-dot"), ("factorized", "FA-dot"))
+        for operator, name in (("dot", "CA-dot"), ("factorized", "FA-dot"))
     }
 
 
 def module_of(operator: str, side: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A module and its grid."""
+    """Build a module and its input."""
     attention = GridAttention(64, operator, project="qkv", inner_channels=32)
     return attention, torch.randn(1, 64, side, side, requires_grad=True)
 
@@ -61,24 +61,24 @@ SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
 def bert_lines() -> Lines:
-    """The paper's costs of all layers of a BERT: FA-Tfm or CA-Tfm with as many channels in basis and values."""
+    """Compute the paper's costs of all layers of a BERT: FA-Tfm or CA-Tfm with as many channels in basis and values."""
     lines: Lines = {}
     for shape, (layers, channels, heads) in SHAPES.items():
-        for row, name in (("dot", "CA-Tfm"), ("factorized", "FA-Tfm")):
+        for operator, name in (("dot", "CA-Tfm"), ("factorized", "FA-Tfm")):
             sizes: dict[str, Any] = {"channels": channels, "basis": channels, "width": channels, "heads": heads}
             each = [cost.predict_module(name, positions=length, **sizes) for length in LENGTHS]
             whole = [cost.Cost(layers * one.macs, 0, 0, layers * one.activation_bytes) for one in each]
-            lines[f"formula: {shape}, {NAMES[row]}"] = (COLOURS[row], "-" if shape == "base" else "--", whole)
+            lines[f"formula: {shape}, {NAMES[operator]}"] = (COLOURS[operator], "-" if shape == "base" else "--", whole)
     return lines
 
 
-class Asked(torch.nn.Module):
-    """BERT base, without dropout, that is asked for a seventh of the words of one text."""
+class MaskedBert(torch.nn.Module):
+    """BERT base, without dropout, that predicts about 15 % of the words of one text."""
 
     def __init__(self, operator: str, length: int) -> None:
         super().__init__()
-        row = "factorized_gaussian" if operator == "factorized" else operator
-        self.network = models.bert_base(row, positions=length, dropout=0.0)
+        operator = "factorized_gaussian" if operator == "factorized" else operator
+        self.network = models.bert_base(operator, positions=length, dropout=0.0)
         self.chosen = torch.rand(1, length) < 0.15
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -87,20 +87,20 @@ class Asked(torch.nn.Module):
 
 
 def bert_of(operator: str, length: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A BERT and its text."""
-    return Asked(operator, length), torch.randint(30522, (1, length))
+    """Build a BERT and its input."""
+    return MaskedBert(operator, length), torch.randint(30522, (1, length))
 
 
 class Figure(NamedTuple):
     """What is drawn, and how it is measured.
 
     Attributes:
-        sizes: Along the axis.
-        label: Of a size.
-        lines: Label -> colour, dash and the paper's costs.
+        sizes: The sizes on the horizontal axis.
+        label: Format of the label of a size.
+        lines: Returns label -> colour, dash and the paper's costs.
         largest: Operator -> the largest size that is measured.
-        make: A module and its input of a size.
-        long: From this size on, one run is timed and not three.
+        make: Builds a module and its input of a size.
+        long: From this size on, one run is timed instead of three.
     """
 
     sizes: list[int]
@@ -121,7 +121,7 @@ WHAT: dict[str, list[str]] = {"all": KINDS, "memory": KINDS[:1], "time": KINDS[1
 
 # ---- points and pictures ---------------------------------------------------------------------------------------------
 def measure(figure: Figure, kinds: list[str], largest: int | None, file: Path) -> None:
-    """Measure what is not in the file yet, the smallest first, and add it line by line."""
+    """Measure the points that are not in the file yet, the smallest first, and append them line by line."""
     known = {(point["operator"], point["size"], kind) for point in read(file) for kind in KINDS if kind in point}
     file.parent.mkdir(parents=True, exist_ok=True)
     for size in figure.sizes:
@@ -135,22 +135,21 @@ def measure(figure: Figure, kinds: list[str], largest: int | None, file: Path) -
                 if kind == "kept_bytes":
                     point[kind] = cost.saved_bytes(module, given)
                 else:
-                    found = cost.measure(
-                        module, given, backward=True, repeats=3 if size < figure.long else 1, warm_up=1
-                    )
-                    point |= {kind: found.seconds, "device": found.device}
+                    repeats = 3 if size < figure.long else 1
+                    measured = cost.measure(module, given, backward=True, repeats=repeats, warm_up=1)
+                    point |= {kind: measured.seconds, "device": measured.device}
                 with file.open("a") as lines:
                     lines.write(json.dumps(point) + "\n")
                 print(json.dumps(point), flush=True)
 
 
 def read(file: Path) -> list[Point]:
-    """The points that were measured."""
+    """Read the points that were measured."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def of(points: list[Point], operator: str, key: str, factor: float) -> tuple[list[int], list[float]]:
-    """Sizes and numbers of one operator's points."""
+    """Return the sizes and the scaled values of one operator's points."""
     mine = sorted(
         (point["size"], factor * point[key]) for point in points if point["operator"] == operator and key in point
     )
@@ -175,7 +174,7 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
         time.plot(*of(points, operator, "seconds", 1.0), "o-", **style)
     titles = (
         "memory, GB (points: kept for backward)",
-        "computation, GMACC (2 a MACs)",
+        "computation, GMACC (2 per MAC)",
         "time, forward and backward, s",
     )
     for axes, title in zip((memory, computation, time), titles, strict=True):

@@ -1,9 +1,9 @@
-"""Draw calls of every operator, by function, module and tiles, and hold each to an explicit float64 matrix.
+"""Draw random calls of every operator, by function, module and tiles; compare each with an explicit float64 matrix.
 
     python benchmarks/fuzz.py --cases 100000 --out fuzz.json
 
-A case is known by its number, so that a wrong one can be run again alone: `--first 4711 --cases 1`. A run that was cut
-off goes on from what `--out` holds. `tests/fuzzing.py` says what is drawn and what a correct result may be off by;
+A case is determined by its number, so a wrong one can be run again alone: `--first 4711 --cases 1`. An interrupted run
+continues after the cases in `--out`. `tests/fuzzing.py` defines what is drawn and the tolerated error;
 `tests/test_fuzz.py` runs the first cases in every test run. With kernels built, half of the cases run them.
 """
 
@@ -27,12 +27,12 @@ from farfield.cost.measuring import device_name
 from farfield.ops.fast import kernels
 from fuzzing import Outcome, check, draw
 
-# Cases between two looks at the disk.
+# Number of cases between two writes to the disk.
 BLOCK = 250
 
 
 def run(first: int, cases: int, out: Path) -> dict[str, Any]:
-    """Run the cases that `out` does not hold yet, and write it after each block."""
+    """Run the cases that are not in `out` yet, and write it after each block."""
     state: dict[str, Any] = {"first": first, "done": 0, "seconds": 0.0, "counts": {}, "wrong": []}
     if out.is_file():
         state = json.loads(out.read_text(encoding="utf-8"))
@@ -49,14 +49,14 @@ def run(first: int, cases: int, out: Path) -> dict[str, Any]:
                 print(f"{index}: {outcome.text}\n  {drawn}", flush=True)
             state["done"] += 1
         state["counts"], state["seconds"] = dict(counts), state["seconds"] + time.monotonic() - started
-        written = out.with_name(f"{out.name}.new")
-        written.write_text(json.dumps(state, indent=1), encoding="utf-8")
-        os.replace(written, out)
+        new = out.with_name(f"{out.name}.new")
+        new.write_text(json.dumps(state, indent=1), encoding="utf-8")
+        os.replace(new, out)
     return state
 
 
 def attempt(index: int) -> Outcome:
-    """Check a case; an exception is a wrong result too."""
+    """Check a case; an exception counts as a wrong result."""
     try:
         return check(draw(index))
     except Exception as error:  # noqa: BLE001
@@ -64,11 +64,11 @@ def attempt(index: int) -> Outcome:
 
 
 def main() -> None:
-    """Run, and print the counts."""
+    """Run the cases and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first one's number")
-    parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="what was found, and how far it came")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="results and progress")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     state = run(arguments.first, arguments.cases, arguments.out)

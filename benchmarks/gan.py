@@ -2,13 +2,13 @@
 
     python benchmarks/gan.py train --root data/cifar10 --classifier runs/cifar10-mobilenet_v2-1/version_0
     python benchmarks/gan.py table                                 # the table again, from what is finished
-    python benchmarks/gan.py picture --picture samples.png         # samples of each, one class a column
+    python benchmarks/gan.py picture --picture samples.png         # samples of each, one class per column
 
-Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own; a finished one is not run again,
-and one that was killed goes on. There is no Inception network here, so what is measured is not FID: a kernel distance
-(torchmetrics) between features that a small classifier of CIFAR-10 has of samples and of held-out images, and how many
-samples that classifier takes for the class they were drawn as. Both depend on the classifier: compare them within one
-table.
+Each run is one `farfield fit` of recipes/sagan_cifar10.yaml in a folder of its own; a finished run is not run again,
+and a killed one resumes. There is no Inception network here, so the metrics are not FID but a kernel distance
+(torchmetrics) between the features of samples and of held-out images in a small classifier of CIFAR-10, and the share
+of samples that the classifier assigns to the class they were drawn for. Both depend on the classifier: compare them
+only within one table.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "sagan_cifar10.yaml"
 OPERATORS = ["softmax_pooled", "none", "factorized_gaussian"]
-# Subsets over which the kernel distance is averaged, each of a quarter of the samples.
+# Number of subsets over which the kernel distance is averaged, each a quarter of the samples.
 SUBSETS = 50
-# Rows of samples in a picture.
+# Number of rows of samples in a picture.
 ROWS = 6
 
 
 def run(command: str, *options: str) -> None:
-    """Run a command of farfield; what it prints goes to the log."""
+    """Run a command of farfield; its output goes to the log."""
     subprocess.run([sys.executable, "-m", "farfield.cli", command, *options], check=True)
 
 
 def train(folder: Path, root: Path, classifier: Path, samples: int, options: list[str]) -> None:
-    """Fit one network, draw samples, and note what was measured and the minutes a core worked."""
+    """Fit one network, draw samples, and write the metrics and the core minutes."""
     result = folder / "result.json"
     if result.exists():
         return
@@ -50,7 +50,7 @@ def train(folder: Path, root: Path, classifier: Path, samples: int, options: lis
     resumed = ["--ckpt_path", "last"] if list(folder.glob("version_*/checkpoints/last.ckpt")) else []
     before = processor_minutes()
     run("fit", *common, *options, "--seed_everything", seed, *resumed)
-    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    # The minutes of a resumed run are not known: only those of its last part are measured.
     spent = {} if resumed else {"processor_minutes": round(processor_minutes() - before, 1)}
     drawn = folder / "samples"
     if not drawn.exists():
@@ -58,12 +58,12 @@ def train(folder: Path, root: Path, classifier: Path, samples: int, options: lis
         run("predict", *common, *options, *drawing, "--ckpt_path", "last")
     steps = torch.load(next(folder.glob("version_*/checkpoints/last.ckpt")), weights_only=True)["global_step"]
     values = measure(drawn, root, classifier)
-    # Both optimizers count.
+    # Steps of both optimizers are counted.
     result.write_text(json.dumps({"steps": steps // 2, **spent, **values}, indent=2) + "\n")
 
 
 class Features(nn.Module):
-    """A classifier's pooled features of `uint8` images, normed as it was trained."""
+    """A classifier's pooled features of `uint8` images, normalised as in its training."""
 
     def __init__(self, classifier: Path) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Features(nn.Module):
         net.reset_classifier(0)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the features; in parts, which takes less memory."""
+        """Return the features, computed in parts to save memory."""
         from farfield.data.classify import IMAGENET
 
         mean, deviation = (torch.tensor(colour)[:, None, None] for colour in IMAGENET)
@@ -84,7 +84,7 @@ class Features(nn.Module):
 
 
 def measure(drawn: Path, root: Path, classifier: Path) -> dict[str, float]:
-    """Measure samples against held-out images: the kernel distance, and how many are what they were drawn as."""
+    """Compare samples with held-out images: the kernel distance, and the share classified as they were drawn."""
     from torchmetrics.image.kid import KernelInceptionDistance
 
     features, random = Features(classifier), np.random.default_rng(0)
@@ -103,9 +103,9 @@ def measure(drawn: Path, root: Path, classifier: Path) -> dict[str, float]:
         mean, spread = metric.compute()
         values |= {name: round(float(mean), 4), f"{name}_spread": round(float(spread), 4)}
     with torch.no_grad():
-        found = features.head(features(samples)).argmax(1)
-    asked = torch.arange(len(samples)) % len(classes)
-    return values | {"recognised": round(float((found == asked).float().mean()), 4)}
+        predicted = features.head(features(samples)).argmax(1)
+    labels = torch.arange(len(samples)) % len(classes)
+    return values | {"recognised": round(float((predicted == labels).float().mean()), 4)}
 
 
 def images_of(paths: list[Path]) -> Tensor:
@@ -114,15 +114,15 @@ def images_of(paths: list[Path]) -> Tensor:
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Lay out what was measured as Markdown."""
+    """Format the metrics as a Markdown table."""
     lines = [
-        "| attention | steps | kernel distance | taken for its class, % | minutes of a core |",
+        "| attention | steps | kernel distance | assigned to its class, % | minutes of a core |",
         "|---|---|---|---|---|",
     ]
-    for name, found in results.items():
-        distance = f"{found['distance']:.4f} ± {found['distance_spread']:.4f}"
-        minutes = found.get("processor_minutes", "not counted")
-        lines.append(f"| `{name}` | {found['steps']} | {distance} | {100 * found['recognised']:.1f} | {minutes} |")
+    for name, result in results.items():
+        distance = f"{result['distance']:.4f} ± {result['distance_spread']:.4f}"
+        minutes = result.get("processor_minutes", "not counted")
+        lines.append(f"| `{name}` | {result['steps']} | {distance} | {100 * result['recognised']:.1f} | {minutes} |")
     any_of = next(iter(results.values()), None)
     if any_of:
         distance = "{distance_of_training_images:.4f} ± {distance_of_training_images_spread:.4f}".format(**any_of)
@@ -131,7 +131,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def picture(runs: dict[str, Path], file: Path) -> None:
-    """Draw the first samples of each run, never chosen, one class a column."""
+    """Draw the first samples of each run, not selected, one class per column."""
     import matplotlib.pyplot as plt
 
     from farfield.tasks.generate import sheet
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gan"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--samples", type=int, default=2000, help="how many are measured (train)")
+    parser.add_argument("--samples", type=int, default=2000, help="number of samples that are measured (train)")
     parser.add_argument("--picture", type=Path, default=Path("samples.png"))
     arguments, options = parser.parse_known_args()
     # A whole table of one seed before the next.

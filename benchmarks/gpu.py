@@ -1,10 +1,10 @@
-"""Everything that is to be known of a GPU, as processes with time limits, in one JSON file and one Markdown page.
+"""All GPU tests and benchmarks, as processes with time limits; the results are one JSON file and one Markdown page.
 
     bash benchmarks/gpu.sh                                   # the command: this script with the checkout's sources
     bash benchmarks/gpu.sh --device cpu --step tests         # small, and one step alone
 
-What fails, or passes its limit, is written down with the end of what it printed, and the rest goes on; the status is 1
-then. The files are written after each step. Only the standard library is imported here: torch may be missing.
+A step that fails, or exceeds its limit, is reported with the end of its output, and the next steps run; the status is
+then 1. The files are written after each step. Only the standard library is imported here: torch may be missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 from gpu_page import page
 
 ROOT = Path(__file__).resolve().parents[1]
-# What is lost without a package, by the name that it is imported by.
+# Package, by the name that it is imported by -> what needs it.
 PACKAGES = {
     **dict.fromkeys(("torch", "jaxtyping", "safetensors", "huggingface_hub"), "everything"),
     **dict.fromkeys(("pytest", "hypothesis", "numpy"), "all tests"),
@@ -38,17 +38,17 @@ PACKAGES = {
     "xdist": "tests side by side",
     **dict.fromkeys(("linear_attention_transformer", "axial_attention", "fla"), "one peer"),
 }
-# What computes on the device of `pytest --device`, and not in other processes or with files.
+# The tests that compute on the device of `pytest --device`, and not in other processes or with files.
 TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/models", "tests/insertion", "tests/test_fuzz.py"]
 TESTS += ["tests/test_maps.py", "tests/test_theory.py", "tests/test_cost.py"]
 SMALL_TESTS = ["tests/ops/test_grid.py", "tests/test_cost.py"]
 # Section of limits.py -> seconds. "copies" compiles, which takes minutes on a CPU.
 LIMITS = {"kan": 25, "san": 25, "bandwidth": 45, "copies": 100, "factorized": 45, "scaling": 35, "exponent": 35}
-# For all steps, of ten minutes; and for one that is stopped, to write what it has.
+# Seconds for all steps, if these have ten minutes; and for a step that is stopped, to write its results.
 SECONDS, GRACE = 550, 15
-# What pytest calls a test that failed, and one whose fixtures did.
+# pytest's tags for a test that failed, and for one whose fixtures failed.
 FAULTS = ("failure", "error")
-# Lines of what a step printed that are kept if it did not pass.
+# Number of lines of a step's output that are kept if it did not pass.
 LINES = 40
 
 
@@ -56,10 +56,10 @@ class Step(NamedTuple):
     """A process.
 
     Attributes:
-        name: What it is called on the page.
-        arguments: Of Python.
-        file: Where it writes what it found: JSON, or the XML of pytest.
-        seconds: How long it may take, of ten minutes.
+        name: Its name on the page.
+        arguments: Arguments of Python.
+        file: The file of its results: JSON, or the XML of pytest.
+        seconds: Its time limit, if all steps have ten minutes.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
 def steps(device: str, small: bool, folder: Path) -> Iterator[Step]:
-    """The steps, the most important first; each writes into the folder."""
+    """Yield the steps, the most important first; each writes into the folder."""
     file = folder / "tests.xml"
     side_by_side = ["-n", str(min(8, processors()))] if installed("xdist") else []
     pytest = ["-m", "pytest", "--device", device, "-q", "--tb=short", "--continue-on-collection-errors"]
@@ -90,13 +90,13 @@ def steps(device: str, small: bool, folder: Path) -> Iterator[Step]:
 
 
 def script(name: str, file: str, options: list[str], folder: Path, seconds: float) -> Step:
-    """A benchmark that writes JSON."""
-    found = folder / f"{name.replace(' ', '-')}.json"
-    return Step(name, [f"benchmarks/{file}", *options, "--json", str(found)], found, seconds)
+    """Return the step of a benchmark that writes JSON."""
+    result = folder / f"{name.replace(' ', '-')}.json"
+    return Step(name, [f"benchmarks/{file}", *options, "--json", str(result)], result, seconds)
 
 
 def processors() -> int:
-    """How many processors this process may use, where the system tells it."""
+    """Return the number of processors that this process may use, or of all where the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -107,14 +107,14 @@ def installed(package: str) -> bool:
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 def run(step: Step, seconds: float) -> dict[str, Any]:
-    """Run a step for so many seconds at most; return what came of it."""
+    """Run a step for at most so many seconds; return its entry in the results."""
     command = shlex.join(["python", *step.arguments]).replace(f"{step.file.parent}/", "")
     row: dict[str, Any] = {"name": step.name, "command": command, "limit": round(seconds, 1)}
     if seconds <= 0:
-        return row | {"state": "not started", "seconds": 0.0, "printed": "", "found": None}
+        return row | {"state": "not started", "seconds": 0.0, "printed": "", "result": None}
     started, log = time.monotonic(), step.file.with_suffix(".log")
     with log.open("w", encoding="utf-8") as printed:
-        # A session of its own, so that what it started ends with it.
+        # In a session of its own, so that the processes it started can be ended with it.
         process = subprocess.Popen(
             [sys.executable, *step.arguments],
             cwd=ROOT,
@@ -131,11 +131,11 @@ def run(step: Step, seconds: float) -> dict[str, Any]:
     text = log.read_text(encoding="utf-8", errors="replace")
     row |= {"state": state, "seconds": round(time.monotonic() - started, 1)}
     row["printed"] = "" if state == "passed" else "\n".join(text.splitlines()[-LINES:])
-    return row | {"found": found_in(step.file)}
+    return row | {"result": read_result(step.file)}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all that it started: at first so that it can write what it has."""
+    """End a process that still runs, and all that it started; SIGINT comes first, so that it can write its results."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         try:
@@ -145,8 +145,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def found_in(file: Path) -> Any:
-    """What a step wrote, None if nothing that can be read."""
+def read_result(file: Path) -> Any:
+    """Read the results of a step, None if there are none or they cannot be read."""
     try:
         return counted(file) if file.suffix == ".xml" else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, ElementTree.ParseError):
@@ -154,7 +154,7 @@ def found_in(file: Path) -> Any:
 
 
 def counted(file: Path) -> dict[str, Any]:
-    """Tests by how they ended, the reasons of those that were skipped, and the names of those that were wrong."""
+    """Count the tests by outcome; collect the reasons of the skipped ones and the names of the failed ones."""
     ends, reasons, wrong = Counter[str](passed=0, failed=0, skipped=0), Counter[str](), []
     for case in ElementTree.parse(file).iter("testcase"):
         skipped, failure = (next((part for part in case if part.tag in tags), None) for tags in (("skipped",), FAULTS))
@@ -167,7 +167,7 @@ def counted(file: Path) -> dict[str, Any]:
 
 
 def machine() -> list[dict[str, str]]:
-    """What `farfield info` says: the processor, the GPUs, the versions."""
+    """Return the output of `farfield info`: the processor, the GPUs, the versions."""
     command = [sys.executable, "-m", "farfield.cli", "info", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -176,7 +176,7 @@ def machine() -> list[dict[str, str]]:
 
 
 def revision() -> str:
-    """The commit of the checkout, if it is one."""
+    """Return the commit of the checkout, if there is one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -186,17 +186,19 @@ def revision() -> str:
 
 # ---- the program -----------------------------------------------------------------------------------------------------
 def main() -> None:
-    """Run the steps, and write after each what there is."""
+    """Run the steps, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="such as cuda:1, or cpu, small (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda", help="such as cuda:1, or cpu, which implies --small (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", metavar="FOLDER")
-    parser.add_argument("--step", action="append", metavar="NAME", help="several times; default: all")
+    parser.add_argument("--step", action="append", metavar="NAME", help="may be repeated; default: all")
     parser.add_argument("--small", action="store_true", help="small grids and few tests, also on a GPU")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all steps (default: %(default)s)")
     arguments = parser.parse_args()
     small = arguments.small or arguments.device == "cpu"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # In the background SIGINT may be ignored, by steps too; and what ends this program ends the step that runs.
+    # Background processes may ignore SIGINT, and steps inherit that; SIGTERM must end the running step too.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.default_int_handler)
     started = time.monotonic()
@@ -223,7 +225,7 @@ def main() -> None:
 
 
 def write(result: dict[str, Any], folder: Path) -> None:
-    """Write both files; what no page can be made of stays as JSON, and ends nothing."""
+    """Write both files; if no page can be made of the results, write the JSON file and a note."""
     (folder / "gpu.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     try:
         text = page(result)

@@ -1,10 +1,10 @@
-"""What each operator keeps from the forward pass for the backward pass, in grids, as the table of docs/performance.md.
+"""What each operator saves in the forward pass for the backward pass, in grids: the table of docs/performance.md.
 
     python benchmarks/kept.py
 
-Counted, not timed, by the equations: the same on every machine. A grid is batch × channels × positions numbers; what is
-kept of the input itself counts, parameters do not. The textbook's form of factorized attention, with equal weights,
-stands below.
+Counted for the equations, not measured: the same on every machine. A grid is batch × channels × positions numbers; the
+input counts if it is saved, parameters do not. The last line is the textbook form of factorized attention, with the
+same weights.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ PROJECTS = ("", "v", "qkvo")
 
 
 def kept() -> dict[str, list[float]]:
-    """Operator -> grids kept without maps, with that of the values, with all four; one head."""
+    """Operator -> grids saved without projections, with that of the values, with all four; one head."""
     grid = torch.zeros(SHAPE, requires_grad=True)
-    found = {}
+    result = {}
     with mock.patch.dict(os.environ, {SWITCH: "0"}):
         for name in OPERATORS:
             attentions = [attention_of(name, SHAPE[1], project=project) for project in PROJECTS]
-            found[name] = [saved_bytes(attention, grid) / grid.nbytes for attention in attentions]
+            result[name] = [saved_bytes(attention, grid) / grid.nbytes for attention in attentions]
     module = textbook(attention_of("factorized_gaussian", SHAPE[1], project="qkvo")).module
-    found["textbook"] = [saved_bytes(module, grid) / grid.nbytes]
-    return found
+    result["textbook"] = [saved_bytes(module, grid) / grid.nbytes]
+    return result
 
 
 def table() -> str:
-    """The same as Markdown."""
-    found = kept()
-    lines = ["| operator | no maps | `v` | `qkvo` |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {' | '.join(f'{grids:.2f}' for grids in found[name])} |" for name in OPERATORS]
-    return "\n".join([*lines, f"| textbook | | | {found['textbook'][0]:.2f} |"])
+    """Format the same as a Markdown table."""
+    result = kept()
+    lines = ["| operator | no projections | `v` | `qkvo` |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {' | '.join(f'{grids:.2f}' for grids in result[name])} |" for name in OPERATORS]
+    return "\n".join([*lines, f"| textbook | | | {result['textbook'][0]:.2f} |"])
 
 
 if __name__ == "__main__":

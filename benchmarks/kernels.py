@@ -1,11 +1,11 @@
-"""The CPU kernels beside the equations that they stand for, in copies of the grid, as the table of docs/performance.md.
+"""Time of the CPU kernels and of the equations they replace, in copies of the grid: the table of docs/performance.md.
 
     farfield kernels --build
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --tiny             # small grids, to see that everything runs
+    python benchmarks/kernels.py --tiny             # small grids, to check that everything runs
 
-Operators without maps, one head. Every number is of a race with a copy, after the answers and gradients were compared
-with the equation in float64; races with and without kernels take turns.
+Operators without projections, one head. Every number is from a race with a copy, after the responses and gradients were
+compared with the equation in float64; races with and without kernels run in turns.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ TINY = ((1, 32, 7, 9),)
 
 
 def copies(name: str, shape: tuple[int, ...], *, kernels: bool, backward: bool) -> float:
-    """How many copies of the grid an operator takes."""
+    """Return the time of an operator divided by that of a copy of the grid."""
     torch.manual_seed(0)
     with mock.patch.dict(os.environ, {SWITCH: str(int(kernels))}):
         contestants = [copy_of_the_grid(), ours(attention_of(name, shape[1], project=""))]
         rows = race(contestants, torch.randn(shape), backward=backward, repeats=3)
-    found = times_as_long(rows, name, "copy")
-    if found is None:
+    times = times_as_long(rows, name, "copy")
+    if times is None:
         raise SystemExit(f"kernels.py: {name} on {shape} is wrong by {rows[1]['error']:.1e}")
-    return found
+    return times
 
 
 def entry(name: str, shape: tuple[int, ...], *, backward: bool, rounds: int) -> str:
-    """Copies by the equations → with kernels."""
+    """Format the copies of the equations → those of the kernels."""
     turns = [[copies(name, shape, kernels=on, backward=backward) for on in (False, True)] for _ in range(rounds)]
     return " → ".join(f"{statistics.median(each):.2f}" for each in zip(*turns, strict=True))
 

@@ -1,11 +1,11 @@
-"""How far the operators are from what is possible: every line that they are held to, measured, as a Markdown table.
+"""The performance limits that the operators must meet, measured, as a Markdown table with one line per limit.
 
     python benchmarks/limits.py                              # about fifteen minutes on two quiet cores
     python benchmarks/limits.py --section kan --section copies --json limits.json
-    python benchmarks/limits.py --fastest                    # shortest turns, on a machine that does other things too
+    python benchmarks/limits.py --fastest                    # shortest turns, on a machine that is also used otherwise
     python benchmarks/limits.py --tiny                       # every line on small grids, in seconds, not judged
 
-Ratios of a line come from one run, in which the contestants take turns, after all of them were found right.
+The ratio of a line comes from one run, in which the contestants run in turns, after all were checked to be right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from farfield import cost
 
 
 class Line(NamedTuple):
-    """One line: what is compared, the limit, what came out, and whether it is met."""
+    """One line: what is compared, the limit, the measured value, and whether the limit is met."""
 
     what: str
     limit: str
@@ -39,10 +39,10 @@ class Setup(NamedTuple):
     """How lines are measured.
 
     Attributes:
-        tiny: Small grids, to see that everything runs; nothing is judged.
-        repeats: Turns of each contestant.
-        device: Where.
-        fastest: Whether the shortest turn of each is its time, and not the median.
+        tiny: Small grids, to check that everything runs; nothing is judged.
+        repeats: Number of turns of each contestant.
+        device: The device.
+        fastest: Whether the time of a contestant is its shortest turn instead of the median.
     """
 
     tiny: bool
@@ -51,30 +51,33 @@ class Setup(NamedTuple):
     fastest: bool = False
 
     def grid(self, batch: int, channels: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A grid of these sizes; if tiny, of an eighth of the sides."""
+        """Make a grid of this size; if tiny, of an eighth of it along each axis."""
         torch.manual_seed(0)
         size = tuple(max(3, side // 8) for side in size) if self.tiny else size
         batch, channels = (min(batch, 2), min(channels, 32)) if self.tiny else (batch, channels)
         return torch.randn(batch, channels, *size, dtype=dtype, device=self.device)
 
     def race(self, contestants: list[Contestant], grid: Tensor, *, backward: bool = False) -> list[Row]:
-        """Race on a grid; a wrong contestant ends everything."""
+        """Race on a grid; a wrong contestant ends the program."""
         rows = race(contestants, grid, backward=backward, repeats=self.repeats)
         if wrong := [row for row in rows if not row["right"]]:
             raise SystemExit("\n".join(f"limits.py: {row['name']} is wrong by {row['error']:.1e}" for row in wrong))
         return [row | {"seconds": row["fastest"]} for row in rows] if self.fastest else rows
 
     def at_least(self, what: str, limit: float, measured: float) -> Line:
-        """A line whose number must not be below the limit."""
+        """Make a line whose value must not be below the limit."""
         return Line(what, f"≥ {limit:g}", f"{measured:,.3g}", None if self.tiny else measured >= limit)
 
     def at_most(self, what: str, limit: float, measured: float) -> Line:
-        """A line whose number must not be above the limit."""
+        """Make a line whose value must not be above the limit."""
         return Line(what, f"≤ {limit:.3g}", f"{measured:,.3g}", None if self.tiny else measured <= limit)
 
 
 def against_regular(setup: Setup, shape: tuple[int, ...], wanted: dict[str, tuple[float, float]]) -> Iterator[Line]:
-    """Regular attention over operators, both without maps: operator -> (plain ÷ it at least, SDPA ÷ it at least)."""
+    """Compare regular attention with operators, both without projections.
+
+    `wanted` is operator -> (least plain ÷ operator, least SDPA ÷ operator).
+    """
     grid = setup.grid(*shape)
     softmax, *attentions = (
         attention_of(name, grid.shape[1], project="", device=grid.device) for name in ("softmax", *wanted)
@@ -98,7 +101,7 @@ def san(setup: Setup) -> Iterator[Line]:
 
 
 def copies(setup: Setup) -> Iterator[Line]:
-    """Time in copies of the grid, and whether the path that one gets is the best."""
+    """Time in copies of the grid, and compared with the compiled form."""
     keep_freed_memory()
     for shape in ((8, 256, 56, 56), (1, 64, 256, 256)):
         grid = setup.grid(*shape)
@@ -114,7 +117,7 @@ def copies(setup: Setup) -> Iterator[Line]:
 
 
 def factorized(setup: Setup) -> Iterator[Line]:
-    """factorized_gaussian with maps to 64 channels against the textbook's form, with the same weights."""
+    """factorized_gaussian with projections to 64 channels against the textbook form, with the same weights."""
     for shape, limits in (
         ((8, 256, 56, 56), (2.5, 2.0)),
         ((1, 256, 224, 224), (2.5, 2.0)),
@@ -144,14 +147,14 @@ def scaling(setup: Setup) -> Iterator[Line]:
     """Time in copies, from 2^16 to 2^22 positions."""
     keep_freed_memory()
     names = ("siamese", "kronecker_qkv", "factorized", "averaged")
-    found: dict[str, list[float]] = {name: [] for name in names}
+    copies_of: dict[str, list[float]] = {name: [] for name in names}
     for side in (256, 512, 1024, 2048):
         grid = setup.grid(1, 64, side, side)
         attentions = [attention_of(name, grid.shape[1], project="", device=grid.device) for name in names]
         rows = setup.race([copy_of_the_grid(), *(ours(each) for each in attentions)], grid)
         for name in names:
-            found[name].append(times_as_long(rows, name, "copy"))
-    for name, each in found.items():
+            copies_of[name].append(times_as_long(rows, name, "copy"))
+    for name, each in copies_of.items():
         line = setup.at_most(
             f"{name}, 2^16 to 2^22 positions of 64 channels, largest ÷ smallest", 1.3, max(each) / min(each)
         )
@@ -159,20 +162,21 @@ def scaling(setup: Setup) -> Iterator[Line]:
 
 
 def exponent(setup: Setup) -> Iterator[Line]:
-    """How kronecker_kv's time, beyond a copy's, grows with the positions."""
+    """The exponent of kronecker_kv's time, less a copy's, in the number of positions."""
     keep_freed_memory()
-    for rank, lengths in ((2, (512, 768, 1024, 1536)), (3, (96, 128, 160))):
+    for spatial_dims, lengths in ((2, (512, 768, 1024, 1536)), (3, (96, 128, 160))):
         points = []
         for side in lengths:
-            grid = setup.grid(1, 16, *(side,) * rank)
+            grid = setup.grid(1, 16, *(side,) * spatial_dims)
             attention = attention_of("kronecker_kv", grid.shape[1], device=grid.device)
             rows = setup.race([copy_of_the_grid(), ours(attention)], grid)
             beyond = seconds_of(rows, "kronecker_kv") - seconds_of(rows, "copy")
             points.append((math.log(grid[0, 0].numel()), math.log(max(beyond, 1e-9))))
-        found, wanted = slope(points), 1 + 1 / rank
-        what = f"kronecker_kv, {'squares' if rank == 2 else 'cubes'} of {lengths[0]} to {lengths[-1]}, exponent"
-        met = None if setup.tiny else abs(found - wanted) <= 0.05
-        yield Line(what, f"{wanted:.3f} ± 0.05", f"{found:.3f}", met)
+        measured, wanted = slope(points), 1 + 1 / spatial_dims
+        shape = "squares" if spatial_dims == 2 else "cubes"
+        what = f"kronecker_kv, {shape} of {lengths[0]} to {lengths[-1]}, exponent"
+        met = None if setup.tiny else abs(measured - wanted) <= 0.05
+        yield Line(what, f"{wanted:.3f} ± 0.05", f"{measured:.3f}", met)
 
 
 def bandwidth(setup: Setup) -> Iterator[Line]:
@@ -195,7 +199,7 @@ def bandwidth(setup: Setup) -> Iterator[Line]:
 
 
 def of_the_roof(setup: Setup, grid: Tensor, label: str) -> Line:
-    """factorized_gaussian's share of the matrix rate or of the bandwidth, whichever binds."""
+    """factorized_gaussian's share of the matrix rate or of the bandwidth, whichever is the bottleneck."""
     channels = grid.shape[1]
     options = {"project": "qkvo", "inner_channels": min(64, channels), "dtype": grid.dtype, "device": grid.device}
     attention = attention_of("factorized_gaussian", channels, **options)
@@ -221,23 +225,23 @@ SECTIONS: dict[str, Callable[[Setup], Iterator[Line]]] = {
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 def text_of(grid: Tensor) -> str:
-    """The sizes of a grid: batch, channels, sides."""
+    """Format the shape of a grid: batch, channels, size."""
     return "×".join(map(str, grid.shape))
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """The slope of the line of least squares."""
+    """Return the slope of the least-squares line."""
     across, up = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((x - across) * (y - up) for x, y in points) / sum((x - across) ** 2 for x, _ in points)
 
 
 def verdict(line: Line) -> str:
-    """Whether a line is met."""
+    """Return in words whether a limit is met."""
     return "not judged" if line.met is None else "met" if line.met else "**not met**"
 
 
 def write(file: Path | None, hardware: str, lines: list[Line]) -> None:
-    """Write the lines that there are, if asked to: what stops a later one leaves them."""
+    """Write the lines measured so far to a file, if there is one, so that a later error does not lose them."""
     if file:
         result = {"hardware": hardware, "lines": [line._asdict() for line in lines]}
         file.write_text(json.dumps(result, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -246,12 +250,12 @@ def write(file: Path | None, hardware: str, lines: list[Line]) -> None:
 def main() -> None:
     """Measure section by section; each line is printed, and written, as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="several times; default: all")
-    parser.add_argument("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
-    parser.add_argument("--fastest", action="store_true", help="compare shortest turns and not medians")
+    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="may be repeated; default: all")
+    parser.add_argument("--repeats", type=int, default=7, help="number of turns, for medians (default: %(default)s)")
+    parser.add_argument("--fastest", action="store_true", help="compare shortest turns instead of medians")
     parser.add_argument("--tiny", action="store_true", help="small grids: nothing is judged")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines to this file")
     arguments = parser.parse_args()
     setup = Setup(arguments.tiny, arguments.repeats, torch.device(arguments.device), arguments.fastest)
     hardware = f"{machine(setup.device)}, load {os.getloadavg()[0]:.1f} at the start"

@@ -5,8 +5,8 @@
     python benchmarks/masked_lm.py lengths          # time and memory of a training step at 128 to 4,096 tokens
 
 Each run is one `farfield fit` of recipes/text.yaml in a folder of its own. Finished runs are not run again, and a run
-that was killed goes on from its last epoch. The table has the last epoch on text that was kept out of training; all
-networks of a seed see the same blocks, hidden in the same places.
+that was killed resumes from its last epoch. The table has the last epoch on text that was held out of training; all
+networks of a seed get the same blocks with the same words masked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farfield import cost, models
 RECIPE = Path(__file__).parent.parent / "recipes" / "text.yaml"
 OPERATORS = ["softmax", "factorized_gaussian"]
 LENGTHS = [128, 256, 512, 1024, 2048, 4096]
-# `dot` forms the N×N matrix that the paper counts; `softmax` runs torch's kernel, which does not keep it.
+# `dot` forms the N×N matrix that the paper counts; `softmax` runs torch's kernel, which does not store it.
 MEASURED = ["softmax", "dot", "factorized_gaussian"]
 
 
@@ -45,14 +45,14 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def steps_of(folder: Path) -> int:
-    """How many steps a run took."""
+    """Return the number of steps of a run."""
     return max(int(row["step"]) for row in rows_of(folder)) + 1
 
 
 def table(runs: dict[str, list[Path]]) -> str:
-    """Lay out loss, perplexity and accuracy of the last epoch, and the minutes, as Markdown."""
+    """Format loss, perplexity and accuracy of the last epoch, and the minutes, as a Markdown table."""
     lines = [
-        "| operator | steps | loss of each seed | mean | spread | perplexity | hidden words found, % | core minutes |",
+        "| operator | steps | loss of each seed | mean | spread | perplexity | words predicted, % | core minutes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for operator, folders in runs.items():
@@ -69,7 +69,7 @@ def table(runs: dict[str, list[Path]]) -> str:
 
 
 def picture(runs: dict[str, list[Path]], file: Path) -> None:
-    """Draw training loss, averaged over 50 logged steps, and validation loss, one colour an operator."""
+    """Draw training loss, averaged over 50 steps, and validation loss, one colour per operator."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -98,8 +98,8 @@ def lengths(file: Path, repeats: int) -> None:
         words = torch.randint(4096, (1, length))
         chosen = torch.rand(1, length) < 0.15
         steps = {name: (Step(name, length), words, chosen) for name in MEASURED}
-        found = cost.compare(steps, backward=True, repeats=repeats)
-        for name, measured in found.items():
+        costs = cost.compare(steps, backward=True, repeats=repeats)
+        for name, measured in costs.items():
             rows.append({"length": length, "operator": name, "seconds": measured.seconds})
             rows[-1] |= {"peak_bytes": measured.peak_bytes, "device": measured.device}
             print(json.dumps(rows[-1]), flush=True)
@@ -108,7 +108,7 @@ def lengths(file: Path, repeats: int) -> None:
 
 
 class Step(torch.nn.Module):
-    """A network that is asked for the logits of some tokens."""
+    """A network that returns the logits of chosen tokens."""
 
     def __init__(self, operator: str, length: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Step(torch.nn.Module):
 
 
 def table_of_lengths(file: Path) -> str:
-    """Lay out milliseconds and megabytes against the length, as Markdown."""
+    """Format milliseconds and megabytes by length as a Markdown table."""
     rows = json.loads(file.read_text())
     by = {(row["operator"], row["length"]): row for row in rows}
     sizes = sorted({row["length"] for row in rows})
@@ -133,14 +133,14 @@ def table_of_lengths(file: Path) -> str:
 
 
 def main() -> None:
-    """Do one of the three; `train` ends with the table."""
+    """Run one of the three commands; `train` ends with the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["train", "table", "lengths"])
     parser.add_argument("--root", default="data/text", help="folder of text files")
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns of each measurement")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     measured = arguments.runs / "text-lengths.json"

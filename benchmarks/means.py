@@ -1,12 +1,12 @@
-"""What to do with the mean that an outer sum counts once an axis: KANet with each answer, on CIFAR-10.
+"""Variants of KANet for the mean that an outer sum adds once per axis, compared on CIFAR-10.
 
     python benchmarks/means.py --root data/cifar10 --out means.jsonl
     python benchmarks/means.py --out means.jsonl --collect          # the table again
 
-Every network is `kanet_qkv` at width 0.5 with the strides of recipes/cifar10.yaml, but for what its attentions give.
-10,000 training images, the same for all, 3 epochs, batch 64, learning rate 0.02 by half a cosine; 5,000 held back. A
-run is a line of JSON; runs that are there are not run again. Beside the accuracy stands which share of the variance of
-each block's output lies within an image: the rest is the same at all its positions.
+Every network is `kanet_qkv` at width 0.5 with the strides of recipes/cifar10.yaml, except for the response of its
+attentions. 10,000 training images, the same for all, 3 epochs, batch 64, learning rate 0.02 by half a cosine; 5,000
+images held out. A run is a line of JSON; finished runs are not run again. Beside the accuracy is the share of the
+variance of each block's output that lies within an image: the rest is constant over its positions.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from farfield.nn import AttentionBlock, GridAttention
 
 STRIDES = [1, 1, 2, 2, 2]
 EPOCHS, BATCH, RATE, IMAGES, SEEDS = 3, 64, 0.02, 10_000, (1, 2, 3)
-# Of the pack's images, by channel.
+# Mean and standard deviation of the images, by channel.
 MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
+# ---- variants --------------------------------------------------------------------------------------------------------
 class After(nn.Module):
-    """An attention, and what is done to its response."""
+    """An attention, followed by a module."""
 
     def __init__(self, attention: nn.Module, then: nn.Module) -> None:
         super().__init__()
         self.attention, self.then = attention, then
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Attend, then do it."""
+        """Attend, then apply the module."""
         return self.then(self.attention(grid))
 
 
 class Centred(nn.Module):
-    """A grid less its means over positions."""
+    """Subtract from a grid its means over positions."""
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Subtract."""
+        """Subtract the means."""
         return grid - grid.mean((2, 3), keepdim=True)
 
 
 def attention(channels: int, operator: str, norm: bool | Literal["columns"] = True) -> GridAttention:
-    """The attention of a block of KANet."""
+    """Build the attention of a block of KANet."""
     return GridAttention(channels, operator, heads=4, project="v", bias=False, scale=1.0, coefficient_norm=norm)
 
 
 def norm(channels: int, weights: bool = False) -> nn.Module:
-    """Batch norm of a response; without weights of its own all networks have the same number of parameters."""
+    """Build the batch norm of a response; without weights, all networks have the same number of parameters."""
     return nn.BatchNorm2d(channels, affine=weights)
 
 
-# Name -> what takes the place of an attention of so many channels; None leaves the network as it is.
-ANSWERS: dict[str, Callable[[int], nn.Module] | None] = {
+# Name -> what replaces an attention with so many channels; None leaves the network unchanged.
+VARIANTS: dict[str, Callable[[int], nn.Module] | None] = {
     "literal (Eq. 18)": lambda c: attention(c, "kronecker_qkv_literal"),
     "mean removed": lambda c: After(attention(c, "kronecker_qkv_literal"), Centred()),
     "mean once (Eq. 13)": lambda c: attention(c, "kronecker_qkv"),
@@ -85,10 +85,10 @@ ANSWERS: dict[str, Callable[[int], nn.Module] | None] = {
 
 
 def build(name: str) -> nn.Module:
-    """The network of an answer."""
-    network = name.strip("`") if ANSWERS[name] is None else "kanet_qkv"
+    """Build the network of a variant."""
+    network = name.strip("`") if VARIANTS[name] is None else "kanet_qkv"
     net: nn.Module = models.MODELS[network](num_classes=10, width=0.5, strides=STRIDES)
-    make = ANSWERS[name]
+    make = VARIANTS[name]
     for module in net.modules():
         if make is not None and isinstance(module, AttentionBlock):
             module.attention = make(module.channels)
@@ -97,7 +97,7 @@ def build(name: str) -> nn.Module:
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 def read(root: Path, part: str, count: int | None) -> tuple[Tensor, Tensor]:
-    """Images `(n, 3, 32, 32)` as bytes and their classes, the first of each class."""
+    """Read the first images `(n, 3, 32, 32)` of each class, as bytes, and their classes."""
     folders = sorted(folder for folder in (root / part).iterdir() if folder.is_dir())
     images, labels = [], []
     for label, folder in enumerate(folders):
@@ -109,13 +109,13 @@ def read(root: Path, part: str, count: int | None) -> tuple[Tensor, Tensor]:
 
 
 def normalized(images: Tensor) -> Tensor:
-    """As the recipe normalizes."""
+    """Normalise images as the recipe does."""
     mean, spread = (torch.tensor(each).view(1, 3, 1, 1) for each in (MEAN, SPREAD))
     return ((images / 255 - mean) / spread).contiguous(memory_format=torch.channels_last)
 
 
 def shifted(images: Tensor) -> Tensor:
-    """Mirrored, and shifted by up to 4 pixels, each its own way."""
+    """Mirror each image at random, and shift it by up to 4 pixels."""
     padded, out = F.pad(images, (4, 4, 4, 4)), torch.empty_like(images)
     for index, (y, x) in enumerate(torch.randint(9, (len(images), 2)).tolist()):
         out[index] = padded[index, :, y : y + 32, x : x + 32]
@@ -124,7 +124,7 @@ def shifted(images: Tensor) -> Tensor:
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 def train(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Train; return the accuracy on the training images of the last epoch, as they were seen."""
+    """Train; return the accuracy on the augmented training images of the last epoch."""
     optimizer = torch.optim.SGD(net.parameters(), RATE, momentum=0.9, weight_decay=4e-5, nesterov=True)
     steps, step, right = EPOCHS * (len(images) // BATCH), 0, 0
     for _ in range(EPOCHS):
@@ -144,14 +144,14 @@ def train(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share that is read right."""
-    found = [net.eval()(normalized(part)).argmax(1) for part in images.split(250)]
-    return float((torch.cat(found) == labels).float().mean())
+    """Compute the accuracy."""
+    predicted = [net.eval()(normalized(part)).argmax(1) for part in images.split(250)]
+    return float((torch.cat(predicted) == labels).float().mean())
 
 
 @torch.no_grad()
 def within(net: nn.Module, images: Tensor) -> list[float]:
-    """Of each block with an attention: the share of its output's variance that lies within an image."""
+    """Compute, for each block with an attention, the share of its output's variance that lies within an image."""
     shares: list[float] = []
 
     def look(module: nn.Module, inputs: Any, grid: Tensor) -> None:
@@ -172,16 +172,16 @@ def run(name: str, seed: int, training: tuple[Tensor, Tensor], held: tuple[Tenso
     seen = train(net, *training)
     minutes = (time.process_time() - started) / 60
     shares = within(net, held[0][:250])
-    found = {"training": seen, "held": accuracy(net, *held), "within": shares}
-    return {"answer": name, "seed": seed, **found, "minutes": round(minutes, 1)}
+    values = {"training": seen, "held": accuracy(net, *held), "within": shares}
+    return {"variant": name, "seed": seed, **values, "minutes": round(minutes, 1)}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """All runs as Markdown."""
+    """Format all runs as a Markdown table."""
     rows = ["| responses | in training, % | held back, % | mean | spread | within an image, last block | minutes |"]
     rows.append("|---|---|---|---|---|---|---|")
-    for name in dict.fromkeys(line["answer"] for line in lines):
-        mine = [line for line in lines if line["answer"] == name]
+    for name in dict.fromkeys(line["variant"] for line in lines):
+        mine = [line for line in lines if line["variant"] == name]
         held = [100 * line["held"] for line in mine]
         each, seen = (", ".join(f"{100 * line[key]:.1f}" for line in mine) for key in ("held", "training"))
         last = ", ".join(f"{line['within'][-1]:.0%}" for line in mine if line["within"]) or "-"
@@ -192,16 +192,18 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is left, and print the table."""
+    """Run the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, help="CIFAR-10: train/<class>/*.jpg, val/<class>/*.jpg")
     parser.add_argument("--out", type=Path, required=True, help="lines of JSON")
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help=f"default: {SEEDS}")
-    parser.add_argument("--only", nargs="*", choices=ANSWERS, default=list(ANSWERS), help="which; all by default")
+    parser.add_argument(
+        "--only", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="which variants; all by default"
+    )
     options = parser.parse_args()
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
-    done = {(line["answer"], line["seed"]) for line in lines}
+    done = {(line["variant"], line["seed"]) for line in lines}
     todo = [(name, seed) for seed in options.seeds for name in options.only if (name, seed) not in done]
     if todo and not options.collect:
         training, held = read(options.root, "train", IMAGES), read(options.root, "val", None)

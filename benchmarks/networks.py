@@ -1,4 +1,4 @@
-"""Networks that others wrote, one of every family, small and with random weights, each with an example of its input."""
+"""Networks of other libraries, one of every family, small and with random weights, each with an example input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 import torchvision
 from torch import nn
 
-# How names say that a network is small, the smallest first.
+# Parts of names that mark a network as small, the smallest first.
 SMALL = ("test_", "_zepto", "_atto", "_femto", "_pico", "_nano", "xxtiny", "_xxs", "_xs", "_tiny", "_s0", "_t0", "_m0")
 SMALL += ("_n_", "_t_", "_b0", "18", "_small", "_s", "lite", "_x0_5", "1_0", "_400mf", "11", "121", "50")
 
 
 class Network(NamedTuple):
-    """A network by its name, how it and an example of its input are made, and the checks that it is made for."""
+    """A network by its name, functions that build it and an example input, and the checks that it is for."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -29,7 +29,7 @@ class Network(NamedTuple):
 
 
 def networks() -> Iterator[Network]:
-    """Every network of the sweep; nothing is built yet."""
+    """Yield every network of the sweep; nothing is built yet."""
     yield from timm_networks()
     yield from torchvision_networks()
     yield from smp_networks()
@@ -38,19 +38,19 @@ def networks() -> Iterator[Network]:
 
 
 def smallest(names: list[str]) -> str:
-    """The network of a family whose name says that it is the smallest."""
+    """Return the network of a family that is the smallest by its name."""
     return min(names, key=lambda name: (next((n for n, mark in enumerate(SMALL) if mark in name), 99), len(name), name))
 
 
-# Images of timm's networks larger than the first have the second as their side; the third is tried first elsewhere.
+# timm's networks for images larger than the first get images of the second; elsewhere the third is tried first.
 LARGEST, SIDE, LEAST = 256, 224, 128
-# Where our own networks come from, which `register_timm` makes timm's.
+# The module of farfield's networks, which `register_timm` adds to timm's.
 CATALOG = "farfield.models.catalog"
 
 
 # ---- timm ------------------------------------------------------------------------------------------------------------
 def timm_networks() -> Iterator[Network]:
-    """One of each module of timm that registers networks; any other by its name is `timm_network`."""
+    """Yield one network of each module of timm that registers networks; `timm_network` gives others by name."""
     for family in timm.list_modules():
         names = [name for name in timm.list_models(module=family) if timm.model_entrypoint(name).__module__ != CATALOG]
         if names:
@@ -58,7 +58,7 @@ def timm_networks() -> Iterator[Network]:
 
 
 def timm_network(name: str) -> Network:
-    """A network of timm by its name; one of a fixed size past `LARGEST` is made for `SIDE`."""
+    """Return a network of timm by its name; one of a fixed size above `LARGEST` is built for `SIDE`."""
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     is_large = config is not None and config.fixed_input_size and config.input_size[-1] > LARGEST
     options = {"img_size": SIDE} if is_large else {}
@@ -66,14 +66,14 @@ def timm_network(name: str) -> Network:
 
 
 def timm_example(model: nn.Module) -> torch.Tensor:
-    """An image of the size that the network was made for, or of `SIDE`, as some are made for images of 1,024²."""
+    """Make an image of the network's input size, or of `SIDE` if that is large, such as 1,024²."""
     channels, *size = model.default_cfg["input_size"]
     return torch.rand(1, channels, *(side if side <= LARGEST else SIDE for side in size))
 
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------
 def torchvision_networks() -> Iterator[Network]:
-    """One of each module of torchvision: of images, of videos, for segmentation and for detection."""
+    """Yield one network of each module of torchvision: for images, videos, segmentation and detection."""
     families: dict[str, list[str]] = {}
     for name in torchvision.models.list_models():
         family = torchvision.models.get_model_builder(name).__module__
@@ -84,18 +84,18 @@ def torchvision_networks() -> Iterator[Network]:
 
 
 def torchvision_network(name: str, family: str) -> Network:
-    """A network of torchvision by its name."""
+    """Return a network of torchvision by its name."""
     options: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(torchvision.models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None
     if ".detection." in family:
         example: Any = [torch.rand(3, 128, 128)]
         options |= {} if name.startswith("ssd") else {"min_size": 128, "max_size": 128}
-        # With random weights all that is proposed is as good, and each proposal costs time.
+        # With random weights no proposal is better than another, and each costs time.
         few = "rpn_post_nms_top_n_test" if "rcnn" in name else "topk_candidates"
         options |= {few: 20}
     elif ".video." in family:
-        # Two of them take one size alone, and one takes no small ones.
+        # Two of them accept only one size, and one accepts no small sizes.
         size = (16, 224, 224) if name.startswith(("mvit", "swin", "s3d")) else (8, 64, 64)
         example = torch.rand(1, 3, *size)
     else:
@@ -106,13 +106,13 @@ def torchvision_network(name: str, family: str) -> Network:
 
 
 def given(example: Any, model: nn.Module) -> Any:
-    """The example that was made before the network."""
+    """Return an example that was made before the network."""
     return example
 
 
 # ---- segmentation_models_pytorch -------------------------------------------------------------------------------------
 def smp_networks() -> Iterator[Network]:
-    """Each architecture of segmentation_models_pytorch, and U-Net on encoders that keep their grids in other ways."""
+    """Yield each architecture of segmentation_models_pytorch, and U-Net on encoders of different structures."""
     smp = importlib.import_module("segmentation_models_pytorch")
     pairs = [(name, "mit_b0" if name == "segformer" else "resnet18") for name in smp.MODEL_ARCHITECTURES_MAPPING]
     pairs += [
@@ -129,7 +129,7 @@ def smp_networks() -> Iterator[Network]:
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 HEADS = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "BACKBONE")
 HEADS += ("UNIVERSAL_SEGMENTATION", "VIDEO_CLASSIFICATION")
-# Numbers that make a configuration small, where it has them, and more that its model may not be built with.
+# Numbers that make a configuration small, where it has them, and further ones with which some models cannot be built.
 TINY = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_labels": 3, "num_queries": 5}
 TINY |= {"n_layer": 2, "n_layers": 2, "num_layers": 2}
 TINIER = {"hidden_size": 64, "d_model": 64, "dim": 64, "n_embd": 64, "embed_dim": 64, "intermediate_size": 96}
@@ -137,13 +137,13 @@ TINIER |= {"num_attention_heads": 4, "n_heads": 4, "n_head": 4, "encoder_attenti
 TINIER |= {"decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "encoder_ffn_dim": 96}
 TINIER |= {"decoder_ffn_dim": 96, "vocab_size": 200}
 TINIER |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "use_cache": False}
-# More weights than that are not built.
+# Models with more weights are not built.
 MOST_WEIGHTS = 300_000_000
 TEXT, PIXELS = "input_ids", "pixel_values"
 
 
 def hugging_face_networks() -> Iterator[Network]:
-    """Each vision model of transformers with each of its heads, small."""
+    """Yield each vision model of transformers with each of its heads, small."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     kinds: dict[str, str] = {}
     for head in HEADS:
@@ -155,10 +155,10 @@ def hugging_face_networks() -> Iterator[Network]:
 
 
 def hugging_face_model(kind: str, name: str) -> nn.Module:
-    """A model of transformers, as small as can be built and run."""
+    """Build a model of transformers, as small as can be built and run."""
     transformers = importlib.import_module("transformers")
     kind_of_model, problems = getattr(transformers, name), []
-    # Some name layers by their places, of which they then need all.
+    # Some configurations name layers by their index, and then need all layers.
     for numbers, side in itertools.product((TINY | TINIER, TINY, TINIER, {}), (LEAST, SIDE)):
         config = small_config(kind, numbers, side)
         if name.endswith("Backbone") and hasattr(config, "stage_names"):
@@ -178,7 +178,7 @@ def hugging_face_model(kind: str, name: str) -> nn.Module:
 
 
 def small_config(kind: str, numbers: dict[str, int], side: int) -> Any:
-    """The configuration of a kind of model with these numbers, and of its parts, for images of no more than a side."""
+    """Return the configuration of a kind of model and of its parts with these numbers, for images of at most `side`."""
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(kind)
     parts = [config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))]
@@ -197,7 +197,7 @@ def small_config(kind: str, numbers: dict[str, int], side: int) -> Any:
 
 
 def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Pixels of the size that the configuration says."""
+    """Make pixels of the configuration's size."""
     config = model.config
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None) or LEAST
@@ -209,9 +209,9 @@ def hugging_face_example(model: nn.Module) -> dict[str, torch.Tensor]:
 
 # ---- Hugging Face, without heads -------------------------------------------------------------------------------------
 def hugging_face_bases() -> Iterator[Network]:
-    """Each model of transformers that reads text or pixels and finds its attention by a name; to be replaced alone."""
+    """Yield each model of transformers without a head, with text or pixels as input, for the check "replace" alone."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    # Some are a head's model already.
+    # Some are already among the models with heads.
     seen = {network.name.removeprefix("hf/") for network in hugging_face_networks()}
     for kind, names in auto.MODEL_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]
@@ -221,11 +221,11 @@ def hugging_face_bases() -> Iterator[Network]:
 
 
 def hugging_face_words(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Words, some of them padding, or pixels."""
+    """Make words, some of them padding, or pixels."""
     if model.main_input_name == PIXELS:
         return hugging_face_example(model)
     if model.main_input_name != TEXT:
-        raise ValueError(f"it reads {model.main_input_name}")
+        raise ValueError(f"its input is {model.main_input_name}")
     words = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
     valid = torch.ones(2, 12, dtype=torch.long)
     valid[0, 9:] = 0

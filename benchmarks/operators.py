@@ -1,12 +1,12 @@
-"""Operators on this machine beside regular attention, a copy and the peers: all ratios of a grid from one run.
+"""Time operators against regular attention, a copy and other libraries: all ratios of a grid come from one run.
 
     python benchmarks/operators.py --channels 64 --size 28,28 --size 56,56 --backward --peers
-    python benchmarks/operators.py --operator siamese --mode eager --mode compiled --json found.json --picture found.png
-    python benchmarks/operators.py --operator siamese --against HEAD~1     # this tree beside a revision, in turns
+    python benchmarks/operators.py --operator siamese --mode eager --mode compiled --json race.json --picture race.png
+    python benchmarks/operators.py --operator siamese --against HEAD~1     # this tree and a revision, in turns
 
-Every contestant is checked before anything is timed; what is wrong gets no time, and the program ends with status 1.
+Every contestant is checked before anything is timed; a wrong one gets no time, and the program ends with status 1.
 "Plain" is softmax over the last dimension of an explicit matrix, "SDPA" scaled_dot_product_attention, both on
-contiguous (batch, positions, channels) and with the same maps; "copy" is x.clone().
+contiguous (batch, positions, channels) and with the same projections; "copy" is x.clone().
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import farfield
 from farfield.ops import OPERATORS
 
 MODES = ("eager", "compiled")
-# Rows whose work grows with the square of the positions, and the most pairs of positions that they and regular ones run for.
+# Operators whose work is quadratic in the positions, and the largest number of pairs of positions for which they and
+# regular attention run.
 SQUARE, PAIRS = ("softmax", "softmax_pooled", "dot"), 1 << 28
 
 
 def main() -> None:
-    """Race, then show the results, and write them where they are asked for."""
+    """Race, then show the results, and write them to the given files."""
     arguments = parser().parse_args()
     if arguments.against:
         from revisions import against
@@ -41,7 +42,7 @@ def main() -> None:
     rows: list[Row] = []
     for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
         rows += on_grid(size, arguments)
-        # After each grid: what stops a later one leaves those before it.
+        # After each grid, so that an error in a later one does not lose the results.
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     if not arguments.quiet:
@@ -61,35 +62,35 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False  # revisions.py reads the command line too
     add = parser.add_argument
-    add("--operator", action="append", choices=list(OPERATORS), metavar="ROW", help="several times; default: all")
-    add("--size", action="append", type=size_of, metavar="56,56", help="several times; default: 14,14 28,28 56,56")
+    add("--operator", action="append", choices=list(OPERATORS), metavar="NAME", help="may be repeated; default: all")
+    add("--size", action="append", type=size_of, metavar="56,56", help="may be repeated; default: 14,14 28,28 56,56")
     add("--channels", type=int, default=64)
     add("--batch", type=int, default=8)
     add("--heads", type=int, default=1)
-    add("--project", default="v", metavar="LETTERS", help='maps, letters of "qkvo" (default: %(default)s)')
-    add("--inner-channels", type=int, help="of projected queries and keys")
-    add("--mode", action="append", choices=MODES, help="several times; default: eager")
-    add("--backward", action="store_true", help="forward and backward too")
-    add("--peers", action="store_true", help="other libraries too, with all four maps")
+    add("--project", default="v", metavar="LETTERS", help='projections, letters of "qkvo" (default: %(default)s)')
+    add("--inner-channels", type=int, help="channels of projected queries and keys")
+    add("--mode", action="append", choices=MODES, help="may be repeated; default: eager")
+    add("--backward", action="store_true", help="also time forward and backward")
+    add("--peers", action="store_true", help="also time other libraries, with all four projections")
     add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     add("--device", default="cpu")
-    add("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
+    add("--repeats", type=int, default=7, help="number of turns, for medians (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write raw results")
     add("--picture", type=Path, metavar="FILE", help="draw time and memory against the number of positions")
     add("--only-ours", action="store_true", help="operators and the copy, without regular attention")
-    add("--quiet", action="store_true", help="show no table")
+    add("--quiet", action="store_true", help="print no table")
     add("--against", metavar="REVISION", help="a git revision to compare this tree with")
-    add("--rounds", type=int, default=3, help="of both, with --against (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="number of rounds, with --against (default: %(default)s)")
     return parser
 
 
 def size_of(text: str) -> tuple[int, ...]:
-    """Sides of a grid, such as 56,56."""
+    """Parse the size of a grid, such as 56,56."""
     return tuple(int(side) for side in text.split(","))
 
 
 def on_grid(size: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
-    """Everything on one grid, forward and, if asked for, forward and backward."""
+    """Time everything on one grid, forward and, with `--backward`, forward and backward."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     torch.manual_seed(0)
     grid = torch.randn(arguments.batch, arguments.channels, *size, dtype=dtype, device=device)
@@ -102,25 +103,25 @@ def on_grid(size: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
     setting |= {key: getattr(arguments, key) for key in ("batch", "channels", "heads", "project", "dtype")}
     rows: list[Row] = []
     for backward in (False, True)[: 1 + arguments.backward]:
-        found = race(contestants, grid, backward=backward, repeats=arguments.repeats)
-        rows += [setting | with_ratios(row, found, rivals, backward) for row in found]
+        results = race(contestants, grid, backward=backward, repeats=arguments.repeats)
+        rows += [setting | with_ratios(row, results, rivals, backward) for row in results]
     return rows
 
 
-def with_ratios(row: Row, found: list[Row], rivals: dict[str, tuple[str, bool]], backward: bool) -> Row:
-    """A time in copies; regular attention's over it, of those with the same maps; a peer's over our operator's."""
+def with_ratios(row: Row, results: list[Row], rivals: dict[str, tuple[str, bool]], backward: bool) -> Row:
+    """Add ratios to a result: to the copy; of regular attention, if it has the same projections; to a peer's rival."""
     name = str(row["name"])
     row |= {"direction": "forward and backward" if backward else "forward"}
-    row |= {"copies": times_as_long(found, name, "copy")}
-    other_maps = name in rivals or name in dict(rivals.values())
+    row |= {"copies": times_as_long(results, name, "copy")}
+    other_projections = name in rivals or name in dict(rivals.values())
     for regular_one in ("plain", "SDPA"):
-        row[f"{regular_one.lower()}_times"] = None if other_maps else times_as_long(found, regular_one, name)
+        row[f"{regular_one.lower()}_times"] = None if other_projections else times_as_long(results, regular_one, name)
     rival, same = rivals.get(name, (None, None))
-    return row | {"rival": rival, "same": same, "rival_times": rival and times_as_long(found, name, rival)}
+    return row | {"rival": rival, "same": same, "rival_times": rival and times_as_long(results, name, rival)}
 
 
 def own(arguments: argparse.Namespace, grid: Tensor) -> Iterator[Contestant]:
-    """Regular attention and the operators asked for, but those that square what is too large."""
+    """Yield regular attention and the chosen operators, without quadratic ones on grids that are too large."""
     small = arguments.batch * arguments.heads * grid[0, 0].numel() ** 2 <= PAIRS
     options = {"heads": arguments.heads, "project": arguments.project, "inner_channels": arguments.inner_channels}
     options |= {"dtype": grid.dtype, "device": grid.device}
@@ -134,7 +135,7 @@ def own(arguments: argparse.Namespace, grid: Tensor) -> Iterator[Contestant]:
 
 
 def peers_of(arguments: argparse.Namespace, grid: Tensor) -> tuple[list[Contestant], dict[str, tuple[str, bool]]]:
-    """The peers and what each is compared to: name -> (name of ours, whether it is the same function)."""
+    """Return the peers, and what each is compared to: name -> (name of the rival, whether it is the same function)."""
     from peers import peers
 
     contestants, rivals = [], {}
@@ -150,7 +151,7 @@ def peers_of(arguments: argparse.Namespace, grid: Tensor) -> tuple[list[Contesta
 
 @functools.cache
 def note(text: str) -> None:
-    """Say something once."""
+    """Print a text once."""
     print(text)
 
 

@@ -1,7 +1,8 @@
-"""Other libraries' attention, each with what it computes: their weights in a `GridAttention`, or their equation.
+"""Attention of other libraries ("peers"), each with a check: a `GridAttention` with its weights, or its equation.
 
-A peer that is a special case of ours gets a *twin*, the same function with the same weights, so that a ratio is of two
-ways to compute one thing. What has no twin is checked against its own equation, and its ratio is to another function.
+A peer that is a special case of `GridAttention` gets a *twin*, the same function with the same weights, so that a ratio
+compares two ways to compute the same function. A peer without a twin is checked against its own equation, and its ratio
+is to another function.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from farfield.nn import GridAttention
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer, or why it is not there.
+    """A peer, or the reason why it cannot run.
 
     Attributes:
         name: Package and class.
-        contestant: It, ready to race; None if it cannot run here.
-        rival: What it is compared to: its twin, or the nearest operator of ours.
+        contestant: The peer as a contestant; None if it cannot run here.
+        rival: What it is compared to: its twin, or farfield's nearest operator.
         same: Whether the rival computes the same function.
         missing: Why it cannot run.
     """
@@ -38,10 +39,10 @@ class Peer:
     missing: str = ""
 
 
-def peers(channels: int, heads: int, rank: int, device: torch.device) -> Iterator[Peer]:
-    """Every peer that runs here, and why the others do not."""
+def peers(channels: int, heads: int, spatial_dims: int, device: torch.device) -> Iterator[Peer]:
+    """Yield every peer, with the reason if it cannot run here."""
     for name, package, make in PEERS:
-        if rank != 2:
+        if spatial_dims != 2:
             yield Peer(name, missing="takes images only")
             continue
         try:
@@ -58,22 +59,22 @@ class NoDeviceError(RuntimeError):
 
 
 def named(peer: Peer, name: str, package: str) -> Peer:
-    """The peer with its version."""
+    """Return the peer with its name and version."""
     version = importlib.metadata.version(package)
     contestant = Contestant(f"{name} {version}", peer.contestant.module, peer.contestant.truth)
     return Peer(name, contestant, peer.rival, peer.same)
 
 
 def twin_of(module: nn.Module, twin: GridAttention) -> Peer:
-    """A peer that is a special case of ours."""
+    """Return a peer that is a special case of `GridAttention`."""
     double = exact(twin)
     return Peer(
-        "", Contestant("", trainable(module), lambda grid, asking: truth(double, grid, asking)), trainable(twin)
+        "", Contestant("", trainable(module), lambda grid, chosen: truth(double, grid, chosen)), trainable(twin)
     )
 
 
 def load(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    """Give a linear map the weights of a 1×1 convolution; no bias is a bias of zero."""
+    """Copy the weights of a 1×1 convolution to a projection; without a bias, the bias becomes zero."""
     with torch.no_grad():
         linear.weight.copy_(weight.flatten(1))
         linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
@@ -85,7 +86,7 @@ def non_local(channels: int, heads: int) -> Peer:
     from timm.layers import NonLocalAttn
 
     module = NonLocalAttn(channels).eval()
-    # At first its norm multiplies by zero: the identity would be right whatever it computes.
+    # Its norm starts with weights of zero, so that the module would be the identity whatever it computes.
     nn.init.uniform_(module.norm.weight, 0.5, 1.5)
     inner = module.t.out_channels
     twin = GridAttention(
@@ -120,7 +121,7 @@ def attention_2d(channels: int, heads: int) -> Peer:
 
 # ---- linear attention ------------------------------------------------------------------------------------------------
 def image_linear(channels: int, heads: int) -> Peer:
-    """Factorized attention with both softmaxes, of queries and keys that are scaled by d^(-1/4)."""
+    """Factorized attention with both softmaxes, with queries and keys scaled by d^(-1/4)."""
     from linear_attention_transformer.images import ImageLinearAttention
 
     width = channels // heads
@@ -135,7 +136,7 @@ def image_linear(channels: int, heads: int) -> Peer:
 
 
 def axial(channels: int, heads: int) -> Peer:
-    """Softmax attention along each axis, added up; ours that is nearest, and global, is kronecker_kv."""
+    """Softmax attention along each axis, summed; farfield's nearest operator, which is global, is kronecker_kv."""
     from axial_attention import AxialAttention
 
     module = AxialAttention(channels, num_dimensions=2, heads=heads, dim_index=1)
@@ -143,17 +144,17 @@ def axial(channels: int, heads: int) -> Peer:
     double.load_state_dict(module.state_dict())
     parts = [each.fn for each in double.axial_attentions]
 
-    def equation(grid: Tensor, asking: Tensor) -> Tensor:
-        lines = grid.permute(0, 3, 2, 1), grid.permute(0, 2, 3, 1)  # along the first side, along the second
+    def equation(grid: Tensor, chosen: Tensor) -> Tensor:
+        lines = grid.permute(0, 3, 2, 1), grid.permute(0, 2, 3, 1)  # along the first axis, along the second
         down, along = (along_lines(part, line, heads) for part, line in zip(parts, lines, strict=True))
-        return (down.transpose(1, 2) + along).flatten(1, 2)[:, asking]
+        return (down.transpose(1, 2) + along).flatten(1, 2)[:, chosen]
 
     rival = trainable(GridAttention(channels, "kronecker_kv", heads=heads, project="qkvo"))
     return Peer("", Contestant("", trainable(module), equation), rival, same=False)
 
 
 def along_lines(part: nn.Module, lines: Tensor, heads: int) -> Tensor:
-    """Softmax attention within lines, `(b, lines, positions, c)`, by the maps of a peer."""
+    """Softmax attention within lines, `(b, lines, positions, c)`, with the projections of a peer."""
     keys, values = part.to_kv.weight.chunk(2)
     q, k, v = (
         (lines @ weight.mT).unflatten(-1, (heads, -1)).transpose(2, 3) for weight in (part.to_q.weight, keys, values)
@@ -163,7 +164,7 @@ def along_lines(part: nn.Module, lines: Tensor, heads: int) -> Tensor:
 
 
 def causal_linear(channels: int, heads: int) -> Peer:
-    """Linear attention in which a position hears only those before it; ours that is nearest, and hears all, is averaged."""
+    """Linear attention to earlier positions; farfield's nearest operator, which is not causal, is averaged."""
     if not torch.cuda.is_available():
         raise NoDeviceError("its kernels need a GPU, and there is none")
     from fla.ops.linear_attn import chunk_linear_attn
@@ -173,10 +174,10 @@ def causal_linear(channels: int, heads: int) -> Peer:
         response, _ = chunk_linear_attn(positions, positions, positions, scale=1.0, normalize=False)
         return response.flatten(2).mT.unflatten(-1, grid.shape[2:])
 
-    def equation(grid: Tensor, asking: Tensor) -> Tensor:
+    def equation(grid: Tensor, chosen: Tensor) -> Tensor:
         positions = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
-        before = torch.arange(positions.shape[2], device=grid.device) <= asking[:, None]
-        return ((positions[:, :, asking] @ positions.mT * before) @ positions).transpose(1, 2).flatten(2)
+        before = torch.arange(positions.shape[2], device=grid.device) <= chosen[:, None]
+        return ((positions[:, :, chosen] @ positions.mT * before) @ positions).transpose(1, 2).flatten(2)
 
     rival = trainable(GridAttention(channels, "averaged", heads=heads, project=""))
     return Peer("", Contestant("", module, equation), rival, same=False)

@@ -1,7 +1,8 @@
-"""What a `GridAttention` computes, as a textbook writes it: each map at each position, then the equation.
+"""What a `GridAttention` computes, in textbook form: each projection at each position, then the equation.
 
-Nothing here shares a line with the library: this is what its answers are checked against before anything is timed, and
-what a user would otherwise write, to be timed beside it. Positions are `(batch, positions, channels)`, heads `(b, h, n, d)`.
+Nothing here shares code with the library: its responses are checked against this before anything is timed, and this is
+what a user would otherwise write, timed for comparison. Positions are `(batch, positions, channels)`, heads
+`(b, h, n, d)`.
 """
 
 from __future__ import annotations
@@ -66,65 +67,65 @@ EQUATIONS: dict[str, Equation] = {
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
-def truth(attention: GridAttention, grid: Tensor, asking: Tensor | None = None) -> Tensor:
-    """The response `(b, m, p)` of some positions, or of all of them, in the dtype of the grid.
+def truth(attention: GridAttention, grid: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """Compute the response `(b, m, p)` of chosen positions, or of all, in the dtype of the grid.
 
     Args:
-        attention: Whose weights are taken, in the grid's dtype.
+        attention: The module whose weights are used, in the grid's dtype.
         grid: `(b, c, *size)`.
-        asking: Which positions ask, by their number in the grid; every one by default.
+        chosen: Indices of the query positions in the flattened grid; all by default.
     """
     name, size = attention.operator_name, grid.shape[2:]
     positions = grid.flatten(2).mT
-    asking = torch.arange(positions.shape[1], device=grid.device) if asking is None else asking
-    answers = answering_positions(name, grid)
+    chosen = torch.arange(positions.shape[1], device=grid.device) if chosen is None else chosen
+    context = gather_context(name, grid)
     means = name.startswith("kronecker_qkv")
-    q = split(attention.query, answers if means else positions[:, asking], attention.heads)
-    k, v = (split(linear, answers, attention.heads) for linear in (attention.key, attention.value))
+    q = split(attention.query, context if means else positions[:, chosen], attention.heads)
+    k, v = (split(linear, context, attention.heads) for linear in (attention.key, attention.value))
     w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
     response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
-    if means:  # each position adds up the responses of its index on each axis
-        places = torch.unravel_index(asking, size)
+    if means:  # the response of a position is the sum of the responses of its index on each axis
+        places = torch.unravel_index(chosen, size)
         parts = response.split(list(size), 2)
         response = sum(part[:, :, at] for part, at in zip(parts, places, strict=True))
-        if name == "kronecker_qkv":  # KAN 13: their mean, which each axis has, is counted once
+        if name == "kronecker_qkv":  # KAN 13: the mean, which each axis contains, is counted once
             response = response - sum(part.mean(2, keepdim=True) for part in parts) * (len(parts) - 1) / len(parts)
     response = merged(attention.output, response)
-    return positions[:, asking] + response if attention.residual else response
+    return positions[:, chosen] + response if attention.residual else response
 
 
-def answering_positions(name: str, grid: Tensor) -> Tensor:
-    """Positions that answer: all, those that pooling leaves, or the means of the axes."""
-    rank = grid.dim() - 2
+def gather_context(name: str, grid: Tensor) -> Tensor:
+    """Gather the positions that keys and values come from: all, the pooled ones, or the means of the axes."""
+    spatial_dims = grid.dim() - 2
     if name == "softmax_pooled":
-        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[spatial_dims - 1]
         return pool(grid, 2, ceil_mode=True).flatten(2).mT
-    if name.startswith("kronecker") and rank > 1:
-        axes = range(2, 2 + rank)
+    if name.startswith("kronecker") and spatial_dims > 1:
+        axes = range(2, 2 + spatial_dims)
         return torch.cat([grid.mean([other for other in axes if other != axis]) for axis in axes], 2).mT
     return grid.flatten(2).mT
 
 
 def split(linear: nn.Linear | None, positions: Tensor, heads: int) -> Tensor:
-    """Map positions and split their channels into heads, `(b, h, n, d)`, contiguous."""
-    mapped = positions if linear is None else linear(positions)
-    return mapped.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
+    """Project positions and split their channels into heads, `(b, h, n, d)`, contiguous."""
+    projected = positions if linear is None else linear(positions)
+    return projected.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
 
 
 def merged(linear: nn.Linear | None, response: Tensor) -> Tensor:
-    """Join heads, `(b, m, p)`, and map them."""
+    """Join heads, `(b, m, p)`, and project them."""
     joined = response.transpose(1, 2).flatten(2)
     return joined if linear is None else linear(joined)
 
 
 def exact(attention: GridAttention) -> GridAttention:
-    """The same weights in float64."""
+    """Return a copy in float64."""
     return copy.deepcopy(attention).double()
 
 
-# ---- what is timed beside the library --------------------------------------------------------------------------------
+# ---- what is timed for comparison ------------------------------------------------------------------------------------
 class Regular(nn.Module):
-    """Softmax attention on contiguous positions `(b, n, c)`, with the maps of a `GridAttention`.
+    """Softmax attention on contiguous positions `(b, n, c)`, with the projections of a `GridAttention`.
 
     By an explicit matrix and a softmax over its last dimension; or, fused, by `scaled_dot_product_attention`.
     """
@@ -136,8 +137,8 @@ class Regular(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """Attend, `(b, n, p)`."""
         attention = self.attention
-        maps = (attention.query, attention.key, attention.value)
-        q, k, v = (split(linear, positions, attention.heads) for linear in maps)
+        projections = (attention.query, attention.key, attention.value)
+        q, k, v = (split(linear, positions, attention.heads) for linear in projections)
         if self.fused:
             return merged(attention.output, F.scaled_dot_product_attention(q, k, v, scale=attention.scale))
         products = q @ k.mT
@@ -149,7 +150,7 @@ class Regular(nn.Module):
 class Textbook(nn.Module):
     """Factorized attention as it is usually written: 1×1 convolutions at each position, and a loop over heads.
 
-    With the weights of a `GridAttention` that has all four maps; grids of rank 2.
+    It has the weights of a `GridAttention` with all four projections; for grids of two spatial dims.
     """
 
     def __init__(self, attention: GridAttention) -> None:
@@ -171,7 +172,7 @@ class Textbook(nn.Module):
 
 
 def convolution(linear: nn.Linear) -> nn.Conv2d:
-    """A linear map as a 1×1 convolution."""
+    """Return a projection as a 1×1 convolution."""
     made = nn.Conv2d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None)
     made.weight.data = linear.weight.detach().clone()[:, :, None, None]
     if linear.bias is not None:

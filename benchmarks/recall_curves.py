@@ -1,4 +1,4 @@
-"""What runs of benchmarks/recall.py found: curves against the number of pairs, as a table and as a picture."""
+"""Results of benchmarks/recall.py: accuracy against the number of pairs, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from typing import Any, NamedTuple
 
 from recall_task import CONTESTANTS, VALUES, counted
 
-# The share that is right where a number of pairs is held.
+# The least accuracy at which a number of pairs is held.
 HELD = 0.9
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 class Point(NamedTuple):
-    """What an operator got for a number of pairs at its best rate: the accuracies of the seeds."""
+    """The accuracies of an operator for a number of pairs at its best rate, one per seed."""
 
     rate: float
     accuracies: list[float]
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """The mean over the seeds."""
         return statistics.mean(self.accuracies)
 
     def __str__(self) -> str:
-        """In percent: the mean, and the least and the greatest."""
+        """Format the mean, the least and the greatest accuracy, in percent."""
         mean, least, most = (f"{100 * each:.1f}" for each in (self.mean, min(self.accuracies), max(self.accuracies)))
         return mean if len(self.accuracies) == 1 else f"{mean} ({least}–{most})"
 
 
-# Of each operator, in the order of CONTESTANTS: its point for each number of pairs that was run.
+# Operator, in the order of CONTESTANTS -> number of pairs -> point.
 Curves = dict[str, dict[int, Point]]
 
 
 def curves_by_size(lines: list[dict[str, Any]]) -> dict[str, Curves]:
-    """The curves of each size of grid and number of steps, under a title."""
-    found = {}
+    """Return the curves of each grid size and number of steps, by title."""
+    result = {}
     for _, size, steps in sorted({(len(line["size"]), tuple(line["size"]), line["steps"]) for line in lines}):
         mine = [line for line in lines if (tuple(line["size"]), line["steps"]) == (size, steps)]
         names = sorted({line["operator"] for line in mine}, key=CONTESTANTS.index)
         title = f"{' × '.join(map(str, size))}, {steps:,} steps"
-        found[title] = {name: curve([line for line in mine if line["operator"] == name]) for name in names}
-    return found
+        result[title] = {name: curve([line for line in mine if line["operator"] == name]) for name in names}
+    return result
 
 
 def curve(lines: list[dict[str, Any]]) -> dict[int, Point]:
-    """The points of one operator at one size."""
+    """Return the points of one operator at one size."""
     every = sorted({line["pairs"] for line in lines})
     return {pairs: best([line for line in lines if line["pairs"] == pairs]) for pairs in every}
 
 
 def best(lines: list[dict[str, Any]]) -> Point:
-    """The best rate's accuracies, of the rates that have the most seeds."""
+    """Return the accuracies of the best rate, among the rates with the most seeds."""
     rates = sorted({line["rate"] for line in lines})
     points = [Point(rate, [line["accuracy"] for line in lines if line["rate"] == rate]) for rate in rates]
     return max(points, key=lambda point: (len(point.accuracies), point.mean))
 
 
 def held(points: dict[int, Point]) -> str:
-    """How many pairs an operator holds."""
+    """Return in words how many pairs an operator holds."""
     enough = [pairs for pairs, point in points.items() if point.mean >= HELD]
     if not enough:
         return f"fewer than {min(points)}"
@@ -67,7 +67,7 @@ def held(points: dict[int, Point]) -> str:
 
 
 def table(title: str, curves: Curves) -> str:
-    """The curves of one size as Markdown."""
+    """Format the curves of one size as a Markdown table."""
     every = every_number(curves)
     rows = [f"{title}: right, in %, by pairs", ""]
     rows.append("| | " + " | ".join(map(str, every)) + " | pairs held | best rates | seeds |")
@@ -83,12 +83,12 @@ def table(title: str, curves: Curves) -> str:
 
 
 def every_number(curves: Curves) -> list[int]:
-    """All numbers of pairs that were run."""
+    """Return all numbers of pairs that were run."""
     return sorted({pairs for points in curves.values() for pairs in points})
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
-# Okabe and Ito's, which people with any colour vision tell apart; without yellow, which is pale on white.
+# Okabe and Ito's colours, distinguishable with any colour vision; without yellow, which is pale on white.
 COLOURS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"]
 LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D")]
 
@@ -118,12 +118,12 @@ def draw_picture(sizes: dict[str, Curves], file: Path) -> None:
 
 
 def draw_curve(axes: Any, name: str, points: dict[int, Point]) -> None:
-    """Draw one operator, which looks the same in every picture; a little aside, so that equal ones can be seen."""
+    """Draw one operator, in the same style in every picture, slightly shifted so that equal curves can be seen."""
     index = CONTESTANTS.index(name)
     line, marker = LINES[index // len(COLOURS) % len(LINES)]
-    aside = 1 + 0.006 * (index - len(CONTESTANTS) / 2)
+    shift = 1 + 0.006 * (index - len(CONTESTANTS) / 2)
     means = [100 * point.mean for point in points.values()]
     below = [mean - 100 * min(point.accuracies) for mean, point in zip(means, points.values(), strict=True)]
     above = [100 * max(point.accuracies) - mean for mean, point in zip(means, points.values(), strict=True)]
     style = {"color": COLOURS[index % len(COLOURS)], "ls": line, "marker": marker, "markersize": 5, "lw": 1.5}
-    axes.errorbar([pairs * aside for pairs in points], means, [below, above], label=name, **style)
+    axes.errorbar([pairs * shift for pairs in points], means, [below, above], label=name, **style)

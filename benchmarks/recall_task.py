@@ -1,4 +1,4 @@
-"""The task of benchmarks/recall.py, which says what was decided, and the network that learns it."""
+"""The task of benchmarks/recall.py, which documents its details, and the network that learns it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ CONTESTANTS = [*OPERATORS, "softmax, scale 1", "none", "convolution"]
 
 # ---- the task --------------------------------------------------------------------------------------------------------
 class Task(NamedTuple):
-    """Grids of these sides, with so many pairs."""
+    """Grids of a size, with a number of pairs."""
 
     size: tuple[int, ...]
     pairs: int
 
     @property
     def keys(self) -> int:
-        """How many different keys there are."""
+        """Number of different keys."""
         return max(8, 2 * self.pairs)
 
     @property
     def symbols(self) -> int:
-        """The blank, keys, values and, as the last, the question mark."""
+        """Number of symbols: the blank, keys, values and, as the last, the question mark."""
         return 1 + self.keys + VALUES + 1
 
     @property
     def places(self) -> int:
-        """How many places for a key and what stands to its right there are; a pair needs two of them."""
+        """Number of places for a key and its right neighbour; a pair needs two of them."""
         return math.prod(self.size[:-1]) * (self.size[-1] // 2)
 
 
 class Samples(NamedTuple):
-    """Symbols `(n, *size)`; where the question marks are, as flat indices `(n, pairs)`; their values `(n, pairs)`."""
+    """Symbols `(n, *size)`; flat indices of the question marks `(n, pairs)`; their values `(n, pairs)`."""
 
     grid: Tensor
     marks: Tensor
@@ -64,19 +64,19 @@ def draw_samples(task: Task, count: int, generator: Generator) -> Samples:
 
 
 def choose(of: int, some: int, count: int, generator: Generator) -> Tensor:
-    """In each of `count` rows `some` different numbers from 0 to `of` - 1."""
+    """Draw in each of `count` rows `some` different numbers from 0 to `of` - 1."""
     return torch.rand(count, of, generator=generator).argsort(1)[:, :some]
 
 
 def counted(pairs: int) -> float:
-    """The share that is right if a sample's most frequent value is given everywhere."""
+    """Compute the accuracy of the most frequent value of a sample, returned everywhere."""
     drawn = np.random.default_rng(0).multinomial(pairs, [1 / VALUES] * VALUES, 200_000)
     return float(drawn.max(1).mean() / pairs)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
 class Network(nn.Module):
-    """Embedding, two blocks of a 3×3 convolution, what mixes far positions, one more block, scores of the values."""
+    """Embedding, two blocks with a 3×3 convolution, a mixer of distant positions, one more block, scores of values."""
 
     def __init__(self, contestant: str, task: Task) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ class Network(nn.Module):
         self.before = nn.Sequential(block(dims), block(dims))
         self.after = block(dims)
         self.scores = convolution(dims, VALUES, 1)
-        # Made last, so that the same seed gives the rest the same weights.
+        # Built last, so that the rest has the same weights for the same seed.
         self.mixer = make_mixer(contestant, dims)
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Scores `(n, values, *size)` of symbols `(n, *size)`."""
+        """Return scores `(n, values, *size)` for symbols `(n, *size)`."""
         embedded = self.embedding(grid).movedim(-1, 1)
         scores: Tensor = self.scores(self.after(self.mixer(self.before(embedded))))
         return scores
@@ -113,7 +113,7 @@ class LargeConvolution(nn.Module):
 
 
 def make_mixer(contestant: str, dims: int) -> nn.Module:
-    """What mixes far positions."""
+    """Build the module that mixes distant positions."""
     if contestant == "none":
         return nn.Identity()
     if contestant == "convolution":
@@ -126,24 +126,24 @@ def make_mixer(contestant: str, dims: int) -> nn.Module:
 
 
 def convolution(dims: int, out: int, size: int, **options: Any) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
-    """A convolution that keeps the sides."""
+    """Build a convolution that keeps the size."""
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     return kind(CHANNELS, out, size, padding=size // 2, **options)
 
 
 def batch_norm(dims: int) -> nn.Module:
-    """Batch norm in so many spatial dims."""
+    """Build batch norm for so many spatial dims."""
     return (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1](CHANNELS)
 
 
 def block(dims: int) -> nn.Module:
-    """A 3×3 convolution, batch norm and ReLU."""
+    """Build a 3×3 convolution, batch norm and ReLU."""
     return nn.Sequential(convolution(dims, CHANNELS, 3, bias=False), batch_norm(dims), nn.ReLU())
 
 
 # ---- training and test -----------------------------------------------------------------------------------------------
-def answers(net: nn.Module, samples: Samples) -> Tensor:
-    """Scores `(n, values, pairs)` at the question marks."""
+def scores_at_marks(net: nn.Module, samples: Samples) -> Tensor:
+    """Return scores `(n, values, pairs)` at the question marks."""
     scores = net(samples.grid).flatten(2)
     return scores.gather(2, samples.marks[:, None].expand(-1, VALUES, -1))
 
@@ -156,7 +156,7 @@ def train(net: nn.Module, task: Task, rate: float, steps: int, seed: int) -> Non
     net.train()
     for _ in range(steps):
         samples = draw_samples(task, BATCH, generator)
-        loss = F.cross_entropy(answers(net, samples), samples.values)
+        loss = F.cross_entropy(scores_at_marks(net, samples), samples.values)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -165,11 +165,11 @@ def train(net: nn.Module, task: Task, rate: float, steps: int, seed: int) -> Non
 
 @torch.no_grad()
 def evaluate(net: nn.Module, task: Task) -> tuple[float, float]:
-    """The share of question marks that is right, and their mean loss."""
+    """Return the accuracy at the question marks, and their mean loss."""
     samples = draw_samples(task, TESTED, Generator().manual_seed(TEST_SEED))
     net.eval()
     scores = torch.cat(
-        [answers(net, Samples(*part)) for part in zip(*(each.split(256) for each in samples), strict=True)]
+        [scores_at_marks(net, Samples(*part)) for part in zip(*(each.split(256) for each in samples), strict=True)]
     )
     right = (scores.argmax(1) == samples.values).float().mean()
     return float(right), float(F.cross_entropy(scores, samples.values))

@@ -1,4 +1,4 @@
-"""Results of a race for people: a table, and a picture of time and memory against the number of positions."""
+"""Results of a race as a table, and as a picture of time and memory against the number of positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farfield.cli.output import Column, Table, joined, megabytes, milliseconds, 
 
 
 def show(rows: list[Row]) -> None:
-    """Write a table for each grid and direction."""
+    """Print a table for each grid and direction."""
     for _, group in groupby(rows, key=lambda row: (row["size"], row["direction"])):
         each = [row | {"error_text": verdict(row), "rival_text": rival(row)} for row in group]
         columns = [Column("name", "", left=True), Column("seconds", "time", milliseconds)]
@@ -28,28 +28,28 @@ def show(rows: list[Row]) -> None:
 
 
 NOTES = [
-    "Copies: times as long as x.clone(). Plain ÷, SDPA ÷: how many times as long regular attention takes.",
-    "÷ ours: how many times as long the peer takes as our operator with the same weights, or, where there is none that",
-    "computes the same, the nearest. Error: relative L2 against float64, of responses and gradients.",
+    "Copies: time divided by that of x.clone(). Plain ÷, SDPA ÷: time of regular attention divided by the operator's.",
+    "÷ ours: time of the peer divided by that of farfield's operator with the same weights, or of the nearest operator",
+    "if none computes the same function. Error: relative L2 against float64, of responses and gradients.",
 ]
 
 
 def title(row: Row) -> str:
-    """What attends, and which way."""
-    maps = row["project"] or "none"
+    """Format the setting and the direction of a result."""
+    projections = row["project"] or "none"
     return (
         f"{joined(row['size'])} positions, {row['channels']} channels, batch {row['batch']}, heads {row['heads']}, "
-        f"maps {maps}, {row['dtype']}: {row['direction']}"
+        f"projections {projections}, {row['dtype']}: {row['direction']}"
     )
 
 
 def verdict(row: Row) -> str:
-    """The error, and whether it is one."""
+    """Format the error, marked if the result is wrong."""
     return f"{row['error']:.1e}" if row["right"] else f"WRONG, {row['error']:.1e}"
 
 
 def rival(row: Row) -> str | None:
-    """What a peer is compared to, and how many times as long it takes."""
+    """Format the ratio of a peer to its rival, and the rival's name."""
     if not row["rival_times"]:
         return None
     operator = str(row["rival"]).split(" ")[0]
@@ -88,7 +88,7 @@ def picture(rows: list[Row], file: Path) -> None:
 
 
 def style(index: int, name: str, peer: bool) -> dict[str, object]:
-    """Colours and points of a contestant's line; peers are dotted, the copy is dashed."""
+    """Return the style of a contestant's line; peers are dotted, the copy is dashed."""
     import matplotlib
 
     if name == "copy":

@@ -7,7 +7,7 @@
     python benchmarks/restoration.py seams --root data/care3d        # in tiles: as a whole, and as a sliding window
 
 Each run is one `farfield fit` of recipes/care3d.yaml in a folder of its own, and one `farfield test` of its best epoch
-on stacks that were kept out of training. Finished runs are not run again; one that was killed goes on.
+on stacks that were held out of training. Finished runs are not run again; a killed run resumes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "care3d.yaml"
 OPERATORS = ["none", "averaged", "siamese", "kronecker_kv", "kronecker_qkv", "factorized_gaussian"]
-# Photons that the brightest positions send.
+# Number of photons at the brightest positions.
 CONDITIONS = {"condition_1": 40, "condition_2": 15, "condition_3": 5}
 HELD_BACK = "nuclei_small"
 FLOOR = 3.0
 
 
 def make(volumes: Path, root: Path) -> None:
-    """Write pairs: the clean stack between grey levels 100 and 260, and what a camera sees of few photons.
+    """Write pairs: the clean stack, between grey levels 100 and 260, and simulated images of few photons.
 
     `light = clip((volume - p1) / (p99.9 - p1), 0)`, `clean = 100 + 160 light`,
-    `noisy = 100 + 160 / peak (Poisson(light peak + 0.3) - 0.3) + N(0, 3)`. The blastocysts are smoothed before, as they
-    are noisy themselves. One stack is kept out of training, whole.
+    `noisy = 100 + 160 / peak (Poisson(light peak + 0.3) - 0.3) + N(0, 3)`. The blastocysts are smoothed first, as they
+    are noisy themselves. One whole stack is held out of training.
     """
     import tifffile
     from scipy.ndimage import gaussian_filter
@@ -61,14 +61,14 @@ def make(volumes: Path, root: Path) -> None:
 
 
 def run(command: str, *options: str) -> str:
-    """Run a command of farfield; return what it printed."""
+    """Run a command of farfield; return its output."""
     words = [sys.executable, "-m", "farfield.cli", command, *options]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 
 
 def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]) -> None:
-    """Fit and test one network, and note what was measured and the minutes it took."""
+    """Fit and test one network, and write the metrics and the core minutes."""
     result = folder / "result.json"
     if result.exists():
         return
@@ -85,13 +85,13 @@ def train(folder: Path, root: Path, operator: str, seed: int, options: list[str]
         text=True,
     )
     values = json.loads(measured.stdout.splitlines()[-1])
-    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    # The minutes of a resumed run are not known: only those of its last part are measured.
     spent = {} if resumed else {"processor_minutes": round(minutes, 1)}
     result.write_text(json.dumps({**spent, **values}, indent=2) + "\n")
 
 
 def measure(folder: Path, root: Path) -> dict[str, float]:
-    """Test the best epoch of a run on the stacks that were held back."""
+    """Test the best epoch of a run on the held-out stacks."""
     from lightning.pytorch import Trainer
 
     from farfield import models
@@ -107,7 +107,7 @@ def measure(folder: Path, root: Path) -> dict[str, float]:
 
 
 def table(runs: dict[str, list[Path]]) -> str:
-    """Lay out PSNR before and after, for each condition the mean over the seeds, as Markdown."""
+    """Format PSNR before and after, for each condition the mean over the seeds, as a Markdown table."""
     heads = "".join(f" {name.replace('_', ' ')}, dB |" for name in CONDITIONS)
     lines = [f"| operator |{heads} mean, dB | gain of each seed, dB | spread, dB | SSIM | minutes of a core |"]
     lines.append("|---|" + "---|" * (len(CONDITIONS) + 5))
@@ -117,20 +117,20 @@ def table(runs: dict[str, list[Path]]) -> str:
     before = next(iter(results.values()))[0]
     each = "".join(f" {before[f'{name}/psnr_before']:.2f} |" for name in CONDITIONS)
     lines.append(f"| the noisy stacks |{each} {before['psnr_before']:.2f} | | | {before['ssim_before']:.3f} | |")
-    for name, found in results.items():
-        each = "".join(f" {statistics.mean(run[f'{name_}/psnr'] for run in found):.2f} |" for name_ in CONDITIONS)
-        gains = [run["psnr"] - run["psnr_before"] for run in found]
+    for name, measured in results.items():
+        each = "".join(f" {statistics.mean(run[f'{name_}/psnr'] for run in measured):.2f} |" for name_ in CONDITIONS)
+        gains = [run["psnr"] - run["psnr_before"] for run in measured]
         spread = f"{max(gains) - min(gains):.2f}" if len(gains) > 1 else "one seed"
         note = "" if min(gains) >= FLOOR else " (under-trained)"
-        mean, ssim = (statistics.mean(run[what] for run in found) for what in ("psnr", "ssim"))
-        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
+        mean, ssim = (statistics.mean(run[what] for run in measured) for what in ("psnr", "ssim"))
+        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in measured if "processor_minutes" in run)
         gained = ", ".join(f"{gain:.2f}" for gain in gains)
         lines.append(f"| `{name}`{note} |{each} {mean:.2f} | {gained} | {spread} | {ssim:.3f} | {minutes} |")
     return "\n".join(lines)
 
 
 def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
-    """Draw the middle plane of the stack held back: noisy, restored by each network, and the truth."""
+    """Draw the middle plane of the held-out stack: noisy, restored by each network, and the truth."""
     import matplotlib.pyplot as plt
     import tifffile
 
@@ -157,11 +157,11 @@ def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
 
 
 def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -> str:
-    """Lay out, as Markdown, how far tiles are from the stack that is restored in one piece.
+    """Format as a Markdown table how much tiled results differ from the stack restored in one piece.
 
-    With attention over the whole stack, and with a plain sliding window of the same tiles and overlap, in which it is
-    global in a tile only. In per cent of the range that the restored stack has; a step is how much the sliding window's
-    difference changes from one position to the next, across a border of tiles and elsewhere.
+    Tiles are combined with attention over the whole stack, and in a plain sliding window of the same tiles and overlap,
+    where attention is global only within a tile. Values are in per cent of the range of the restored stack; a step is
+    the change of the sliding window's difference from one position to the next, across a tile border and elsewhere.
     """
     import tifffile
 
@@ -190,7 +190,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
 
 
 def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
-    """Restore a stack tile by tile, each tile with the halo that a plan says, and nothing said between tiles."""
+    """Restore a stack tile by tile, each tile with the halo of a plan, independent of the other tiles."""
     import torch
 
     grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
@@ -205,7 +205,7 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
 
 
 def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:
-    """The mean change from one position to the next, across a border of tiles and elsewhere."""
+    """Return the mean change from one position to the next, across tile borders and elsewhere."""
     at_border, elsewhere = [], []
     for axis, (positions, padded) in enumerate(zip(tile, before, strict=True)):
         change = np.abs(np.diff(field, axis=axis))

@@ -1,4 +1,4 @@
-"""This tree beside a git revision: the same benchmark on both, each in processes of its own, in turns."""
+"""Compare this tree with a git revision: the same benchmark on both, each in its own processes, in turns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What tells a result apart from others.
+# The keys that identify a result.
 KEYS = ("size", "direction", "name")
-# The ruler of both: seconds and bytes of a revision are taken as this tree takes them.
+# Files that measure seconds and bytes: this tree's are used for both.
 RULER = ("measuring.py", "memory.py")
 
 
@@ -25,18 +25,18 @@ def against(arguments: argparse.Namespace) -> None:
     """Run the benchmark on this tree and on a revision, alternately, and show the ratio of the medians."""
     with tempfile.TemporaryDirectory() as folder:
         before = unpack(arguments.against, Path(folder))
-        found: dict[str, list[list[dict]]] = {"before": [], "now": []}
+        rounds: dict[str, list[list[dict]]] = {"before": [], "now": []}
         for _ in range(arguments.rounds):
             for label, source in (("before", before), ("now", ROOT / "src")):
-                found[label].append(run(source, Path(folder) / "found.json"))
-    rows = compared(found["before"], found["now"])
+                rounds[label].append(run(source, Path(folder) / "results.json"))
+    rows = compared(rounds["before"], rounds["now"])
     show(rows, arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
 
 
 def unpack(revision: str, folder: Path) -> Path:
-    """The sources of a revision, with the ruler of this tree."""
+    """Extract the sources of a revision, with the measuring files of this tree."""
     archive = subprocess.run(
         ["git", "archive", "--format=zip", revision, "src"], cwd=ROOT, capture_output=True, check=False
     )
@@ -51,7 +51,7 @@ def unpack(revision: str, folder: Path) -> Path:
 
 
 def run(source: Path, file: Path) -> list[dict]:
-    """One process of the benchmark with these sources; what a revision gets wrong has no time there."""
+    """Run one process of the benchmark with these sources; wrong results have no time."""
     file.unlink(missing_ok=True)
     options = without(sys.argv[1:], ("--against", "--json", "--picture", "--rounds"))
     command = [sys.executable, str(Path(__file__).with_name("operators.py")), *options]
@@ -67,7 +67,7 @@ def run(source: Path, file: Path) -> list[dict]:
 
 
 def without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
-    """A command line without some options and their values."""
+    """Return a command line without some options and their values."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -79,7 +79,7 @@ def without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
 
 
 def compared(before: list[list[dict]], now: list[list[dict]]) -> list[dict]:
-    """Medians of the rounds, and how many times as long the revision takes as this tree."""
+    """Return the medians of the rounds, and the time of the revision divided by that of this tree."""
     rows = []
     for row in now[0]:
         key = [row[name] for name in KEYS]
@@ -95,13 +95,13 @@ def compared(before: list[list[dict]], now: list[list[dict]]) -> list[dict]:
 
 
 def median(rounds: list[list[dict]], key: list[object], name: str) -> float | None:
-    """The median of a value over the rounds in which it is there."""
+    """Return the median of a value over the rounds that have it."""
     values = [row[name] for rows in rounds for row in rows if [row[each] for each in KEYS] == key and row[name]]
     return statistics.median(values) if values else None
 
 
 def show(rows: list[dict], arguments: argparse.Namespace) -> None:
-    """Write both times and their ratio; above 1 this tree is faster."""
+    """Print both times and their ratio; above 1 this tree is faster."""
     from farfield.cli.output import Column, Table, joined, megabytes, milliseconds, write_table
 
     columns = [Column("size", "positions", joined, left=True), Column("direction", "", left=True)]

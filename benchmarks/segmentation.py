@@ -5,8 +5,8 @@
     python benchmarks/segmentation.py --collect          # the table and the picture again, from the logs
 
 Each run is one `farfield fit` of recipes/camvid.yaml in a folder of its own. Finished runs are not run again, and a run
-that was killed goes on from its last epoch. The table has the last epoch of finished runs, and not the best one, which
-would be chosen on the images that it is measured on.
+that was killed resumes from its last epoch. The table has the last epoch of finished runs, and not the best one, which
+would be selected on the same images that it is measured on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farfield import models
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "camvid.yaml"
 OUTPUTS = ["plain", "averaged", "siamese", "kronecker_kv", "kronecker_qkv", "factorized_gaussian"]
-# Below this mean IoU a network has hardly learned.
+# Below this mean IoU a network is marked as under-trained.
 FLOOR = 0.35
 
 
@@ -51,13 +51,13 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def parameters(output: str) -> int:
-    """Count the parameters of the recipe's network with an output layer."""
+    """Count the parameters of an output layer in the recipe's network."""
     net = models.deeplab_compact("mobilenet_v2", output, num_classes=11, width=0.5, output_stride=16)
     return sum(parameter.numel() for parameter in net.head.parameters())
 
 
 def table(runs: dict[str, list[Path]]) -> str:
-    """Lay out mean and spread of the last epoch's mean IoU, and the minutes, as Markdown."""
+    """Format mean and spread of the last epoch's mean IoU, and the minutes, as a Markdown table."""
     lines = [
         "| output layer | its parameters | mean IoU of each seed | mean | spread | pixel accuracy | core minutes |",
         "|---|---|---|---|---|---|---|",
@@ -75,7 +75,7 @@ def table(runs: dict[str, list[Path]]) -> str:
 
 
 def picture(runs: dict[str, list[Path]], file: Path) -> None:
-    """Draw validation mean IoU against epochs, one colour an output layer, one line a seed."""
+    """Draw validation mean IoU against epochs, one colour per output layer, one line per seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.6, 4.0), layout="constrained")
@@ -91,10 +91,12 @@ def picture(runs: dict[str, list[Path]], file: Path) -> None:
 
 
 def main() -> None:
-    """Train what is not trained yet, then print the table and draw the curves of what is finished."""
+    """Train what is not trained yet, then print the table and draw the curves of the finished runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", help="folder of CamVid with JPEGImages, SegmentationClass and ImageSets")
-    parser.add_argument("--weights", help="of a classifier that recipes/imagenette.yaml trained; random without")
+    parser.add_argument(
+        "--weights", help="weights of a classifier trained by recipes/imagenette.yaml; random if not given"
+    )
     parser.add_argument("--outputs", nargs="+", default=OUTPUTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--epochs", type=int)

@@ -3,11 +3,11 @@
     python benchmarks/stereo.py train --root middlebury_sceneflow
     python benchmarks/stereo.py train --root middlebury_sceneflow --only Teddy --runs runs/one      # to overfit it
     python benchmarks/stereo.py table                                    # the table again, from what is finished
-    python benchmarks/stereo.py picture --root middlebury_sceneflow      # images, true and found disparities
+    python benchmarks/stereo.py picture --root middlebury_sceneflow      # images, true and predicted disparities
 
 Each run is one `farfield fit` of recipes/middlebury.yaml in a folder of its own. Its weights after the last step, not
-the best ones on the scene held back, are measured on that scene and on those it was trained on. Finished runs are not
-run again; one that was killed goes on.
+the best ones on the held-out scene, are measured on that scene and on those it was trained on. Finished runs are not
+run again; a killed run resumes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from training import processor_minutes
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "middlebury.yaml"
 OPERATORS = ["none", "factorized_gaussian"]
-# Above this end-point error on its own scenes, in pixels, a row says that it is under-trained.
+# Above this end-point error on its training scenes, in pixels, a network is marked as under-trained.
 FLOOR = 3.0
 
 
 def train(folder: Path, root: Path, held_out: list[str], operator: str, seed: int, options: list[str]) -> None:
-    """Fit and measure one network, and note the minutes it took."""
+    """Fit and measure one network, and write the metrics and the core minutes."""
     result = folder / "result.json"
     if result.exists():
         return
@@ -41,7 +41,7 @@ def train(folder: Path, root: Path, held_out: list[str], operator: str, seed: in
     resumed = list(folder.glob("version_*/checkpoints/last.ckpt"))
     started = processor_minutes()
     subprocess.run([*words, *(["--ckpt_path", "last"] if resumed else [])], check=True)
-    # Of a run that went on after a kill, the minutes are those of its last sitting.
+    # The minutes of a resumed run are not known: only those of its last part are measured.
     spent = {} if resumed else {"processor_minutes": round(processor_minutes() - started, 1)}
     result.write_text(json.dumps({**spent, **measure(folder, root, held_out)}, indent=2) + "\n")
 
@@ -59,7 +59,7 @@ def trained(folder: Path) -> torch.nn.Module:
 
 
 def held_back(root: Path, only: str | None) -> list[str]:
-    """The scenes that are not trained on: those of the recipe, or all but one."""
+    """Return the scenes that are not trained on: those of the recipe, or all but one."""
     from farfield.data.frames import frames_in
 
     if only is None:
@@ -68,7 +68,7 @@ def held_back(root: Path, only: str | None) -> list[str]:
 
 
 def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor, ...]]]:
-    """Read the whole scenes: those that were trained on, and those held back."""
+    """Read the whole scenes: the training scenes, and the held-out ones."""
     from farfield.data.frames import frames_in
     from farfield.data.stereo import Measured
 
@@ -79,40 +79,40 @@ def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor
 
 
 def measure(folder: Path, root: Path, held_out: list[str]) -> dict[str, float]:
-    """Measure a run on the scenes it was trained on and on those held back."""
-    module, found = trained(folder), {}
+    """Measure a run on its training scenes and on the held-out ones."""
+    module, result = trained(folder), {}
     for part, pairs in scenes(root, held_out).items():
         module.errors.reset()
         for left, right, disparity in pairs:
             with torch.inference_mode():
                 module.errors.update(module(left[None], right[None])[:, -1], disparity[None])
-        found |= {f"{part}/{name}": round(float(value), 4) for name, value in module.errors.compute().items()}
-    return found
+        result |= {f"{part}/{name}": round(float(value), 4) for name, value in module.errors.compute().items()}
+    return result
 
 
 def table(runs: dict[str, list[Path]]) -> str:
-    """Lay out the errors on the scenes trained on and on the scene held back, as Markdown."""
+    """Format the errors on the training scenes and on the held-out scene as a Markdown table."""
     heads = ["attention", "EPE, scenes trained on, px", "mean", "above 3 px", "EPE, scene held back, px", "mean"]
     heads += ["spread, px", "above 3 px", "minutes of a core"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
     for name, folders in runs.items():
-        found = [json.loads((run / "result.json").read_text()) for run in folders]
+        results = [json.loads((run / "result.json").read_text()) for run in folders]
         entries = []
         for part in ("trained", "back"):
-            each = [run[f"{part}/epe"] for run in found]
+            each = [run[f"{part}/epe"] for run in results]
             entries += [", ".join(f"{value:.2f}" for value in each), f"{statistics.mean(each):.2f}"]
             if part == "back":
                 entries.append(f"{max(each) - min(each):.2f}" if len(each) > 1 else "one seed")
-            entries.append(f"{100 * statistics.mean(run[f'{part}/error_3px'] for run in found):.0f} %")
-        under = max(run["trained/epe"] for run in found) > FLOOR
-        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in found if "processor_minutes" in run)
+            entries.append(f"{100 * statistics.mean(run[f'{part}/error_3px'] for run in results):.0f} %")
+        under = max(run["trained/epe"] for run in results) > FLOOR
+        minutes = ", ".join(f"{run['processor_minutes']:.1f}" for run in results if "processor_minutes" in run)
         name = f"{name if name == 'none' else f'`{name}`'}{' (under-trained)' * under}"
         lines.append(f"| {' | '.join([name, *entries, minutes or 'not counted'])} |")
     return "\n".join(lines)
 
 
 def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: Path) -> None:
-    """Draw a scene trained on and the one held back: left image, true and found disparities in one scale of colours."""
+    """Draw a training scene and the held-out one: left image, true and predicted disparities in one colour scale."""
     import matplotlib.pyplot as plt
 
     from farfield.data.classify import IMAGENET
@@ -125,12 +125,12 @@ def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: 
     mean, deviation = (torch.tensor(values)[:, None, None] for values in IMAGENET)
     for row, (what, (left, right, truth)) in zip(axes, shown.items(), strict=True):
         with torch.inference_mode():
-            found = module(left[None], right[None])[0, -1]
+            predicted = module(left[None], right[None])[0, -1]
         known = truth < module.max_disparity
-        largest, error = float(truth[known].max()), float((found - truth)[known].abs().mean())
+        largest, error = float(truth[known].max()), float((predicted - truth)[known].abs().mean())
         panels = [(left * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()]
-        panels += [coloured(part.numpy(), largest).convert("RGB") for part in (truth, found)]
-        titles = [f"left image, {what}", f"true, 0 to {largest:.0f} px", f"found ({name}), EPE {error:.2f} px"]
+        panels += [coloured(part.numpy(), largest).convert("RGB") for part in (truth, predicted)]
+        titles = [f"left image, {what}", f"true, 0 to {largest:.0f} px", f"predicted ({name}), EPE {error:.2f} px"]
         for place, panel, title in zip(row, panels, titles, strict=True):
             place.imshow(panel)
             place.set_title(title, fontsize=9)
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/stereo"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--only", help="the one scene that is trained on; all but the recipe's by default")
+    parser.add_argument("--only", help="the only training scene; by default all but those the recipe holds out")
     parser.add_argument("--picture", type=Path, default=Path("stereo.png"))
     arguments, options = parser.parse_known_args()
     folders = {name: [arguments.runs / f"{name}-{seed}" for seed in arguments.seeds] for name in arguments.operators}

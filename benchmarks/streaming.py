@@ -3,10 +3,9 @@
     python benchmarks/streaming.py network --stack blastocyst.tif --size 95 1024 1024 --tile 96 128 128
     python benchmarks/streaming.py layer --size 512 512 512 --channels 8
 
-`network` runs the U-Net of CARE without attention as a plain sliding window, and with siamese attention as a whole, in
-the same tiles and with the same overlap, and prints how many times the work of a core the second takes. `layer` runs
-rows over a grid of random numbers. Every measurement has a process of its own, whose largest resident memory the
-system tells.
+`network` runs the U-Net of CARE without attention as a plain sliding window, and with siamese attention over the whole
+stack, in the same tiles and with the same overlap, and prints the ratio of their core seconds. `layer` runs operators
+over a grid of random numbers. Every measurement runs in its own process, whose peak resident memory the system reports.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROWS = ("siamese", "kronecker_qkv", "factorized_gaussian")
+OPERATORS = ("siamese", "kronecker_qkv", "factorized_gaussian")
 
 
 def main() -> None:
@@ -32,17 +31,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("network", "layer", "one"))
     parser.add_argument(
-        "--stack", type=Path, help="a TIFF stack (z, y, x) that is tiled to the sides; else random numbers"
+        "--stack", type=Path, help="a TIFF stack (z, y, x), repeated to the size; otherwise random numbers"
     )
     parser.add_argument("--size", type=int, nargs=3, default=(95, 1024, 1024))
     parser.add_argument("--tile", type=int, nargs=3, default=(96, 128, 128), help="positions that a tile writes")
-    parser.add_argument("--channels", type=int, default=8, help="of the grid of a layer")
-    parser.add_argument("--operator", action="append", help="of the network or the layers; may be given several times")
-    parser.add_argument(
-        "--write", choices=("float32", "float16"), default="float32", help="what a layer's numbers become"
-    )
+    parser.add_argument("--channels", type=int, default=8, help="channels of the grid of a layer")
+    parser.add_argument("--operator", action="append", help="operator of the network or the layers; may be repeated")
+    parser.add_argument("--write", choices=("float32", "float16"), default="float32", help="dtype of a layer's output")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--folder", type=Path, help="where files go, removed at the end; else a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for files, which are removed at the end; by default the system's"
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.what == "one":
@@ -53,21 +52,21 @@ def main() -> None:
 
 
 def network(arguments: argparse.Namespace, folder: Path) -> None:
-    """A plain sliding window without attention, then the whole with attention."""
+    """Measure a plain sliding window without attention, then the whole stack with attention."""
     path = folder / "stack.npy"
     np.save(path, stack_of(arguments.stack, arguments.size))
-    found = []
+    results = []
     for operator in (None, *(arguments.operator or ["siamese"])):
-        found.append(measured(arguments, {"operator": operator, "volume": str(path), "tile": arguments.tile}))
-        seconds, first = found[-1]["processor"], found[0]["processor"]
+        results.append(measured(arguments, {"operator": operator, "volume": str(path), "tile": arguments.tile}))
+        seconds, first = results[-1]["processor"], results[0]["processor"]
         name = f"U-Net with {operator}, as a whole" if operator else "U-Net without attention, sliding window"
-        memory = found[-1]["resident"] / 2**30
-        print(f"{name:44} {times(found[-1])}  {seconds / first:5.2f} times  {memory:5.2f} GiB resident", flush=True)
-        print("  " + "\n  ".join(found[-1]["plan"]), flush=True)
+        memory = results[-1]["resident"] / 2**30
+        print(f"{name:44} {times(results[-1])}  {seconds / first:5.2f} times  {memory:5.2f} GiB resident", flush=True)
+        print("  " + "\n  ".join(results[-1]["plan"]), flush=True)
 
 
 def layers(arguments: argparse.Namespace, folder: Path) -> None:
-    """Bare layers over a grid on disk."""
+    """Measure single layers over a grid on disk."""
     path = folder / "grid.npy"
     shape = (arguments.channels, *arguments.size)
     grid = np.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=shape)
@@ -77,19 +76,19 @@ def layers(arguments: argparse.Namespace, folder: Path) -> None:
     grid.flush()
     del grid
     print(f"{' × '.join(map(str, shape))} float32, {4 * math.prod(shape) / 2**30:.1f} GiB", flush=True)
-    for operator in arguments.operator or ROWS:
+    for operator in arguments.operator or OPERATORS:
         job = {"operator": operator, "volume": str(path), "channels": arguments.channels, "write": arguments.write}
-        found = measured(arguments, job)
-        print(f"{operator:20} {times(found)}  {found['resident'] / 2**30:5.2f} GiB resident", flush=True)
+        result = measured(arguments, job)
+        print(f"{operator:20} {times(result)}  {result['resident'] / 2**30:5.2f} GiB resident", flush=True)
 
 
-def times(found: dict) -> str:
-    """Seconds that a core worked, which other programs do not lengthen, and those that went by."""
-    return f"{found['processor']:8.0f} s of a core in {found['seconds']:.0f} s"
+def times(result: dict) -> str:
+    """Format core seconds, which do not depend on other programs, and wall-clock seconds."""
+    return f"{result['processor']:8.0f} s of a core in {result['seconds']:.0f} s"
 
 
 def measured(arguments: argparse.Namespace, job: dict[str, object]) -> dict:
-    """Run a job in a process of its own."""
+    """Run a job in its own process."""
     command = [sys.executable, __file__, "one", "--job", json.dumps(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -97,7 +96,7 @@ def measured(arguments: argparse.Namespace, job: dict[str, object]) -> dict:
 
 
 def one(job: dict) -> dict:
-    """Run one job and say what it took."""
+    """Run one job and return its times and memory."""
     import torch
 
     from farfield.nn import GridAttention
@@ -110,7 +109,7 @@ def one(job: dict) -> dict:
         from farfield.models.unet import unet_care
 
         net = unet_care(job["operator"]).eval()
-        for part in net.modules():  # a residual's output map starts at zero, so that attention would say nothing yet
+        for part in net.modules():  # a residual's output projection starts at zero, which would hide the attention
             if isinstance(part, GridAttention):
                 part.output.reset_parameters()
         plan = plan_whole(net, volume.shape, tile=job["tile"], pad="reflect").lines()
@@ -128,16 +127,16 @@ def one(job: dict) -> dict:
 
 
 def most_resident() -> int:
-    """The most bytes that were resident, pages of mapped files included."""
+    """Return the peak resident bytes, pages of mapped files included."""
     status = Path("/proc/self/status")
-    if status.exists():  # what getrusage says on Linux includes the process that started this one
+    if status.exists():  # getrusage on Linux includes the process that started this one
         lines = status.read_text(encoding="ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def stack_of(path: Path | None, size: tuple[int, int, int]) -> np.ndarray:
-    """A stack of these sides: a real one, mirrored as often as it takes, between 0 and 1."""
+    """Return a stack of a size, between 0 and 1: from a file, extended by mirroring, or random."""
     if path is None:
         return np.random.default_rng(0).random(size, "float32")
     import tifffile

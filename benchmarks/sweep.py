@@ -1,18 +1,18 @@
-"""Insert additions into networks that others wrote, or replace their attention: is each right, refused, or wrong?
+"""Insert attention into networks of other libraries, or replace their attention; classify each result.
 
     python benchmarks/sweep.py --out sweep.jsonl
     python benchmarks/sweep.py --out sweep.jsonl --only 'timm/*' --limit 10
     python benchmarks/sweep.py --out sweep.jsonl --only timm/swinv2_cr_tiny_224 --place 'stages.*'
 
-Each check of a network is a line of JSON: what it was, the verdict and the text. A run that was cut off goes on after
-the last line. A check is a function in `CHECKS` that is given a network and gives its results.
+Each check of a network at a place is a line of JSON: the check, the verdict and the text. An interrupted run continues
+after the last line. A check is a function in `CHECKS` from a network to its results.
 
-- right: equal at first, to the bit; what the network returns moves with the addition; and it can be taken out again.
-  Of attention: replaced by softmax it gives what it gave, up to rounding; by another row, something else.
-- refused: an error of ours that names a fix, and the fix works; the network is as it was.
+- right: at first the output is unchanged, to the bit; it changes with the weights of the inserted module; the module
+  can be removed. For replaced attention: softmax leaves the output unchanged up to rounding, another operator does not.
+- refused: farfield raises an error that names a fix, and the fix works; the network is unchanged.
 - unclear: an error without a fix, or with one that does not work.
-- untrue: an error that gives a reason which is not so, such as "causal" of attention that hears what comes later.
-- wrong: all else.
+- untrue: an error with a false reason, such as "causal" for attention that attends to later positions.
+- wrong: everything else.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ from farfield.insertion.probing import call, probe
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
-# How many of a network's parts and how many of its blocks are tried, and seconds after which no further is, but the
-# blocks.
+# The most parts and the most blocks of a network that are tried, and the seconds after which only blocks are tried.
 PARTS, BLOCKS, LONGEST = 12, 3, 100
-# How many fixes are followed, one after the other.
+# The most fixes that are followed, one after the other.
 FIXES = 4
 
 
 class Result(NamedTuple):
-    """What came of one check at one place."""
+    """The result of one check at one place."""
 
     place: str
     verdict: str
@@ -59,7 +58,7 @@ class Result(NamedTuple):
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 def propose_places(model: nn.Module, example: Any) -> list[str]:
-    """The places that a user would think of: the parts of the network, and some blocks, evenly spread."""
+    """Propose the places that a user would choose: the parts of the network, and some blocks, evenly spread."""
     paths = [path for path, module in model.named_modules() if path and any(True for _ in module.children())]
     calls = probe(model, example, paths).calls
     called = [path for path in paths if calls[path]]
@@ -69,17 +68,17 @@ def propose_places(model: nn.Module, example: Any) -> list[str]:
 
 
 def spread(paths: list[str], number: int) -> list[str]:
-    """Some of many paths, or all of few."""
+    """Return some paths, evenly spread, or all if there are few."""
     step = max(1, len(paths) // number)
     return paths[step // 2 :: step][:number]
 
 
 # ---- insert ----------------------------------------------------------------------------------------------------------
 def check_insert(network: Network, where: list[str]) -> Iterator[Result]:
-    """Insert at each place that is proposed or given."""
+    """Insert at each given place, or at each proposed one."""
     torch.manual_seed(0)
     model = network.build().eval()
-    # A branch whose last norm starts as zero would hide what becomes of an addition in it.
+    # A branch whose last norm starts at zero would hide the effect of an addition in it.
     for weight in model.parameters():
         if not weight.any():
             nn.init.uniform_(weight, 0.5, 1)
@@ -91,7 +90,7 @@ def check_insert(network: Network, where: list[str]) -> Iterator[Result]:
 
 
 def insert_at(model: nn.Module, place: str, example: Any) -> Result:
-    """Insert at one place, following the fixes that errors name, and check what came of it."""
+    """Insert at one place, following the fixes that errors name, and check the result."""
     before, state = outputs(model, example), describe(model)
     tried: list[tuple[str, dict[str, Any]]] = [(place, {})]
     texts: list[str] = []
@@ -116,9 +115,9 @@ def insert_at(model: nn.Module, place: str, example: Any) -> Result:
 
 
 def read_fix(text: str, path: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """What to insert where, if an error says so in words that need no thought."""
+    """Return the place and the options that an error names as its fix, None if it names none explicitly."""
     fix = text.partition("fix: ")[2]
-    layout = re.match(r'(?:say which, )?layout="(\w+)"', fix)
+    layout = re.match(r'(?:choose one, )?layout="(\w+)"', fix)
     if layout:
         return path, {"layout": layout[1]}
     other = re.match(r'(?:insert at|choose an entry,) "([^"]+)"|insert at what runs: ([\w.]+\w)', fix)
@@ -126,11 +125,11 @@ def read_fix(text: str, path: str, options: dict[str, Any]) -> tuple[str, dict[s
 
 
 def check_added(model: nn.Module, added: dict[str, nn.Module], example: Any, before: list[Tensor], state: Any) -> str:
-    """What is wrong with an addition that was accepted, and take it out; nothing, if nothing is."""
+    """Check an accepted addition and remove it; return what is wrong, empty if nothing."""
     problems, given = [], []
     for module in added.values():
         module.register_forward_hook(lambda module, inputs, grid: given.append(torch.equal(inputs[0], grid)))
-    # Given equal numbers a host may still run another kernel of torch's: a batch of one has two layouts in memory.
+    # With equal inputs a host may still run another kernel of torch: a batch of one has two memory layouts.
     if not equal(outputs(model, example), before) and not all(given):
         problems.append("not equal at first")
     for path, module in added.items():
@@ -143,9 +142,9 @@ def check_added(model: nn.Module, added: dict[str, nn.Module], example: Any, bef
 
 
 def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
-    """Whether the network returns something else with other weights of an addition.
+    """Whether the output of the network changes with the weights of an addition.
 
-    A detector may drop what came from there: of one, a module that has nothing to do with the place is enough.
+    A detector may drop the changed values: there it is enough if the output of another module changes.
     """
     place = path.partition("[")[0]
     names = [name for name, _ in model.named_modules() if not f"{place}.".startswith(f"{name}.")]
@@ -153,8 +152,8 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
     if "detection" in type(model).__module__:
         watched += [name for name in names if place and not f"{name}.".startswith(f"{place}.")]
     before = probe(model, example, watched).outputs
-    # Large, because networks with random weights may leave next to nothing of what is in their middle; and no numbers
-    # where they leave less than a float32 holds.
+    # Large, because networks with random weights may strongly attenuate inner values; and NaN, where the attenuated
+    # values are too small for a float32.
     for number in (10, torch.nan):
         module.output.weight.data.normal_().mul_(number)
         after = probe(model, example, watched).outputs
@@ -164,7 +163,7 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
 
 
 def describe(model: nn.Module) -> list[Any]:
-    """What must be as before after a refusal, or when all is taken out: modules and their hooks."""
+    """List the modules and their hooks, which must be unchanged after a refusal or a removal."""
     return [
         (path, type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
         for path, module in model.named_modules()
@@ -172,14 +171,14 @@ def describe(model: nn.Module) -> list[Any]:
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
-    """The tensors that a network returns, with the same random numbers each time."""
+    """Return the output tensors of a network, with the same random numbers each time."""
     torch.manual_seed(0)
     with torch.no_grad():
         return tensors(call(model, example))
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of an output, in whatever it puts them."""
+    """Return the tensors of an output, in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict | tuple | list):
@@ -193,15 +192,15 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 # ---- replace ---------------------------------------------------------------------------------------------------------
-# Sums over tokens in another order, through some dozen layers in float32.
+# The tolerance for sums over tokens in another order, through a dozen layers in float32.
 SAME = 1e-3
 
 
 def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
-    """Replace all attention, or that at the places given, by softmax, by another row, and by softmax again."""
+    """Replace all attention, or that at the given places, by softmax, by another operator, and by softmax again."""
     torch.manual_seed(0)
     model = network.build().eval()
-    # Weights that let attention choose, and what it gives be seen: most models start with next to none.
+    # Most models start with weights so small that attention is uniform and its response has no visible effect.
     for weight in (weight for weight in model.parameters() if weight.dim() > 1):
         nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     example = network.example(model)
@@ -220,20 +219,20 @@ def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
     text, called = f"{len(replaced)} replaced", []
     for module in replaced.values():
         module.register_forward_hook(lambda module, inputs, output: called.append(module))
-    for row, equal_to_before in (("softmax", True), ("factorized_gaussian", False), ("softmax", True)):
+    for operator, equal_to_before in (("softmax", True), ("factorized_gaussian", False), ("softmax", True)):
         try:
-            replace_attention(model, row, where=where or None)
+            replace_attention(model, operator, where=where or None)
             after = outputs(model, example)
         except Exception as error:  # noqa: BLE001
             verdict = "refused" if "fix: " in str(error) else "unclear"
-            yield Result("", verdict, f"{text}\n{row}: {type(error).__name__}: {error}")
+            yield Result("", verdict, f"{text}\n{operator}: {type(error).__name__}: {error}")
             return
         if not called:
             yield Result("", "not run", f"{text}, none of which the example reaches")
             return
         if near(after, before) != equal_to_before:
             what = "is not what it was" if equal_to_before else "changes nothing"
-            yield Result("", "wrong", f"{text}\n{row} {what}")
+            yield Result("", "wrong", f"{text}\n{operator} {what}")
             return
     yield Result("", "right", text)
 
@@ -248,19 +247,19 @@ def near(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def is_causal(model: nn.Module, path: str, example: Any) -> bool:
-    """Whether the first position of an attention is deaf to the last, as it is called in the model."""
+    """Whether the first position of an attention does not attend to the last, as it is called in the model."""
     called: list[Any] = []
 
-    def hear(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+    def record(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         if not called:
             called.append((inputs, options))
 
     module = model.get_submodule(path)
-    hook = module.register_forward_pre_hook(hear, with_kwargs=True)
+    hook = module.register_forward_pre_hook(record, with_kwargs=True)
     outputs(model, example)
     hook.remove()
     if not called:
-        return True  # it does not run, so nothing is known
+        return True  # the attention does not run, so the reason cannot be refuted
     inputs, options = called[0]
     first = inputs[0] if inputs else next(each for each in options.values() if isinstance(each, Tensor))
     other = first.clone()
@@ -272,15 +271,15 @@ def is_causal(model: nn.Module, path: str, example: Any) -> bool:
     return torch.equal(tensors(one)[0][:, 0], tensors(two)[0][:, 0])
 
 
-# Each is given a network and the places to try, which are its own to choose if there are none.
+# Arguments are a network and the places to try; without places, a check chooses them.
 CHECKS: dict[str, Callable[[Network, list[str]], Iterator[Result]]] = {"insert": check_insert, "replace": check_replace}
 
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 def sweep(chosen: list[Network], checks: list[str], where: list[str], out: Path, limit: int | None) -> None:
-    """Run the checks of networks that `out` does not hold yet; all lines of a check are written when it is done."""
+    """Run the checks of networks that are not in `out` yet; all lines of a check are written when it is done."""
     lines = read(out)
-    # Without a last line that was cut off.
+    # Without an incomplete last line.
     out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     done = {(line["network"], line["check"]) for line in lines}
     todo = [(network, name) for network in chosen for name in checks if name in network.checks]
@@ -297,7 +296,7 @@ def sweep(chosen: list[Network], checks: list[str], where: list[str], out: Path,
 def attempt(
     check: Callable[[Network, list[str]], Iterator[Result]], network: Network, where: list[str]
 ) -> list[Result]:
-    """The results of a check; a network that cannot be built, or run with its example, says nothing about us."""
+    """Return the results of a check; "not run" if the network cannot be built, or run with its example."""
     results = []
     try:
         results.extend(check(network, where))
@@ -307,13 +306,13 @@ def attempt(
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """The lines that a sweep has written; a last one that was cut off does not count."""
+    """Read the lines of a sweep; an incomplete last line is skipped."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def summarize(lines: list[dict[str, Any]]) -> str:
-    """How many places of how many networks were right, refused, unclear and wrong, by check and library."""
+    """Count the verdicts by check and library."""
     counts: dict[tuple[str, str], collections.Counter[str]] = {}
     for line in lines:
         counts.setdefault((line["check"], line["network"].partition("/")[0]), collections.Counter())[
@@ -328,17 +327,17 @@ def summarize(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Read the arguments, sweep, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="lines of JSON; a run goes on after the last")
+    parser.add_argument("--out", type=Path, required=True, help="lines of JSON; a run continues after the last")
     parser.add_argument("--only", nargs="*", default=["*"], help="names of networks, with *; timm/NAME is any of timm")
     parser.add_argument(
-        "--checks", nargs="*", choices=list(CHECKS), default=list(CHECKS), help="which; both by default"
+        "--checks", nargs="*", choices=list(CHECKS), default=list(CHECKS), help="which checks; both by default"
     )
-    parser.add_argument("--place", nargs="*", default=[], help="places to try, in the place of those proposed")
-    parser.add_argument("--limit", type=int, help="how many checks to run")
+    parser.add_argument("--place", nargs="*", default=[], help="places to try, instead of the proposed ones")
+    parser.add_argument("--limit", type=int, help="number of checks to run")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
-    # Small random weights make numbers that small, on which processors are slow.
+    # Small random weights lead to denormal numbers, on which processors are slow.
     torch.set_flush_denormal(True)
     known = list(networks())
     chosen = [network for network in known if any(fnmatch.fnmatch(network.name, form) for form in options.only)]

@@ -2,11 +2,11 @@
 
     python benchmarks/train_compact.py cifar10 --root data/cifar10 --width 0.5 --epochs 15 --subset 20000
     python benchmarks/train_compact.py imagenette --root data/imagenette --width 0.5 --epochs 15
-    python benchmarks/train_compact.py imagenette --list             # what would be run, and what is done
+    python benchmarks/train_compact.py imagenette --list             # the runs, and which are done
     python benchmarks/train_compact.py imagenette --collect          # the table and the picture again, from the logs
 
-Each run is one `farfield fit` of the dataset's recipe in a folder of its own; runs that are finished are not run again,
-one that was killed goes on. Networks are those of farfield.models and those of benchmarks/zeroed.py.
+Each run is one `farfield fit` of the dataset's recipe in a folder of its own; finished runs are not run again, and a
+killed run resumes. Networks are those of farfield.models and those of benchmarks/zeroed.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 NETWORKS = ["mobilenet_v2", "kanet_qkv", "kanet_kv", "sanet", "zeroed.kanet_qkv", "zeroed.sanet"]
 SIZE = {"imagenette": 128, "cifar10": 32}
 STRIDES = {"imagenette": (2, 2, 2, 2, 2), "cifar10": (1, 1, 2, 2, 2)}
-# Of the timed steps, and how often each network is timed, all in turn.
+# Batch of the timed steps, and number of turns of each network.
 TIMED_BATCH, TURNS = 16, 9
 
 
 def train(arguments: argparse.Namespace, network: str, seed: int, folder: Path) -> None:
-    """Run one `farfield fit`, or what is left of it; a finished run is left as it is."""
+    """Run one `farfield fit`, or what is left of it; leave a finished run unchanged."""
     options = {
         "data.root": arguments.root,
         "data.batch_size": arguments.batch_size,
@@ -54,24 +54,24 @@ def train(arguments: argparse.Namespace, network: str, seed: int, folder: Path) 
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run came to its end."""
+    """Whether a run is finished."""
     return (folder / "finished").exists()
 
 
 def build(name: str, arguments: argparse.Namespace) -> nn.Module:
-    """The network of a run, untrained."""
+    """Build the network of a run, untrained."""
     module, _, function = name.rpartition(".")
     maker = getattr(importlib.import_module(module) if module else models, function)
     return maker(num_classes=10, width=arguments.width, strides=STRIDES[arguments.dataset])
 
 
 def macs(net: nn.Module, side: int) -> int:
-    """MACs of one image."""
+    """Count the MACs of one image."""
     return count(net.eval(), (1, 3, side, side)).macs
 
 
 def times(nets: dict[str, nn.Module], side: int) -> dict[str, float]:
-    """How long a training step of each takes beside that of the first: medians of steps taken in turn."""
+    """Return the time of a training step of each divided by that of the first: medians of steps taken in turn."""
     images, labels = torch.randn(TIMED_BATCH, 3, side, side), torch.randint(10, (TIMED_BATCH,))
     taken: dict[str, list[float]] = {name: [] for name in nets}
     for _ in range(TURNS + 1):  # the first is not counted
@@ -93,7 +93,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 
 def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
-    """Lay out mean and spread of the last epoch's accuracy, and what a network takes, as Markdown."""
+    """Format mean and spread of the last epoch's accuracy, and a network's MACs and times, as a Markdown table."""
     side = SIZE[arguments.dataset]
     nets = {name: build(name, arguments) for name in runs}
     step = times(nets, side)
@@ -119,7 +119,7 @@ def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
 
 
 def picture(runs: dict[str, list[Path]], title: str, file: Path) -> None:
-    """Draw validation accuracy against epochs, one colour a network, one line a seed."""
+    """Draw validation accuracy against epochs, one colour per network, one line per seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -135,13 +135,13 @@ def picture(runs: dict[str, list[Path]], title: str, file: Path) -> None:
 
 
 def list_runs(folders: dict[str, list[Path]]) -> str:
-    """All runs, and which of them are finished."""
+    """Format the list of all runs, with those that are finished marked."""
     runs = [run for seeds in zip(*folders.values(), strict=True) for run in seeds]
     return "\n".join(f"{'done' if finished(run) else 'to do':6} {run}" for run in runs)
 
 
 def main() -> None:
-    """Train what is not trained yet, then print the table and draw the curves of what is finished."""
+    """Train what is not trained yet, then print the table and draw the curves of the finished runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", choices=list(SIZE))
     parser.add_argument("--root", help="folder with train/ and val/")
@@ -154,10 +154,10 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--subset", type=int, help="number of training images, stratified; all by default")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--name", help="of the runs' folders and the picture; the dataset by default")
+    parser.add_argument("--name", help="name of the runs' folders and the picture; the dataset by default")
     parser.add_argument("--list", action="store_true", help="train nothing, list the runs")
     parser.add_argument("--collect", action="store_true", help="train nothing, print the table")
-    parser.add_argument("more", nargs="*", help="further words for farfield fit, after --")
+    parser.add_argument("more", nargs="*", help="further arguments of farfield fit, after --")
     arguments = parser.parse_args()
     here, paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = here if paths is None else os.pathsep.join([here, paths])  # for zeroed

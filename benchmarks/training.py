@@ -1,4 +1,4 @@
-"""Runs of `farfield fit`, each in a folder of its own, and the minutes that a core worked for them."""
+"""Runs of `farfield fit`, each in a folder of its own, and their core minutes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def fit(recipe: Path, folder: Path, options: Mapping[str, object], more: Sequence[str] = ()) -> None:
-    """Run one `farfield fit`, or what is left of it, and note its minutes.
+    """Run one `farfield fit`, or what is left of it, and record its core minutes.
 
     Args:
         recipe: The configuration.
-        folder: Of the run; one that was killed goes on from its last epoch.
-        options: Name -> value, None leaves one out.
-        more: Further words of the command line.
+        folder: The folder of the run; a run that was killed resumes from its last epoch.
+        options: Name -> value; options with None are left out.
+        more: Further arguments of the command line.
     """
     command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(recipe), *more]
     options = {**options, "trainer.default_root_dir": folder, "trainer.enable_progress_bar": "false"}
@@ -35,11 +35,11 @@ def fit(recipe: Path, folder: Path, options: Mapping[str, object], more: Sequenc
 
 
 def processor_minutes() -> float:
-    """Minutes that a core has worked for the commands that are done: waiting does not count."""
+    """Return the core minutes of all finished subprocesses, without waiting times."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (used.ru_utime + used.ru_stime) / 60
 
 
 def minutes(folder: Path) -> float:
-    """Add up the minutes of a run and of what it was resumed by."""
+    """Sum the core minutes of all parts of a run."""
     return sum(float(line) for line in (folder / "minutes").read_text().split())

@@ -4,7 +4,7 @@
     python benchmarks/training_steps.py --batch 2 --side 32 --repeats 1 --json steps.json
 
 Before a network is timed, its output and gradients in float64 on the device are compared with those on the CPU. Steps
-are in float32, and under autocast to bfloat16; convolutions of float32 are as torch has them, on a GPU in TF32.
+are in float32, and under autocast to bfloat16; convolutions of float32 have torch's default precision, TF32 on a GPU.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from farfield import models
 from farfield.cost.measuring import take_turns
 
 NETWORKS = ["mobilenet_v2", "kanet_qkv", "sanet"]
-# Relative L2 in float64: rounding errors that 52 norms of a few images each have enlarged.
+# Relative L2 distance in float64: rounding errors, amplified by 52 norms over a few images each.
 TOLERANCE = 1e-9
 
 
 def check(name: str, device: torch.device) -> float:
-    """The relative error of a network on the device, on images of an odd size; the program ends if it is one."""
+    """Return a network's relative error on the device, for images of an odd size; end the program if it is large."""
     torch.manual_seed(0)
     net = models.MODELS[name](dropout=0.0).double().train()
     image, labels = torch.randn(4, 3, 71, 97, dtype=torch.float64), torch.arange(4)
-    wanted = outcome(copy.deepcopy(net), image, labels)
-    found = outcome(net.to(device), image.to(device), labels.to(device))
-    error = max(distance(one.cpu(), other) for one, other in zip(found, wanted, strict=True))
+    expected = outcome(copy.deepcopy(net), image, labels)
+    result = outcome(net.to(device), image.to(device), labels.to(device))
+    error = max(distance(one.cpu(), other) for one, other in zip(result, expected, strict=True))
     if not error <= TOLERANCE:
         raise SystemExit(f"training_steps.py: {name} on {device} is wrong by {error:.1e}")
     return error
 
 
 def outcome(net: nn.Module, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The classes, and the gradients of all weights."""
+    """Return the logits, and the gradients of all weights."""
     classes = net(image)
     F.cross_entropy(classes, labels).backward()
     return classes.detach(), torch.cat([weight.grad.flatten() for weight in net.parameters()])
 
 
 def training_step(net: nn.Module, image: Tensor, labels: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """One step of SGD as a function of nothing; of another dtype than float32 under autocast."""
+    """Return one step of SGD as a function without arguments; other dtypes than float32 by autocast."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
@@ -62,7 +62,7 @@ def training_step(net: nn.Module, image: Tensor, labels: Tensor, dtype: torch.dt
     return step
 
 
-def measured(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
+def measure(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
     """Check every network, then time all of them in turns."""
     torch.manual_seed(0)
     size = (arguments.batch, 3, arguments.side, arguments.side)
@@ -75,33 +75,33 @@ def measured(arguments: argparse.Namespace, device: torch.device) -> list[Row]:
         for dtype in (torch.float32, torch.bfloat16):
             net = models.MODELS[name]().to(device, memory_format=torch.channels_last).train()
             steps[name, dtype] = training_step(net, image, labels, dtype)
-    for (name, dtype), found in take_turns(steps, device, arguments.repeats).items():
+    for (name, dtype), measured in take_turns(steps, device, arguments.repeats).items():
         row: Row = {"name": name, "dtype": str(dtype).removeprefix("torch."), "error": errors[name]}
-        row |= {"batch": arguments.batch, "side": arguments.side, "seconds": found.seconds}
-        rows.append(row | {"fastest": found.fastest, "peak_bytes": found.peak_bytes, "repeats": found.repeats})
+        row |= {"batch": arguments.batch, "side": arguments.side, "seconds": measured.seconds}
+        rows.append(row | {"fastest": measured.fastest, "peak_bytes": measured.peak_bytes, "repeats": measured.repeats})
     return rows
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=list(models.CLASSIFIERS))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--side", type=int, default=224)
-    parser.add_argument("--repeats", type=int, default=7, help="turns, of which the median (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="number of turns, for medians (default: %(default)s)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write raw results")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    rows = measured(arguments, device)
+    rows = measure(arguments, device)
     print("| network | dtype | median | fastest | peak memory |\n|---|---|---|---|---|")
     for row in rows:
         times = " | ".join(f"{1e3 * row[key]:,.1f} ms" for key in ("seconds", "fastest"))
         print(f"| `{row['name']}` | {row['dtype']} | {times} | {row['peak_bytes'] / 1e6:,.0f} MB |")
     print(f"Batch {arguments.batch} of {arguments.side}², channels last; {machine(device)}.")
     if arguments.json:
-        found = {"hardware": machine(device), "rows": rows}
-        arguments.json.write_text(json.dumps(found, indent=2, ensure_ascii=False), encoding="utf-8")
+        results = {"hardware": machine(device), "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One step of training of the networks for clips, forward and backward: seconds and bytes, with each operator.
+"""One training step of the networks for clips, forward and backward: seconds and bytes, with each operator.
 
     python benchmarks/video.py
     python benchmarks/video.py --frames 8 --side 112 --operators softmax_pooled siamese

@@ -1,15 +1,15 @@
-"""How far the equation is from the call: which functions of ours a call goes through, in how many files.
+"""How far the equation is from the call: which functions of the library a call goes through, in how many files.
 
     python benchmarks/walk.py
     python benchmarks/walk.py --tree "GridAttention.forward"     # every call of one walk, indented
     PYTHONPATH=../other/src python benchmarks/walk.py            # the same of another checkout
 
-Counted are functions of the library that run at the second call, when everything is imported and cached: each function
-once (`functions`, in so many `files`), and every call of one (`calls`). `depth` is how many of them stand inside each
-other. A walk is the sequence of files that calls enter; it `returns` where it enters a file that it has left, and
-`climbs` where a function calls one in a file that a caller of it, but not itself, stands in. Checks of arguments, which
-compute nothing, are counted in a column of their own and nowhere else. `to the equation` are the functions entered, and
-their files, before the first one of `summary.py`: the equation itself.
+Counted are the functions of the library that run in the second call, when everything is imported and cached: different
+functions (`functions`, in so many `files`), and all calls (`calls`). `depth` is the largest number of nested calls. A
+walk is the sequence of files that calls enter; it `returns` where it enters a file that it has left, and `climbs` where
+a function calls another one in the file of one of its callers, but not in its own. Checks of arguments, which compute
+nothing, are counted in their own column only. `to the equation` are the functions entered, and their files, before the
+first one of `summary.py`: the equation itself.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from farfield.nn import GridAttention
 from farfield.streaming import predict_whole
 
 ROOT = Path(farfield.__file__).parent
-# Files that refuse arguments, and functions elsewhere that do.
+# Files with checks of arguments.
 CHECKS = ("_checks.py", "nn/refusals.py", "nn/checks.py")
 EQUATION = "ops/summary.py"
 
 
 class Call(NamedTuple):
-    """A call of a function of ours.
+    """A call of a function of the library.
 
     Attributes:
         code: The function.
-        file: Where it stands, from the package.
-        callers: The files of the functions of ours that it runs inside, the innermost last.
+        file: Its file, relative to the package.
+        callers: The files of the library's functions that call it, the innermost last.
     """
 
     code: CodeType
@@ -53,13 +53,13 @@ class Call(NamedTuple):
 
 
 def trace(action: Callable[[], Any]) -> list[Call]:
-    """Every call of ours that an action makes, in order."""
+    """Return every call of the library's functions in an action, in order."""
     calls: list[Call] = []
     inside: list[tuple[FrameType, str]] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        # Comprehensions and lambdas belong to the function that they stand in.
+        # Comprehensions and lambdas belong to the function that contains them.
         if not code.co_filename.startswith(str(ROOT)) or code.co_name.startswith("<"):
             return
         if event == "call":
@@ -78,7 +78,7 @@ def trace(action: Callable[[], Any]) -> list[Call]:
 
 
 def summary(calls: list[Call]) -> dict[str, int]:
-    """The numbers of a walk."""
+    """Count the numbers of a walk."""
     checks = [call for call in calls if call.file.endswith(CHECKS)]
     walk = [call for call in calls if call not in checks and not any(file.endswith(CHECKS) for file in call.callers)]
     stays = [file for file, _ in itertools.groupby(call.file for call in walk)]
@@ -98,7 +98,7 @@ def summary(calls: list[Call]) -> dict[str, int]:
 
 
 def walks() -> dict[str, Callable[[], Any]]:
-    """What is walked."""
+    """Return the actions that are traced."""
     image, photo = torch.randn(1, 8, 12, 12), torch.randn(1, 3, 64, 64)
     plain = {name: GridAttention(8, name).eval() for name in ("averaged", "softmax", "kronecker_qkv", "siamese")}
     learning = GridAttention(8, "siamese", project="qkvo", residual=True)
@@ -125,14 +125,14 @@ def walks() -> dict[str, Callable[[], Any]]:
 
 
 def tree(calls: list[Call]) -> str:
-    """Every call, indented by what it runs inside."""
+    """Format every call, indented by its depth."""
     return "\n".join(f"{'  ' * len(call.callers)}{call.code.co_qualname}  {call.file}" for call in calls)
 
 
 def main() -> None:
     """Print the table, or one walk."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", metavar="WALK", help="print every call of the walks whose names begin so")
+    parser.add_argument("--tree", metavar="WALK", help="print every call of the walks whose names start with this")
     options = parser.parse_args()
     torch.manual_seed(0)
     for index, (name, action) in enumerate(walks().items()):

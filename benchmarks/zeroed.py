@@ -1,6 +1,6 @@
-"""The compact networks with responses of zero: what their attention has to be better than.
+"""The compact networks with responses of zero: the baseline of their attention.
 
-Blocks, skips and all other layers are those of the network; the attention, its weights and its norm are not there.
+Blocks, skips and all other layers are those of the network; the attention, its weights and its norm are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sanet(num_classes: int = 1000, width: float = 1.0, strides: Sequence[int] = 
 
 
 def zeroed(net: CompactNet) -> CompactNet:
-    """Put zeros in the place of all attention of a network."""
+    """Replace all attention of a network by zeros."""
     for module in net.modules():
         if isinstance(module, AttentionBlock):
             module.attention = Zero()

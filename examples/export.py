@@ -12,7 +12,7 @@ from torch.export import Dim
 from farfield import models
 from farfield.nn import AttentionBlock, BaseBlock
 
-warnings.filterwarnings("ignore")  # torch.onnx names the packages whose operators it does not know
+warnings.filterwarnings("ignore")  # torch.onnx warns of operators of packages that it does not know
 network = nn.Sequential(BaseBlock(3, 16, stride=2), AttentionBlock(16, 24, "kronecker_qkv")).eval()
 example, other = torch.randn(2, 3, 48, 64), torch.randn(1, 3, 97, 120)
 free = {0: Dim("batch"), 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
@@ -22,8 +22,8 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     shapes = ({0: "batch", 2: "height", 3: "width"},)
     torch.onnx.export(network, (example,), file, dynamic_shapes=shapes, dynamo=True, external_data=False, verbose=False)
     session = onnxruntime.InferenceSession(file)
-    [answer] = session.run(None, {session.get_inputs()[0].name: other.numpy()})
-    error = (torch.from_numpy(answer) - network(other)).abs().max()
+    [output] = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+    error = (torch.from_numpy(output) - network(other)).abs().max()
     print(f"network.onnx: {file.stat().st_size:,} bytes, off by {error:.0e}")
 
     program = torch.export.export(network, (example,), dynamic_shapes=(free,))

@@ -1,4 +1,4 @@
-"""Give a network of torchvision global attention without touching its weights, train that alone, and take it out."""
+"""Insert global attention into a torchvision network, train only the new weights, and remove it again."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ assert torch.equal(network(images), before)
 for path, module in added.items():
     print(f"{path}: {module.channels} channels, {sum(weight.numel() for weight in module.parameters()):,} new weights")
 
-# Only the additions learn.
+# Only the additions are trained.
 optimizer = torch.optim.AdamW([weight for module in added.values() for weight in module.parameters()], lr=1e-3)
 for step in range(6):
     loss = torch.nn.functional.cross_entropy(network(images), labels)
@@ -32,4 +32,4 @@ for step in range(6):
 
 remove(network)
 assert torch.equal(network(images), before)
-print("taken out again: the output is what it was")
+print("removed: the output is the same as before")

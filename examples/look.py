@@ -1,4 +1,4 @@
-"""What attends where: find the attention of a network, read a row and basis masks, lay them over the photograph."""
+"""Look at attention: find the attention layers of a network, compute attention rows and basis masks, overlay them."""
 
 import torch
 from sklearn.datasets import load_sample_image
@@ -7,7 +7,7 @@ from torch import nn
 from farfield import maps
 from farfield.nn import GridAttention
 
-# A network without weights, whose positions attend by colour alone. Put a trained one here: models.from_pretrained(folder).
+# A network without weights, whose positions attend by colour alone. For a trained one: models.from_pretrained(folder).
 network = nn.Sequential(
     nn.AvgPool2d(16),
     GridAttention(3, "softmax", project="", scale=4.0),
@@ -23,11 +23,11 @@ for name, layer in layers.items():
 layer = layers["1"]
 for place, position in (("sky", (4, 33)), ("temple", (13, 18))):
     row = maps.attention_row(layer.attention, layer.grid, position).mean(1)[0]  # (26, 40), the average of its heads
-    print(f"a position of the {place} takes {row[:13].sum():.0%} of what it takes from the upper half")
+    print(f"a position of the {place} gives {row[:13].sum():.0%} of its attention to the upper half")
 
 layer = layers["2"]
 for slot, mask in enumerate(maps.basis_masks(layer.attention, layer.grid)[0, 0]):  # (slots, 26, 40)
-    print(f"slot {slot} hears {mask[:13].sum():.0%} from the upper half")
+    print(f"slot {slot} takes {mask[:13].sum():.0%} of its weight from the upper half")
 
 picture = maps.overlay(photograph, row)  # colours in 0..1, for plt.imshow(picture.permute(1, 2, 0))
 print(f"overlay {tuple(picture.shape)}")

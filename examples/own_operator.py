@@ -1,4 +1,4 @@
-"""Linear attention with the feature map elu + 1 as a row of one's own: two functions, and masks and tiles work."""
+"""Linear attention with the feature map elu + 1 as your own operator: two functions, and masks and tiles work."""
 
 import torch
 from torch.nn.functional import elu
@@ -8,12 +8,12 @@ from farfield.nn import GridAttention
 
 
 def basis(key, valid):
-    """Weigh each answering position by its positive features; nothing has a peak here."""
+    """Weigh each position by the positive features of its key; there is no peak of exponents."""
     return elu(key) + 1, None
 
 
 def coefficients(query, summary):
-    """Take from each slot by the positive features of the query, as shares that sum to 1."""
+    """Weigh each slot by the positive features of the query; the weights sum to 1."""
     share = (elu(query) + 1) * summary.weights
     return share / share.sum(2, keepdim=True)
 

@@ -11,7 +11,7 @@ from farfield import replace_attention
 
 
 def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, epochs: int, rate: float) -> None:
-    """Train by AdamW, the rate falling to 0 by a cosine."""
+    """Train by AdamW; the learning rate follows one cosine cycle."""
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
     steps = epochs * -(-len(images) // 64)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
@@ -26,7 +26,7 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, ep
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The share of images that are read right."""
+    """Return the share of images that are classified correctly."""
     return (model.eval()(images).argmax(1) == labels).double().mean().item()
 
 

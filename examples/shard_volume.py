@@ -1,4 +1,4 @@
-"""A volume split over two processes: each holds its part, one small message a layer, and the response of the whole."""
+"""Attend over a volume split over two processes: one small message per layer gives the response of the whole."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from farfield.sharding import sharded_attention
 
 
 def main():
-    """Attend from this process's part to the whole volume, and see that response and gradients are the whole's."""
+    """Attend from this process's part to the whole volume; check the response and gradients against the whole."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     volume = torch.randn(1, 16, 24, 20, 20, dtype=torch.float64)
@@ -22,13 +22,13 @@ def main():
     whole = attention(volume)
     wanted = torch.autograd.grad(whole.square().sum(), attention.value.weight)[0]
 
-    mine = slice(0, 10) if dist.get_rank() == 0 else slice(10, 24)  # parts need not be of one size
+    mine = slice(0, 10) if dist.get_rank() == 0 else slice(10, 24)  # parts may have different sizes
     response = sharded_attention(attention, volume[:, :, mine])
     torch.testing.assert_close(response, whole[:, :, mine])
 
     response.square().sum().backward()
     gradient = attention.value.weight.grad
-    dist.all_reduce(gradient)  # each process has its share: the sum is the whole's
+    dist.all_reduce(gradient)  # each process has its share; the sum is the gradient of the whole
     torch.testing.assert_close(gradient, wanted)
 
     sent = cost.predict(attention, size=volume.shape[2:]).gathered_bytes

@@ -1,4 +1,4 @@
-"""Restore a stack on disk tile by tile: convolutions overlap, attention is over the whole stack, the result exact."""
+"""Restore a stack on disk tile by tile: convolutions overlap, attention covers the whole stack, the result is exact."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ net = nn.Sequential(
     GridAttention(8, "kronecker_qkv", project="qkvo", residual=True),
     nn.Conv3d(8, 1, 3, padding=1),
 ).eval()
-for part in net.modules():  # a residual's output map starts at zero, so that attention would say nothing yet
+for part in net.modules():  # a residual's output projection starts at zero, so that attention would have no effect
     if isinstance(part, GridAttention):
         part.output.reset_parameters()
 
@@ -38,5 +38,5 @@ with tempfile.TemporaryDirectory() as folder:
         whole = net(torch.from_numpy(stack.copy())[None, None])[0, 0]
         apart = torch.cat([net(tile[None, None])[0, 0] for tile in torch.from_numpy(stack.copy()).split(35, 1)], 1)
     print(f"largest difference from the whole: {np.abs(restored - whole.numpy()).max():.0e} in tiles that merge,")
-    print(f"{(apart - whole).abs().max():.0e} in halves that do not hear of each other")
+    print(f"{(apart - whole).abs().max():.0e} in halves that are computed separately")
     np.testing.assert_allclose(restored, whole, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Attend over a whole volume although no step sees more than a tile of it: two passes, and the same response."""
+"""Attend over a whole volume one tile at a time: two passes, and the same response."""
 
 import functools
 
@@ -13,7 +13,7 @@ corners = [(z, y, x) for z in range(0, 24, 12) for y in range(0, 40, 25) for x i
 
 
 def tile(corner):
-    """Cut out the tile at a corner; those at the far sides are smaller."""
+    """Cut out the tile at a corner; tiles at the far borders are smaller."""
     z, y, x = corner
     return volume[:, :, z : z + 12, y : y + 25, x : x + 25]
 

@@ -1,4 +1,4 @@
-"""`GridAttention` written out: 1×1 convolutions, a named whole, a 1×1 convolution, norms on explicit matrices."""
+"""`GridAttention` written out: 1×1 convolutions, the explicit matrix of an operator, norms, a 1×1 convolution."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from farfield.nn import GridAttention
 
 
 def convolved(linear: nn.Module | None, grid: Tensor) -> Tensor:
-    """A 1×1 convolution: the map applied to every position of the grid."""
+    """A 1×1 convolution: the projection of every position of the grid."""
     return grid if linear is None else linear(grid.movedim(1, -1)).movedim(-1, 1)
 
 
 def valid_or_zero(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Masked positions read as 0."""
+    """Set masked positions to 0."""
     return grid if mask is None else grid.masked_fill(~mask[:, None], 0.0)
 
 
@@ -30,19 +30,19 @@ def written_out(
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `attention(grid, context)` means: project every position, attend by the explicit matrix, project responses."""
+    """Compute `attention(grid, context)`: project every position, attend by the explicit matrix, project responses."""
     if context is None:
         context, context_mask = grid, mask
     grid, context = valid_or_zero(grid, mask), valid_or_zero(context, context_mask)
-    row, options = attention.operator_name, _options(attention, grid, mask)
-    if row == "softmax_pooled":  # by definition: pool, then project
+    operator, options = attention.operator_name, _options(attention, grid, mask)
+    if operator == "softmax_pooled":  # by definition: pool, then project
         context, context_mask = explicit.pool(context, context_mask)
-        row = "softmax"
+        operator = "softmax"
     query, key, value = (
         convolved(linear, positions)
         for linear, positions in ((attention.query, grid), (attention.key, context), (attention.value, context))
     )
-    response = explicit.attention(row, query, key, value, mask=context_mask, **options)
+    response = explicit.attention(operator, query, key, value, mask=context_mask, **options)
     norm = attention.coefficient_norm
     if norm is not None and norm.bias is not None:
         response = batch_normed(norm, response, mask)
@@ -51,26 +51,26 @@ def written_out(
 
 
 def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """The arguments that a row takes."""
-    row, options = attention.operator_name, {"heads": attention.heads}
-    if row in explicit.WEIGHT_ROWS:
+    """The arguments that an operator takes."""
+    operator, options = attention.operator_name, {"heads": attention.heads}
+    if operator in explicit.WEIGHT_ROWS:
         options["weight"] = attention.weight
-    if row in explicit.SOFTMAX_ROWS:
+    if operator in explicit.SOFTMAX_ROWS:
         options["scale"] = attention.scale
-    if row in explicit.MEAN_ROWS:
+    if operator in explicit.MEAN_ROWS:
         options["query_mask"] = mask
     norm = attention.coefficient_norm
     if norm is not None and norm.bias is None:
-        # The asking positions of a masked grid that are not valid are no part of a batch norm's batch.
-        asks = explicit.valid_positions(grid, mask).flatten(1)
+        # Masked queries are not in a batch norm's batch.
+        query_valid = explicit.valid_positions(grid, mask).flatten(1)
         options["normalize"] = lambda scores, pairs: products_normed(
-            norm, scores, pairs if row in explicit.MEAN_ROWS else pairs & asks[:, None, :, None]
+            norm, scores, pairs if operator in explicit.MEAN_ROWS else pairs & query_valid[:, None, :, None]
         )
     return options
 
 
 def products_normed(norm: nn.Module, scores: Tensor, pairs: Tensor) -> Tensor:
-    """`F.batch_norm` over the heads of E `(b, h, m, n)`, of the pairs of valid positions only."""
+    """Apply `F.batch_norm` over the heads of E `(b, h, m, n)` to the pairs of valid positions only."""
     chosen = pairs.expand(scores.shape[0], 1, *scores.shape[2:])[:, 0]
     if norm.columns:
         valid = chosen[:, None].to(scores.dtype)
@@ -82,7 +82,7 @@ def products_normed(norm: nn.Module, scores: Tensor, pairs: Tensor) -> Tensor:
 
 
 def batch_normed(norm: nn.Module, response: Tensor, mask: Tensor | None) -> Tensor:
-    """`F.batch_norm` over the channels of the response, of the valid asking positions only; others are left at 0."""
+    """Apply `F.batch_norm` over the channels of the response to valid queries only; others are left at 0."""
     chosen = explicit.valid_positions(response, mask)
     flat = response.movedim(1, -1)[chosen].T[None]  # (1, c, positions)
     normed = torch.zeros_like(response.movedim(1, -1))
@@ -91,7 +91,7 @@ def batch_normed(norm: nn.Module, response: Tensor, mask: Tensor | None) -> Tens
 
 
 def _batch_norm(norm: nn.Module, positions: Tensor) -> Tensor:
-    """torch's own, which also moves the running statistics."""
+    """torch's `F.batch_norm`, which also updates the running statistics."""
     return F.batch_norm(
         positions, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
     )

@@ -1,6 +1,6 @@
-"""The implied attention matrix of every row in float64 torch: the second independent form, for gradients and norms.
+"""The implied attention matrix of every operator in float64 torch: a second independent form, for gradients and norms.
 
-`matrix(row, …)` is A `(batch, heads, N asking, N answering)` and a response is A·V. It is checked against the loops of
+`matrix(operator, …)` is A `(batch, heads, queries, keys)` and a response is A·V. It is checked against the loops of
 `reference.py`, and its autograd against central differences of those loops; the library is then checked against both.
 """
 
@@ -15,15 +15,16 @@ from torch import Tensor
 
 Normalize = Callable[[Tensor, Tensor], Tensor]
 
-# Rows that put a softmax on the coefficient matrix E = KᵀQ.
+# Operators whose queries are axis means.
 MEAN_ROWS = ("kronecker_qkv", "kronecker_qkv_literal")
+# Operators that put a softmax on the coefficient matrix E = KᵀQ.
 SOFTMAX_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", *MEAN_ROWS)
 AXIS_ROWS = ("kronecker_kv", *MEAN_ROWS)
 WEIGHT_ROWS = ("siamese", "siamese_local")
 
 
 class Axes(NamedTuple):
-    """How the positions of a grid become axis means: `means` (b, n, Σ size) averages, `spread` (n, Σ size) is 0 or 1."""
+    """Axis means as matrices: `means` (b, n, Σ size), `spread` (n, Σ size) of 0 and 1, `present` (b, Σ size)."""
 
     means: Tensor
     spread: Tensor
@@ -31,9 +32,9 @@ class Axes(NamedTuple):
 
 
 def axes(size: tuple[int, ...], mask: Tensor) -> Axes:
-    """The averaging matrix of KAN Eq. 14–15, the spreading matrix of KAN Eq. 18 and which indices have a valid position."""
-    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in size), indexing="ij")).flatten(1)
-    blocks = [positions[axis][:, None] == torch.arange(side) for axis, side in enumerate(size)]
+    """The averaging matrix (KAN Eq. 14–15), the spreading matrix (KAN Eq. 18), which indices have a valid position."""
+    positions = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij")).flatten(1)
+    blocks = [positions[axis][:, None] == torch.arange(length) for axis, length in enumerate(size)]
     spread = torch.cat(blocks, dim=1).double()  # (n, Σ)
     weights = mask.flatten(1).double()[:, :, None] * spread  # (b, n, Σ)
     counts = weights.sum(dim=1)  # (b, Σ)
@@ -41,7 +42,7 @@ def axes(size: tuple[int, ...], mask: Tensor) -> Axes:
 
 
 def split(grid: Tensor, heads: int) -> Tensor:
-    """A grid as `(batch, heads, channels a head, positions)`."""
+    """A grid as `(batch, heads, channels per head, positions)`."""
     return grid.flatten(2).unflatten(1, (heads, -1))
 
 
@@ -51,11 +52,11 @@ def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -> tuple[Tensor, Tensor]:
-    """Windows of `width` per side (ceil mode) reduced over their valid positions, and which windows have one."""
+    """Windows of `width` per axis (ceil mode), reduced over their valid positions, and which windows have one."""
     valid = valid_positions(grid, mask)
     size = tuple(grid.shape[2:])
-    positions = torch.stack(torch.meshgrid(*(torch.arange(side) for side in size), indexing="ij")).flatten(1)
-    windows = [-(-side // width) for side in size]
+    positions = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij")).flatten(1)
+    windows = [-(-length // width) for length in size]
     index = torch.zeros(math.prod(size), dtype=torch.long)
     for axis, count in enumerate(windows):
         index = index * count + positions[axis] // width
@@ -73,24 +74,24 @@ def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -
     return out.unflatten(2, windows), (counts > 0)[:, 0].unflatten(1, windows)
 
 
-def _softmax(scores: Tensor, answering: Tensor) -> Tensor:
-    """Softmax over the last axis among the answering positions; zeros where there is none. `answering` (b, 1, 1, n)."""
-    some = answering.any(dim=-1, keepdim=True)
-    masked = torch.where(answering | ~some, scores, -math.inf)
-    return torch.where(answering, masked.softmax(dim=-1), 0.0)
+def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the last axis among the valid positions; zeros where there is none. `valid` (b, 1, 1, n)."""
+    some = valid.any(dim=-1, keepdim=True)
+    masked = torch.where(valid | ~some, scores, -math.inf)
+    return torch.where(valid, masked.softmax(dim=-1), 0.0)
 
 
 def _softmax_matrix(
-    query: Tensor, key: Tensor, answering: Tensor, asking: Tensor, scale: float, normalize: Normalize | None
+    query: Tensor, key: Tensor, key_valid: Tensor, query_valid: Tensor, scale: float, normalize: Normalize | None
 ) -> Tensor:
     scores = scale * query.transpose(2, 3) @ key  # (b, h, m, n)
     if normalize is not None:
-        scores = normalize(scores, asking[:, None, :, None] & answering[:, None, None, :])
-    return _softmax(scores, answering[:, None, None, :])
+        scores = normalize(scores, query_valid[:, None, :, None] & key_valid[:, None, None, :])
+    return _softmax(scores, key_valid[:, None, None, :])
 
 
 def matrix(
-    row: str,
+    operator: str,
     query: Tensor,
     key: Tensor,
     *,
@@ -101,45 +102,45 @@ def matrix(
     scale: float = 1.0,
     normalize: Normalize | None = None,
 ) -> Tensor:
-    """A of `row`, `(b, h, m, n)`, with `normalize(E, pairs)` between E = scale · KᵀQ and the softmax, if any."""
-    valid, asks = valid_positions(key, mask), valid_positions(query, query_mask)
-    query = query.masked_fill(~asks[:, None], 0.0)
+    """A of an operator, `(b, h, m, n)`; `normalize(E, pairs)` acts between E = scale · KᵀQ and the softmax."""
+    key_grid_mask, query_grid_mask = valid_positions(key, mask), valid_positions(query, query_mask)
+    query = query.masked_fill(~query_grid_mask[:, None], 0.0)
     q, k = split(query, heads), split(key, heads)  # (b, h, d, m), (b, h, d, n)
-    answering, asking = valid.flatten(1), asks.flatten(1)
-    count = answering.sum(dim=1).clamp(min=1)[:, None, None, None]
-    answers = answering[:, None, None, :].double()
-    if row == "softmax":
-        return _softmax_matrix(q, k, answering, asking, scale, normalize)
-    if row in AXIS_ROWS:
-        answer_axes = axes(tuple(key.shape[2:]), valid)
-        means = k @ answer_axes.means[:, None]  # (b, h, d, Σn)
-        gather = answer_axes.means[:, None].transpose(2, 3)  # (b, 1, Σn, n)
-        if row == "kronecker_kv":
-            return _softmax_matrix(q, means, answer_axes.present, asking, scale, normalize) @ gather
-        ask_axes = axes(tuple(query.shape[2:]), asks)
-        asked = q @ ask_axes.means[:, None]  # (b, h, d, Σm)
-        inner = _softmax_matrix(asked, means, answer_axes.present, ask_axes.present, scale, normalize)
-        whole = ask_axes.spread @ inner @ gather
-        if row == "kronecker_qkv_literal":
+    key_valid, query_valid = key_grid_mask.flatten(1), query_grid_mask.flatten(1)
+    count = key_valid.sum(dim=1).clamp(min=1)[:, None, None, None]
+    keep = key_valid[:, None, None, :].double()
+    if operator == "softmax":
+        return _softmax_matrix(q, k, key_valid, query_valid, scale, normalize)
+    if operator in AXIS_ROWS:
+        key_axes = axes(tuple(key.shape[2:]), key_grid_mask)
+        means = k @ key_axes.means[:, None]  # (b, h, d, Σn)
+        gather = key_axes.means[:, None].transpose(2, 3)  # (b, 1, Σn, n)
+        if operator == "kronecker_kv":
+            return _softmax_matrix(q, means, key_axes.present, query_valid, scale, normalize) @ gather
+        query_axes = axes(tuple(query.shape[2:]), query_grid_mask)
+        query_means = q @ query_axes.means[:, None]  # (b, h, d, Σm)
+        inner = _softmax_matrix(query_means, means, key_axes.present, query_axes.present, scale, normalize)
+        whole = query_axes.spread @ inner @ gather
+        if operator == "kronecker_qkv_literal":
             return whole
-        # KAN 13: the mean of all rows, which the outer sum of r axes has r times, is counted once.
-        rank, ones = query.dim() - 2, asking[:, None, None].to(whole)
-        return whole - (rank - 1) / rank * (ones @ whole) / ones.sum(dim=3, keepdim=True).clamp(min=1)
-    if row in ("dot", "factorized"):
-        return q.transpose(2, 3) @ k / k.shape[2] * answers
-    if row == "averaged":
-        return q.transpose(2, 3) @ k / count * answers
-    if row == "factorized_gaussian":
-        return q.softmax(dim=2).transpose(2, 3) @ _softmax(k, answering[:, None, None, :])
+        # KAN 13: the mean of all rows, which the outer sum of n axes contains n times, is counted once.
+        spatial_dims, ones = query.dim() - 2, query_valid[:, None, None].to(whole)
+        return whole - (spatial_dims - 1) / spatial_dims * (ones @ whole) / ones.sum(dim=3, keepdim=True).clamp(min=1)
+    if operator in ("dot", "factorized"):
+        return q.transpose(2, 3) @ k / k.shape[2] * keep
+    if operator == "averaged":
+        return q.transpose(2, 3) @ k / count * keep
+    if operator == "factorized_gaussian":
+        return q.softmax(dim=2).transpose(2, 3) @ _softmax(k, key_valid[:, None, None, :])
     w = (torch.ones(query.shape[1]).to(query) if weight is None else weight).view(heads, -1)
     local = torch.einsum("bhdm,hd->bhm", q, w)[..., None]
-    if row == "siamese_local":
-        return local * answers / count
-    return (local + torch.einsum("bhdn,hd->bhn", k, w)[:, :, None]) * answers / count
+    if operator == "siamese_local":
+        return local * keep / count
+    return (local + torch.einsum("bhdn,hd->bhn", k, w)[:, :, None]) * keep / count
 
 
 def attention(
-    row: str,
+    operator: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -151,11 +152,11 @@ def attention(
     scale: float = 1.0,
     normalize: Normalize | None = None,
 ) -> Tensor:
-    """A·V of `row` on the asking grid."""
-    if row == "softmax_pooled":
-        (value, _), (key, mask), row = pool(value, mask), pool(key, mask), "softmax"
+    """A·V of an operator, on the query grid."""
+    if operator == "softmax_pooled":
+        (value, _), (key, mask), operator = pool(value, mask), pool(key, mask), "softmax"
     attending = matrix(
-        row,
+        operator,
         query,
         key,
         heads=heads,

@@ -1,4 +1,4 @@
-"""Random grids, masks and tiles for the tests of all rows, and one way to call a row in each of its forms."""
+"""Random grids, masks and tiles for the tests of all operators, and one way to call each of their forms."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from seeding import seeded_generator
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
 WEIGHT_ROWS = explicit.WEIGHT_ROWS
-# Rows whose implied rows sum to one (kronecker_qkv_literal: to the rank).
+# Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims).
 NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian")
 
-# (asking sides, answering sides): ranks 1–4, sides of 1, odd, prime and unequal, then different ranks.
+# (query size, key size): 1–4 spatial dims, lengths of 1, odd, prime and unequal, then different spatial dims.
 PAIRS = (
     ((7,), (7,)),
     ((1,), (5,)),
@@ -45,7 +45,7 @@ def name(size: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of one row, in the library, as loops and as an explicit matrix."""
+    """One call of one operator (`row`), in the library, as loops and as an explicit matrix."""
 
     row: str
     query: Tensor
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What a gradient is taken of."""
+        """The tensors that gradients are taken with respect to."""
         weight = {"weight": self.options["weight"]} if "weight" in self.options else {}
         return {"query": self.query, "key": self.key, "value": self.value, **weight}
 
@@ -69,18 +69,18 @@ class Case:
         return self.replace(**{field: function(tensor) for field, tensor in self.inputs.items()})
 
     def library(self) -> Tensor:
-        """farfield's answer."""
+        """farfield's response."""
         return getattr(ops, f"{self.row}_attention")(self.query, self.key, self.value, **self.options)
 
     def explicit(self) -> Tensor:
-        """The explicit matrix's answer, differentiable."""
+        """The explicit matrix's response, differentiable."""
         return explicit.attention(self.row, self.query, self.key, self.value, **self.options)
 
     def loops(self) -> Tensor:
-        """The loops' answer."""
+        """The loops' response."""
         options = {field: to_numpy(option) for field, option in self.options.items()}
         query = self.query
-        if self.row not in explicit.MEAN_ROWS and "query_mask" in options:  # only means of queries need to know
+        if self.row not in explicit.MEAN_ROWS and "query_mask" in options:  # only means of queries need the mask
             query = query.masked_fill(~torch.as_tensor(options.pop("query_mask"))[:, None], 0.0)
         grids = (to_numpy(query), to_numpy(self.key), to_numpy(self.value))
         return torch.as_tensor(np.asarray(getattr(reference, self.row)(*grids, **options)))
@@ -104,7 +104,7 @@ def draw(
     scale: float | None = None,
     seed: int = 0,
 ) -> Case:
-    """A random call of `row` in float64: value channels are not key channels, masks keep some positions of each sample."""
+    """A random call of an operator in float64; value and key channels differ, masks keep a part of each sample."""
     generator = seeded_generator(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -127,7 +127,7 @@ def draw(
 
 
 def draw_mask(batch: int, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """About two positions in three valid, one at least in each sample, and the first index of the first axis empty once."""
+    """About two positions in three valid, at least one per sample, and the first index of the first axis empty once."""
     mask = torch.rand(batch, *size, generator=generator) > 0.35
     if size[0] > 1:
         mask[-1, 0] = False
@@ -137,7 +137,7 @@ def draw_mask(batch: int, size: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative L2 error in float64; of zeros, the plain norm."""
+    """Relative L2 error in float64; if all of `want` is 0, the plain norm."""
     assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
     got, want = got.detach().double(), want.detach().double()
     size = float(want.norm())
@@ -151,11 +151,11 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
 
 
 def gradients(output: Tensor, inputs: dict[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-    """The gradient of Σ output · cotangent in every input; zeros in one that is not read."""
-    found = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.dtype), allow_unused=True)
+    """The gradient of Σ output · cotangent for every input; zeros for an input that is not read."""
+    grads = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.dtype), allow_unused=True)
     return {
         field: torch.zeros_like(tensor) if gradient is None else gradient
-        for (field, tensor), gradient in zip(inputs.items(), found, strict=True)
+        for (field, tensor), gradient in zip(inputs.items(), grads, strict=True)
     }
 
 
@@ -169,8 +169,8 @@ def tiles(
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """(origin, slices) of the tiles that `cuts`, the inner boundaries on each axis, make of a grid."""
     spans = []
-    for side, inner in zip(size, cuts, strict=True):
-        edges = (0, *inner, side)
+    for length, inner in zip(size, cuts, strict=True):
+        edges = (0, *inner, length)
         spans.append(list(itertools.pairwise(edges)))
     for tile in itertools.product(*spans):
         yield tuple(start for start, _ in tile), tuple(slice(start, stop) for start, stop in tile)

@@ -1,8 +1,8 @@
 """Every equation of the papers again, as plain float64 loops over positions.
 
-Written from the papers (KAN, SAN, FA) and never from the library, slow on purpose, and read only by tests. A grid is an
-array `(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked position is
-never read.
+Written from the papers (KAN, SAN, FA) and not from the library, slow on purpose, and used only by tests. A grid is an
+array `(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked
+position is never read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
 
 
 def _valid(mask: Mask) -> list[Position]:
-    """The positions of one sample's valid positions, in grid order."""
+    """The indices of one sample's valid positions, in grid order."""
     return [position for position in np.ndindex(mask.shape) if mask[position]]
 
 
 def _softmax(scores: Sequence[float]) -> Array:
-    """Exponentials divided by their sum; of no scores, nothing."""
+    """Exponentials divided by their sum; an empty array for no scores."""
     if not len(scores):
         return np.zeros(0)
     exponentials = np.exp(np.asarray(scores) - max(scores))
@@ -32,7 +32,7 @@ def _softmax(scores: Sequence[float]) -> Array:
 
 
 def _weighted(weights: Iterable[float], vectors: Iterable[Array], channels: int) -> Array:
-    """Σ_j weight_j · vector_j; of no vectors, zeros."""
+    """Σ_j weight_j · vector_j; zeros for no vectors."""
     total = np.zeros(channels)
     for weight, vector in zip(weights, vectors, strict=True):
         total += weight * vector
@@ -50,7 +50,7 @@ def _each_head(
     query_mask: Mask | None = None,
     weight: Array | None = None,
 ) -> Array:
-    """Split the channels into heads in order, operate on each sample and head alone, concatenate (FA Eq. 5)."""
+    """Split the channels into heads in order, apply `head` to each sample and head, concatenate (FA Eq. 5)."""
     query, key, value = (np.asarray(grid, dtype=np.float64) for grid in (query, key, value))
     batch, channels, *size = query.shape
     mask = np.ones((batch, *key.shape[2:]), bool) if mask is None else mask
@@ -72,7 +72,7 @@ def _each_head(
 
 
 def _attend(query: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
-    """One asking vector: Σ_j softmax_j(scale · k_jᵀ q) v_j (KAN Eq. 1)."""
+    """The response of one query: Σ_j softmax_j(scale · k_jᵀ q) v_j (KAN Eq. 1)."""
     weights = _softmax([scale * float(key @ query) for key in keys])
     return _weighted(weights, values, channels)
 
@@ -82,7 +82,7 @@ def softmax(
 ) -> Array:
     """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -95,9 +95,9 @@ def softmax(
 
 
 def _windows(valid: Mask, size: tuple[int, ...]) -> list[list[Position]]:
-    """The valid positions of each pooling window, stride = size, ceil mode (7 → 4); windows without one are left out."""
+    """The valid positions of each pooling window, stride = size, ceil mode (7 → 4), without empty windows."""
     windows = []
-    for window in np.ndindex(*(-(-side // step) for side, step in zip(valid.shape, size, strict=True))):
+    for window in np.ndindex(*(-(-length // step) for length, step in zip(valid.shape, size, strict=True))):
         members = [j for j in _valid(valid) if all(j[a] // size[a] == window[a] for a in range(valid.ndim))]
         if members:
             windows.append(members)
@@ -121,7 +121,7 @@ def softmax_pooled(
         vectors = np.stack([grid[:, *j] for j in members])
         return vectors.max(axis=0) if kind == "max" else vectors.mean(axis=0)
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         windows = _windows(valid, (size,) * valid.ndim if isinstance(size, int) else size)
         keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
         out = np.zeros((v.shape[0], *q.shape[1:]))
@@ -135,7 +135,7 @@ def softmax_pooled(
 def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of positions at a time."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             for j in _valid(valid):
@@ -146,9 +146,9 @@ def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | 
 
 
 def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of valid answering positions."""
+    """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of valid keys."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -162,7 +162,7 @@ def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Ma
 def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 3 and 8: the context Σ_j v_j k_jᵀ first, combined by q_i, divided by d, the channels of the basis."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         context = np.zeros((v.shape[0], k.shape[0]))
         for j in _valid(valid):
             context += np.outer(v[:, *j], k[:, *j])
@@ -175,9 +175,9 @@ def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: 
 
 
 def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """FA Eq. 4 and §3.2.2: softmax over the positions of each basis channel, and over the channels of each asking position."""
+    """FA Eq. 4 and §3.2.2: softmax over the positions of each basis channel, and over the channels of each query."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         positions = _valid(valid)
         values = [v[:, *j] for j in positions]
         context = [
@@ -192,17 +192,17 @@ def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 
 
 
 def _axis_vectors(grid: Array, valid: Mask) -> list[Array | None]:
-    """KAN Eq. 14–15 for one sample: for each axis, for each of its indices, the mean of that slice's valid positions."""
+    """KAN Eq. 14–15 for one sample: for each index of each axis, the mean of the valid positions of that slice."""
     vectors: list[Array | None] = []
-    for axis, side in enumerate(valid.shape):
-        for index in range(side):
+    for axis, length in enumerate(valid.shape):
+        for index in range(length):
             members = [grid[:, *j] for j in _valid(valid) if j[axis] == index]
             vectors.append(sum(members) / len(members) if members else None)
     return vectors
 
 
 def axis_means(grid: Array, mask: Mask | None = None) -> Array:
-    """KAN Eq. 14–15: the axes' mean matrices side by side, `(batch, channels, Σ size)`; 0 where no position is valid."""
+    """KAN Eq. 14–15: the axes' mean matrices concatenated, `(batch, channels, Σ size)`; 0 without a valid position."""
     mask = np.ones((grid.shape[0], *grid.shape[2:]), bool) if mask is None else mask
     zeros = np.zeros(grid.shape[1])
     return np.stack(
@@ -214,7 +214,7 @@ def axis_means(grid: Array, mask: Mask | None = None) -> Array:
 
 
 def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
-    """KAN Eq. 18: Y[:, x_1, …, x_r] = Σ_a vectors of axis a at x_a; `vectors` is `(batch, channels, Σ size)`."""
+    """KAN Eq. 18: Y[:, x_1, …, x_n] = Σ_a vectors of axis a at x_a; `vectors` is `(batch, channels, Σ size)`."""
     out = np.zeros((*vectors.shape[:2], *size))
     for position in np.ndindex(*size):
         for axis, index in enumerate(position):
@@ -222,7 +222,7 @@ def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
     return out
 
 
-def _axis_answers(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
+def _axis_keys_and_values(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
     """Keys and values of the axes' indices that have a valid position."""
     pairs = zip(_axis_vectors(k, valid), _axis_vectors(v, valid), strict=True)
     present = [(key, value) for key, value in pairs if key is not None and value is not None]
@@ -232,10 +232,10 @@ def _axis_answers(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Ar
 def kronecker_kv(
     query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None, scale: float = 1.0
 ) -> Array:
-    """KAN Eq. 16: attn(X, C, C), every position asks, the axes' means answer."""
+    """KAN Eq. 16: attn(X, C, C): queries from every position, keys and values from the axes' means."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
-        keys, values = _axis_answers(k, v, valid)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
+        keys, values = _axis_keys_and_values(k, v, valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
@@ -254,12 +254,12 @@ def kronecker_qkv_literal(
     query_mask: Mask | None = None,
     scale: float = 1.0,
 ) -> Array:
-    """KAN Eq. 17–18: attn(C, C, C), the axes' means ask too, their responses are added by outer sum."""
+    """KAN Eq. 17–18: attn(C, C, C), queries are the axes' means too; their responses are added by outer sum."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, asks: Mask, _w: Array) -> Array:
-        keys, values = _axis_answers(k, v, valid)
-        asking = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, asks)]
-        responses = np.stack([_attend(vector, keys, values, scale, v.shape[0]) for vector in asking], axis=1)
+    def head(q: Array, k: Array, v: Array, valid: Mask, query_valid: Mask, _w: Array) -> Array:
+        keys, values = _axis_keys_and_values(k, v, valid)
+        queries = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, query_valid)]
+        responses = np.stack([_attend(vector, keys, values, scale, v.shape[0]) for vector in queries], axis=1)
         return outer_sum(responses[None], q.shape[1:])[0]
 
     return _each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
@@ -275,20 +275,19 @@ def kronecker_qkv(
     query_mask: Mask | None = None,
     scale: float = 1.0,
 ) -> Array:
-    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes has its mean n times, and is to have it once.
+    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes contains its mean n times; it is counted once.
 
-    That mean is taken over the valid positions of the query, one by one.
+    That mean is taken over the valid queries, one by one.
     """
     options = {"heads": heads, "mask": mask, "query_mask": query_mask, "scale": scale}
-    literal, rank = kronecker_qkv_literal(query, key, value, **options), query.ndim - 2
+    literal, spatial_dims = kronecker_qkv_literal(query, key, value, **options), query.ndim - 2
     out = literal.copy()
     for sample in range(len(query)):
-        asks = np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample]
-        positions = _valid(asks)
+        positions = _valid(np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample])
         for channel in range(value.shape[1]):
             total = sum(literal[sample, channel, *position] for position in positions)
-            once = total / len(positions) / rank if positions else 0.0
-            out[sample, channel] -= (rank - 1) * once
+            once = total / len(positions) / spatial_dims if positions else 0.0
+            out[sample, channel] -= (spatial_dims - 1) * once
     return out
 
 
@@ -307,7 +306,7 @@ def siamese(
 ) -> Array:
     """SAN Eq. 5, its first line: response_i = (1/N) Σ_j v_j (q_i + k_j)ᵀ w."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
         positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -323,7 +322,7 @@ def siamese_local(
 ) -> Array:
     """SAN Eq. 5's local term alone (SAN Table 6): response_i = v̄ (wᵀ q_i)."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
         positions = _valid(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
@@ -335,17 +334,17 @@ def siamese_local(
 
 
 def siamese_ones(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """SAN Table 8: `siamese` whose vector is all ones and not learned."""
+    """SAN Table 8: `siamese` with a vector of ones that is not learned."""
     return siamese(query, key, value, weight=np.ones(query.shape[1]), heads=heads, mask=mask)
 
 
 def elu_linear(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """Katharopoulos et al. 2020: Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j) with φ = elu + 1; the tests' own row."""
+    """Katharopoulos et al. 2020: Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j) with φ = elu + 1; for tests."""
 
     def feature(vector: Array) -> Array:
         return np.where(vector > 0, vector, np.expm1(np.minimum(vector, 0))) + 1
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _asks: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             scores = [float(feature(q[:, *i]) @ feature(k[:, *j])) for j in _valid(valid)]

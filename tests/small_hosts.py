@@ -89,7 +89,7 @@ class TokenBlock(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Patches of 4 × 4 positions as 10 channels last: tokens, or a grid as in a Swin; of one size only, if it is fixed."""
+    """Patches of 4 × 4 positions as 10 channels last: tokens, or a grid as in a Swin; of one size if it is fixed."""
 
     def __init__(self, *, fixed: int | None = None, flat: bool = True) -> None:
         super().__init__()

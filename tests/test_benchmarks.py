@@ -49,28 +49,28 @@ def run(script: str, *arguments: str, status: int = 0, folder: Path = BENCHMARKS
 
 
 # ---- equality before time --------------------------------------------------------------------------------------------
-def options(row: str, project: str) -> dict[str, Any]:
-    return {"heads": 2, "project": project.replace("k", "") if row == "siamese_local" else project}
+def options(operator: str, project: str) -> dict[str, Any]:
+    return {"heads": 2, "project": project.replace("k", "") if operator == "siamese_local" else project}
 
 
 @pytest.mark.parametrize("project", ["", "qkvo"])
-@pytest.mark.parametrize("row", OPERATORS)
-def test_every_operator_is_what_its_equation_says(row: str, project: str) -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_is_what_its_equation_says(operator: str, project: str) -> None:
     contestants, race = module("contestants"), module("race")
-    contestant = contestants.ours(contestants.attention_of(row, 8, **options(row, project)))
+    contestant = contestants.ours(contestants.attention_of(operator, 8, **options(operator, project)))
     for shape in ((2, 8, 5, 7), (1, 8, 11), (1, 8, 3, 4, 3)):
         error = race.error_of(contestant, contestant.module, torch.randn(shape), backward=True)
         assert error < race.tolerance(torch.float32) / 10
 
 
-@pytest.mark.parametrize("row", OPERATORS)
-def test_no_operator_passes_for_another(row: str) -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_no_operator_passes_for_another(operator: str) -> None:
     contestants, race = module("contestants"), module("race")
     grid = torch.randn(2, 8, 5, 7)
     # dot and factorized are one function; siamese_ones differs from siamese by its vector.
-    for other in set(OPERATORS) - ({"dot", "factorized"} if row in ("dot", "factorized") else {row}):
+    for other in set(OPERATORS) - ({"dot", "factorized"} if operator in ("dot", "factorized") else {operator}):
         truth = contestants.ours(contestants.attention_of(other, 8, heads=2)).truth
-        attention = contestants.attention_of(row, 8, heads=2)
+        attention = contestants.attention_of(operator, 8, heads=2)
         error = race.error_of(race.Contestant("wrong", attention, truth), attention, grid, backward=False)
         assert error > 3 * race.tolerance(torch.float32), other
 
@@ -169,7 +169,7 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
                 assert peer["plain_times"] is None
     assert text.count("flash-linear-attention") == (0 if torch.cuda.is_available() else 1)
     assert "kronecker_kv (another function)" in text
-    assert "4 × 5 positions, 8 channels, batch 2, heads 2, maps v, float32: forward and backward" in text
+    assert "4 × 5 positions, 8 channels, batch 2, heads 2, projections v, float32: forward and backward" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -189,7 +189,7 @@ def test_operators_compiled(tmp_path: Path) -> None:
     assert [row["name"] for row in rows] == 2 * ["copy", "siamese", "siamese compiled"]
     for row in rows:
         assert row["right"]
-        # On a CPU nobody sees what compiled code allocates.
+        # On a CPU the allocations of compiled code cannot be measured.
         assert (row["peak_bytes"] is None) == (row["name"] == "siamese compiled" and not torch.cuda.is_available())
 
 
@@ -283,7 +283,7 @@ def test_the_documented_bytes_are_those_that_are_kept() -> None:
 
 
 def test_the_textbook_form_keeps_what_it_must() -> None:
-    """Input, four maps' results, both softmaxes: known by hand, in grids of as many channels."""
+    """The input, four projections, both softmaxes: known by hand, in grids of as many channels."""
     kept = module("kept").kept()
     # The input, softmaxed queries and keys, values, attended; the context is small.
     assert kept["textbook"][0] == pytest.approx(5, abs=0.05)
@@ -316,10 +316,10 @@ def test_a_sliding_window_is_the_whole_but_for_attention() -> None:
         for part in net.modules():
             if isinstance(part, GridAttention):
                 nn.init.normal_(part.output.weight, std=0.3)
-        found = restoration.sliding(net, stack, plan_whole(net, stack.shape, tile=tile, pad="reflect"))
+        result = restoration.sliding(net, stack, plan_whole(net, stack.shape, tile=tile, pad="reflect"))
         whole = predict_whole(net, stack, pad="reflect", quiet=True)
-        assert found.shape == stack.shape
-        off = found - whole
+        assert result.shape == stack.shape
+        off = result - whole
         assert (np.abs(off).max() > 1e-3 * np.ptp(whole)) == seams
     # A field that is constant in each tile, the padded positions before it counted, changes at borders alone.
     field = np.broadcast_to((np.arange(47) + 1) // 16, stack.shape).astype(np.float32)

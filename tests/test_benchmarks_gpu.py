@@ -51,11 +51,11 @@ def test_skips(number): pytest.skip("no data")
 def test_tests_are_counted_with_the_reasons_of_skips(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS, encoding="utf-8")
     pytest_of("test_one.py", "--junitxml=found.xml", cwd=tmp_path)
-    found = module("gpu").found_in(tmp_path / "found.xml")
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 3)
-    assert found["reasons"] == {"no data": 2, "needs a GPU": 1}
-    assert [each["test"] for each in found["wrong"]] == ["test_one::test_wrong", "test_one::test_of_a_broken_fixture"]
-    text = "\n".join(module("gpu_page").tests(found, stopped=True))
+    result = module("gpu").read_result(tmp_path / "found.xml")
+    assert (result["passed"], result["failed"], result["skipped"]) == (1, 2, 3)
+    assert result["reasons"] == {"no data": 2, "needs a GPU": 1}
+    assert [each["test"] for each in result["wrong"]] == ["test_one::test_wrong", "test_one::test_of_a_broken_fixture"]
+    text = "\n".join(module("gpu_page").tests(result, stopped=True))
     assert "1 passed, 2 failed, 3 skipped. Then their time was up" in text
     assert "| 2 | no data |" in text
     assert "AssertionError: not / equal" in text
@@ -79,7 +79,7 @@ def test_what_is_stopped_can_write_what_it_has(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout.readline() == b"has begun\n"
         gpu.end(process)
-    assert gpu.found_in(file) == {"lines": []}
+    assert gpu.read_result(file) == {"lines": []}
 
 
 def test_what_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,9 @@ def test_what_fails_or_takes_too_long_is_written_down_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = module("gpu")
-    found = {"hardware": "beads", "lines": [{"what": "siamese", "limit": "≤ 2", "measured": "1.5", "met": True}]}
+    limits = {"hardware": "beads", "lines": [{"what": "siamese", "limit": "≤ 2", "measured": "1.5", "met": True}]}
     scripts = {
-        "limits kan": (f"import json, sys; json.dump({found}, open(sys.argv[1], 'w'))", 60),
+        "limits kan": (f"import json, sys; json.dump({limits}, open(sys.argv[1], 'w'))", 60),
         "limits san": ("raise SystemExit('siamese is wrong')", 60),
         "tests": ("import time; time.sleep(600)", 0.1),
         "peers": ("", 0),
@@ -131,18 +131,18 @@ TRAINED = {"name": "sanet", "dtype": "float32", "error": 2e-12, "batch": 2, "sid
 TRAINED |= {"seconds": 0.0125, "fastest": 0.0115, "peak_bytes": 2_500_000}
 
 
-def steps_found(small: bool) -> dict[str, Any]:
+def results_of_steps(small: bool) -> dict[str, Any]:
     """What a run of two steps has written."""
     line = {"what": "copies", "limit": "≤ 2", "measured": "1.85", "met": None if small else True}
     each = {"state": "passed", "seconds": 1.0, "limit": 60, "command": "python", "printed": ""}
-    found = {"peers": [RACED, PEER, WRONG], "training steps": {"hardware": "beads", "rows": [TRAINED]}}
-    found["limits kan"] = {"hardware": "beads", "lines": [line]}
+    parts = {"peers": [RACED, PEER, WRONG], "training steps": {"hardware": "beads", "rows": [TRAINED]}}
+    parts["limits kan"] = {"hardware": "beads", "lines": [line]}
     result = {"command": "bash benchmarks/gpu.sh", "revision": "1", "seconds": 2.0, "small": small, "missing": {}}
-    return result | {"machine": [], "steps": [each | {"name": name, "found": part} for name, part in found.items()]}
+    return result | {"machine": [], "steps": [each | {"name": name, "result": part} for name, part in parts.items()]}
 
 
 def test_the_page_has_times_of_what_is_right_alone() -> None:
-    page = module("gpu_page").page(steps_found(small=False))
+    page = module("gpu_page").page(results_of_steps(small=False))
     assert "| siamese | 8×8 | forward | 3.0e-07 | 12.500 | 1.75 |  | 2.5 |" in page
     assert "| timm | 8×8 | forward | 3.0e-07 | 12.500 | 1.75 | 3.50 |  |" in page
     assert "| axial | 8×8 | forward | **wrong**, 2.5e-01 |  |  |  |  |" in page
@@ -152,7 +152,7 @@ def test_the_page_has_times_of_what_is_right_alone() -> None:
 
 
 def test_the_page_of_a_small_run_has_errors_alone() -> None:
-    page = module("gpu_page").page(steps_found(small=True))
+    page = module("gpu_page").page(results_of_steps(small=True))
     lines = ("| siamese | 8×8 | forward | 3.0e-07 |", "| axial | 8×8 | forward | **wrong**, 2.5e-01 |")
     lines += ("| `sanet` | float32 | 2.0e-12 |", "| copies | ≤ 2 |")
     assert set(lines) <= set(page.splitlines())
@@ -161,8 +161,8 @@ def test_the_page_of_a_small_run_has_errors_alone() -> None:
 
 
 def test_results_that_no_page_can_be_made_of_stay_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = steps_found(small=False)
-    result["steps"][0]["found"] = [{}]
+    result = results_of_steps(small=False)
+    result["steps"][0]["result"] = [{}]
     module("gpu").write(result, tmp_path)
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
     text = "No page could be made of gpu.json: KeyError('channels')\n"
@@ -190,12 +190,12 @@ def test_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", ["training_steps.py", *options])
     steps = module("training_steps")
     steps.main()
-    found = json.loads(file.read_text(encoding="utf-8"))
-    rows = found["rows"]
+    result = json.loads(file.read_text(encoding="utf-8"))
+    rows = result["rows"]
     assert [(row["name"], row["dtype"]) for row in rows] == [("kanet_qkv", "float32"), ("kanet_qkv", "bfloat16")]
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 1e6 and row["error"] <= steps.TOLERANCE for row in rows)
     assert capsys.readouterr().out.count("| `kanet_qkv` |") == 2
-    assert "| `kanet_qkv` | float32 | " in "\n".join(module("gpu_page").training_steps(found, whole=True))
+    assert "| `kanet_qkv` | float32 | " in "\n".join(module("gpu_page").training_steps(result, whole=True))
 
 
 @pytest.mark.long
@@ -238,7 +238,7 @@ def test_the_script_runs_to_its_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {step["state"] for step in result["steps"]} == {"passed"}
-    assert result["steps"][0]["found"]["passed"] > 100
+    assert result["steps"][0]["result"]["passed"] > 100
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     sections = ("## Tests", "## Limits", "## Training steps", "## Operators and peers")
     for part in (*sections, "`kanet_qkv`", "timm NonLocalAttn"):

@@ -1,4 +1,4 @@
-"""Recall on grids: its samples are what they are said to be, runs are not repeated, tables and pictures show them."""
+"""Recall on grids: its samples are as documented, runs are not repeated, tables and pictures show them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 from farfield.ops import OPERATORS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# Sides, and pairs: two for which there are 8 keys, a full grid, an odd side, one and three spatial dims.
+# Size, and pairs: two for which there are 8 keys, a full grid, an odd side, one and three spatial dims.
 TASKS = [((8, 8), 2), ((8, 8), 4), ((8, 8), 16), ((5, 7), 7), ((40,), 5), ((8, 8, 8), 16), ((3, 4, 5), 12)]
 
 
@@ -42,7 +42,7 @@ def draw(size: tuple[int, ...], pairs: int, count: int = 50, seed: int = 1) -> t
 def read_sample(task: Any, grid: Tensor) -> tuple[dict[int, int], dict[int, int]]:
     """Of one sample, by a walk over its places: key -> value, and key -> flat index of its question mark."""
     given: dict[int, int] = {}
-    asked: dict[int, int] = {}
+    queried: dict[int, int] = {}
     rows = grid.reshape(-1, task.size[-1]).tolist()
     for index, row in enumerate(rows):
         for column in range(0, len(row) - 1, 2):
@@ -52,13 +52,13 @@ def read_sample(task: Any, grid: Tensor) -> tuple[dict[int, int], dict[int, int]
                 continue
             assert 1 <= left <= task.keys < right < task.symbols
             if right == task.symbols - 1:
-                assert left not in asked
-                asked[left] = index * len(row) + column + 1
+                assert left not in queried
+                queried[left] = index * len(row) + column + 1
             else:
                 assert left not in given
                 given[left] = right - task.keys - 1
         assert len(row) % 2 == 0 or row[-1] == 0
-    return given, asked
+    return given, queried
 
 
 @pytest.mark.parametrize(("size", "pairs"), TASKS)
@@ -68,10 +68,10 @@ def test_every_question_has_its_keys_value(size: tuple[int, ...], pairs: int) ->
     assert task.symbols == 2 + task.keys + 4
     assert task.keys == (8 if pairs <= 4 else 2 * pairs)
     for grid, marks, values in zip(*samples, strict=True):
-        given, asked = read_sample(task, grid)
-        assert len(given) == len(asked) == len(set(marks.tolist())) == pairs
+        given, queried = read_sample(task, grid)
+        assert len(given) == len(queried) == len(set(marks.tolist())) == pairs
         by_place = dict(zip(marks.tolist(), values.tolist(), strict=True))
-        assert {place: given[key] for key, place in asked.items()} == by_place
+        assert {place: given[key] for key, place in queried.items()} == by_place
 
 
 def test_samples_vary_and_repeat_with_their_seed() -> None:
@@ -90,7 +90,7 @@ def test_samples_vary_and_repeat_with_their_seed() -> None:
 
 
 class Oracle(nn.Module):
-    """Answers by a walk over each sample, or with its most frequent value."""
+    """Scores by a walk over each sample, or by its most frequent value."""
 
     def __init__(self, task: Any, counts: bool) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ class Oracle(nn.Module):
     def forward(self, grid: Tensor) -> Tensor:
         scores = torch.zeros(len(grid), 4, grid[0].numel())
         for sample, row in zip(grid, scores, strict=True):
-            given, asked = read_sample(self.task, sample)
+            given, queried = read_sample(self.task, sample)
             if self.counts:
                 row += torch.bincount(torch.tensor(list(given.values())), minlength=4)[:, None]
             else:
-                for key, place in asked.items():
+                for key, place in queried.items():
                     row[given[key], place] = 1
         return scores.view(len(grid), 4, *self.task.size)
 
@@ -163,9 +163,9 @@ def test_only_question_marks_are_scored() -> None:
     task, samples = draw((4, 6), 3, count=5)
     net = tasks.Network("none", task).eval()
     scores = net(samples.grid).flatten(2)
-    found = tasks.answers(net, samples)
+    result = tasks.scores_at_marks(net, samples)
     for sample, pair in itertools.product(range(5), range(3)):
-        assert torch.equal(found[sample, :, pair], scores[sample, :, samples.marks[sample, pair]])
+        assert torch.equal(result[sample, :, pair], scores[sample, :, samples.marks[sample, pair]])
 
 
 @pytest.mark.parametrize("size", [(12,), (4, 4), (2, 4, 4)], ids=str)
@@ -219,8 +219,8 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     for options, text in (
         (["--out", tmp_path / "a", "--pairs", 17], "17 pairs: from 1 to 16 fit in a grid of (8, 8)"),
-        (["--out", tmp_path / "a", "--size", "8,8,8,8"], "not one to three sides"),
-        ([], "--out FILE says where runs are written"),
+        (["--out", tmp_path / "a", "--size", "8,8,8,8"], "not a size of one to three numbers"),
+        ([], "give --out FILE to write runs"),
     ):
         with pytest.raises(SystemExit):
             main(monkeypatch, *options)

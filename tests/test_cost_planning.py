@@ -110,7 +110,7 @@ def test_crossovers_are_the_last_change(rank: int, size: int, number: object, pr
         cheaper = []
         for side in range(1, size):
             ours, theirs = (
-                number(Setting(each.row, 16, heads, each.project, 1, (side,) * rank))  # type: ignore[operator]
+                number(Setting(each.operator, 16, heads, each.project, 1, (side,) * rank))  # type: ignore[operator]
                 for each in (setting, regular)
             )
             cheaper.append(ours < theirs)
@@ -152,8 +152,8 @@ def test_seconds_grow_as_the_work() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"size": ()}, ValueError, "cost.plan: sides must have one number a side, got none."),
-        ({"size": (5, 0)}, ValueError, "cost.plan: sides[1] must be a whole number from 1, got 0."),
+        ({"size": ()}, ValueError, "cost.plan: size must have one number per spatial dim, got none."),
+        ({"size": (5, 0)}, ValueError, "cost.plan: size[1] must be a whole number from 1, got 0."),
         ({"channels": 0}, ValueError, "cost.plan: channels must be a whole number from 1, got 0."),
         ({"memory": 0}, ValueError, "cost.plan: memory must be a whole number from 1, got 0."),
         ({"heads": 5}, ShapeError, "cost.plan: heads=5 does not divide the 12 channels of the grid; try heads=4."),

@@ -218,7 +218,7 @@ def test_every_row_has_a_cost_formula(row: str) -> None:
 
 
 def table_rows(page: str) -> dict[str, list[str]]:
-    """First entry, without its backticks -> the other entries, of every table row of a page whose first entry is code."""
+    """First entry, without its backticks -> the other entries, of every row of a table whose first entry is code."""
     found = re.findall(r"^\| *`([^`]+)` *\|(.+)\|$", read(page), flags=re.MULTILINE)
     return {name: [entry.strip() for entry in rest.split("|")] for name, rest in found}
 

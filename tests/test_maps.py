@@ -354,7 +354,7 @@ def test_what_is_no_attention(function: Any) -> None:
         function(torch.nn.Conv2d(4, 4, 1), GRID, *[(0, 0)] * (function is not maps.basis_masks))
     assert str(raised.value) == (
         f"{function.__name__}: attention must be a GridAttention, got Conv2d; "
-        "fix: farfield.maps.layers(network, image) finds those of a network, with their grids."
+        "fix: farfield.maps.layers(network, image) returns those of a network, with their grids."
     )
 
 
@@ -364,14 +364,14 @@ def test_what_is_no_attention(function: Any) -> None:
         (
             "basis_masks",
             "softmax",
-            "basis_masks: softmax has no basis, each position is a slot of its own; "
-            "fix: maps.attention_row for what one position takes from each.",
+            "basis_masks: softmax has no basis, each position is its own slot; "
+            "fix: maps.attention_row, the weights of all positions for one query.",
         ),
         (
             "basis_masks",
             "kronecker_kv",
-            "basis_masks: kronecker_kv has no basis, each index of each axis is a slot of its own; "
-            "fix: maps.axis_maps for what is taken from them.",
+            "basis_masks: kronecker_kv has no basis, each index of each axis is its own slot; "
+            "fix: maps.axis_maps, the weights of these indices.",
         ),
         (
             "axis_maps",
@@ -388,8 +388,8 @@ def test_what_is_no_attention(function: Any) -> None:
         (
             "axis_maps",
             "kronecker_kv",
-            "axis_maps: under kronecker_kv every position asks for itself; "
-            "fix: name one, axis_maps(attention, grid, (1, 2)).",
+            "axis_maps: under kronecker_kv every position has its own query; "
+            "fix: give a position, axis_maps(attention, grid, (1, 2)).",
         ),
     ],
 )

@@ -150,5 +150,5 @@ def test_overlay_refuses_batches() -> None:
         "overlay: the image must be (3, height, width), the weights (height, width).\n"
         "  image    (1, 3, 8, 8)\n"
         "  weights  (1, 4, 2, 2)\n"
-        "  fix: one image without a batch, and one map: row.mean(1)[0] is that of an average head."
+        "  fix: one image without a batch, and one map: row.mean(1)[0] is the mean of the heads of the first sample."
     )

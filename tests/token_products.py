@@ -13,7 +13,7 @@ ROWS = ("factorized_gaussian", "softmax", "dot", "factorized", "averaged", "siam
 
 
 def matrix(row: str, query: Tensor, key: Tensor, valid: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """The implied N×N matrix of `(b, h, m, d)` and `(b, h, n, d)`; `valid` `(b, n)`, a position masked gets no weight."""
+    """The implied N×N matrix of `(b, h, m, d)` and `(b, h, n, d)`; `valid` `(b, n)`, masked positions get no weight."""
     if valid is None:
         valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
     if row == "factorized_gaussian":  # FA Eq. 4: C = softmax over channels, B = softmax over positions

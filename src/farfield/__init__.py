@@ -1,20 +1,20 @@
 """Global attention for grids of any number of spatial dims, at a cost that grows with the grid and not with its square.
 
-The names below load when they are first asked for, so that ``import farfield`` itself stays light:
+The names below load on first use, so that ``import farfield`` itself is fast:
 
 - ``ops``: the twelve operators, ``OPERATORS``, ``summarize`` and ``respond``
 - ``nn``: ``GridAttention`` and the blocks of the papers
 - ``models``: the compact networks, ``MODELS``, ``from_pretrained``
-- ``cost``: ``predict`` (formula), ``count`` (what executes), ``measure`` (seconds and bytes)
-- ``maps``: which positions one position attends to
+- ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
+- ``maps``: which positions a position attends to
 - ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
 - ``sharding``: ``sharded_attention``, for grids spread over processes
-- ``insert``, ``remove``: attention at any place of a model, without a change to its weights; and out again
+- ``insert``, ``remove``: attention at any place of a model, without a change of its weights, and its removal
 - ``insertion``: the papers' names for such places, as paths
-- ``replace_attention``: any row in the place of a transformer's softmax attention
-- ``pad_grids``: a ragged list of grids as one batch and its mask
-- ``ShapeError``: what every function here raises for shapes that do not fit
+- ``replace_attention``: any operator in place of the softmax attention of a transformer
+- ``pad_grids``: a list of grids of different sizes as one batch and its mask
+- ``ShapeError``: the error that every function here raises for shapes that do not fit
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "theory",
 ]
 
-# Name -> the module that holds it; a module of that very name is the export itself.
+# Name -> the module that has it; a module of the same name is itself the export.
 _HOME = {
     "ShapeError": "_checks",
     "cost": "cost",

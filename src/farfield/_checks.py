@@ -1,4 +1,4 @@
-"""The only place that words a shape error: what was called, what is wrong, the shapes, the fix."""
+"""Shape errors and the checks that raise them: what was called, what is wrong, the shapes, the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ShapeError(ValueError):
 
 
 def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> ShapeError:
-    """Word a `ShapeError`: one line that says what is wrong, one a tensor, one with the fix."""
+    """Build a `ShapeError`: one line with the problem, one for each tensor, one with the fix."""
     width = max((len(name) for name in tensors), default=0)
     lines = [f"{caller}: {problem}"]
     lines += [f"  {name:{width}}  {tuple(tensor.shape)}" for name, tensor in tensors.items()]
@@ -22,7 +22,7 @@ def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> Shape
 
 
 def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> LookupError:
-    """Word a `LookupError` with the nearest known names.
+    """Build a `LookupError` with the nearest known names.
 
     Example:
         >>> print(unknown("ops.OPERATORS", "operator", "siamse", ["softmax", "siamese", "dot"]))
@@ -39,14 +39,13 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
     if not isinstance(grid, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}.")
     if grid.dim() < 3:
-        fix = f"give it its sides, e.g. {name}.unsqueeze(-1) or {name}.unflatten(-1, (height, width))."
-        raise shape_error(
-            caller, f"{name} must be (batch, channels, *size) with one side at least.", fix, **{name: grid}
-        )
+        fix = f"add spatial dims, e.g. {name}.unsqueeze(-1) or {name}.unflatten(-1, (height, width))."
+        problem = f"{name} must be (batch, channels, *size) with at least one spatial dim."
+        raise shape_error(caller, problem, fix, **{name: grid})
     if not grid.is_floating_point():
         raise TypeError(f"{caller}: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
     if 0 in grid.shape[1:]:
-        raise shape_error(caller, f"{name} has an empty side.", "leave empty grids out.", **{name: grid})
+        raise shape_error(caller, f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
 
 
 def check_same_kind(caller: str, **tensors: Tensor) -> None:
@@ -74,7 +73,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
             f"{caller}: {name} must be boolean, True where a position is valid, got {mask.dtype}; fix: {name} > 0."
         )
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
-        fix = f"one value a position, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
+        fix = f"one value per position, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
         raise shape_error(caller, f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
     if mask.device != grid.device:
         raise ValueError(
@@ -84,7 +83,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
 
 
 def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
-    """Refuse a number of heads that does not divide the channels, and name the nearest that does."""
+    """Refuse a number of heads that does not divide the channels; the error names the nearest that does."""
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}.")
     if channels % heads:
@@ -127,7 +126,7 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
 
 
 def projection_fix(grid: Tensor, channels: int) -> str:
-    """The line that gives a grid other channels."""
+    """Return a fix that projects a grid to `channels`."""
     spatial_dims = grid.dim() - 2
     name = (
         f"Conv{spatial_dims}d({grid.shape[1]}, {channels}, 1)"
@@ -140,15 +139,18 @@ def projection_fix(grid: Tensor, channels: int) -> str:
 def check_place(
     caller: str, grid: Tensor, origin: Sequence[int] | None, size: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return where a tile lies as `(origin, size)`, None for a whole grid; refuse a tile that sticks out."""
+    """Return the place of a tile as `(origin, size)`, None for a whole grid; refuse a tile that lies partly outside."""
     if origin is None and size is None:
         return None
     if origin is None or size is None:
-        raise ValueError(f"{caller}: a tile says where it lies by both origin and size, got {origin=}, {size=}.")
+        raise ValueError(f"{caller}: the place of a tile needs both origin and size, got {origin=}, {size=}.")
     place = tuple(origin), tuple(size)
     tile = tuple(grid.shape[2:])
     if not len(place[0]) == len(place[1]) == len(tile):
-        raise ShapeError(f"{caller}: origin and size must have one number a side, got {origin=}, {size=} for {tile}.")
-    if any(start < 0 or start + length > side for start, length, side in zip(place[0], tile, place[1], strict=True)):
+        problem = (
+            f"origin and size must have one number per spatial dim, got {origin=}, {size=} for a tile of size {tile}."
+        )
+        raise ShapeError(f"{caller}: {problem}")
+    if any(start < 0 or start + length > whole for start, length, whole in zip(place[0], tile, place[1], strict=True)):
         raise ShapeError(f"{caller}: a tile of size {tile} at {origin=} does not lie inside a grid of {size=}.")
     return place

@@ -1,4 +1,4 @@
-"""Files and folders that may be replaced without asking: those that were made here, and no others."""
+"""Files and folders that farfield may replace without confirmation: only those that it made itself."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import IO
 with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
 
-# A folder without this file in it is never emptied or removed.
+# A folder without this file is never emptied or removed.
 MARKER = ".farfield"
-MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without asking.\n"
+MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without confirmation.\n"
 
 
 class OwnedFolder:
-    """A folder in which a result grows: made, locked, emptied and removed here, and never if somebody else made it.
+    """A folder for an unfinished result, which farfield makes, locks, empties and removes.
 
-    What is a link, belongs to another user, or holds files and no marker is refused: emptying it would delete what
-    nobody asked to delete. The lock ends with the process that has it, so a kill leaves none behind.
+    A path that is a link, belongs to another user, or has files but no marker is refused: emptying it would delete
+    files that farfield did not make. The lock ends with its process, so a killed process leaves none.
 
     Args:
-        caller: For errors.
-        path: Of the folder.
-        target: What grows in it, for errors.
+        caller: The function that errors name.
+        path: The path of the folder.
+        target: The path of the finished result, for errors.
     """
 
     def __init__(self, caller: str, path: Path, target: Path) -> None:
@@ -35,10 +35,10 @@ class OwnedFolder:
         self.handle: int | None = None
 
     def check(self) -> None:
-        """Refuse a path that leads to what was not made here; one that leads nowhere is fine.
+        """Refuse a path that exists and was not made by farfield.
 
         Raises:
-            FileExistsError: Naming what is there.
+            FileExistsError: If it was not; the text names what is there.
         """
         problem = foreign(self.path)
         if problem is not None:
@@ -48,17 +48,17 @@ class OwnedFolder:
             )
 
     def hold(self) -> None:
-        """Make the folder and keep other processes from it until `let_go`, or until this one ends.
+        """Make the folder and lock it against other processes until `let_go`, or until this process ends.
 
         Raises:
-            FileExistsError: If it was not made here.
-            BlockingIOError: If another process holds it.
+            FileExistsError: If it was not made by farfield.
+            BlockingIOError: If another process has locked it.
         """
         self.check()
         self.path.mkdir(exist_ok=True)
         self.handle = self.lock()
         try:
-            self.check()  # what was locked is what is there
+            self.check()  # again: the path may have changed before it was locked
             if not (self.path / MARKER).exists():
                 (self.path / MARKER).write_text(MARKER_TEXT, encoding="ascii")
         except BaseException:
@@ -66,13 +66,13 @@ class OwnedFolder:
             raise
 
     def lock(self) -> int | None:
-        """Lock the folder; None where the system, or a network drive, knows no such locks."""
+        """Lock the folder; return None if the system, or a network drive, has no such locks."""
         if os.name == "nt":
             return None
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that had it may have finished, and removed the folder, since it was opened.
+            # The process that held the lock may have finished and removed the folder after it was opened here.
             if not self.path.exists() or not os.path.samestat(os.fstat(handle), os.lstat(self.path)):
                 raise BlockingIOError
         except BlockingIOError:
@@ -87,13 +87,13 @@ class OwnedFolder:
         return handle
 
     def let_go(self) -> None:
-        """Let other processes have the folder."""
+        """Unlock the folder."""
         if self.handle is not None:
             os.close(self.handle)
         self.handle = None
 
     def empty(self) -> None:
-        """Remove what is in the folder, but neither the folder, which may be locked, nor its marker."""
+        """Remove the content of the folder, but neither the folder, which may be locked, nor its marker."""
         self.check()
         for each in self.path.iterdir():
             if each.name != MARKER:
@@ -105,14 +105,14 @@ class OwnedFolder:
         shutil.rmtree(self.path)
 
     def become_target(self) -> None:
-        """Give the folder the name of what grew in it, and its marker up."""
+        """Remove the marker and rename the folder to its target."""
         self.check()
         (self.path / MARKER).unlink()
         os.replace(self.path, self.target)
 
 
 def foreign(folder: Path) -> str | None:
-    """Why a folder was not made by `OwnedFolder`; None if it was, if it is empty, or if there is none."""
+    """Return why a folder was not made by `OwnedFolder`; None if it was, if it is empty, or if it does not exist."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def foreign(folder: Path) -> str | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder, or a link, but not what the link leads to."""
+    """Remove a file, a folder, or a link, but not the target of the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -139,11 +139,11 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_replacement(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `path`, whole, when the block ends without an error, and else leaves it."""
+    """Open a temporary file that replaces `path` when the block ends without an error; otherwise `path` stays."""
     beside = path.with_name(f".{path.name}.partial")
     beside.unlink(missing_ok=True)
     try:
-        with beside.open("xb") as file:  # never what a link leads to
+        with beside.open("xb") as file:  # "x": never opens the target of a link
             yield file
         os.replace(beside, path)
     finally:

@@ -1,4 +1,4 @@
-"""Where outputs go: inside their own folder, each input's under a name of its own, and never over an input."""
+"""Paths of outputs: inside their folder, with a different name for each input, and never over an input."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path, PureWindowsPath
 
 
 def output_path(folder: Path, name: str, suffix: str = "", number: int | None = None) -> Path:
-    """Name the file that is written of an input: `folder/<name><suffix>`, which always lies inside the folder.
+    """Return the path of the output for an input: `folder/<name><suffix>`, which is always inside the folder.
 
-    A name may come from a file that somebody sent. Of one that leads elsewhere, absolute or with `..`, the last part is
-    kept, with the input's number behind it where there is one.
+    Names may come from untrusted files. Of a name that leads outside the folder, absolute or with `..`, only the last
+    part is kept, followed by the number of the input if it is given.
 
     Args:
-        folder: Where outputs go.
-        name: Of the input, without suffix; it may have folders, with either kind of slash.
-        suffix: Of the output, such as ".png".
-        number: Of the input, which no other input has.
+        folder: The folder of the outputs.
+        name: The name of the input, without suffix; it may contain folders, with either kind of slash.
+        suffix: The suffix of the output, such as ".png".
+        number: A number that no other input has.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: If the name has no last part, or one that no file can have.
+        ValueError: If the name has no last part, or if its last part cannot be the name of a file.
 
     Example:
         >>> output_path(Path("masks"), "day/1", ".png").as_posix()
@@ -30,7 +30,7 @@ def output_path(folder: Path, name: str, suffix: str = "", number: int | None = 
         >>> output_path(Path("masks"), "../../photographs/1", ".png", number=7).as_posix()
         'masks/1-7.png'
     """
-    # It splits at both slashes and knows drives: a name is as harmless on one system as on another.
+    # A Windows path splits at both slashes and at drives, so a name is equally safe on all systems.
     path = PureWindowsPath(name)
     if path.name in ("", "..") or "\0" in name:
         raise ValueError(f"farfield predict: {name!r} cannot be the name of a file; fix: name the input otherwise.")
@@ -40,15 +40,15 @@ def output_path(folder: Path, name: str, suffix: str = "", number: int | None = 
 
 
 def check_not_input(caller: str, output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output that is a file which is read, by whatever path or link, or a folder that has one in it.
+    """Refuse an output that is an input file, by any path or link, or a folder that contains one.
 
     Args:
-        caller: For the error.
-        output: Where something will be written.
-        inputs: What is read.
+        caller: The function that the error names.
+        output: The path to write to.
+        inputs: The paths that are read.
 
     Raises:
-        FileExistsError: If it is one of them.
+        FileExistsError: If the output is an input, or contains one.
     """
     if not output.exists():
         return

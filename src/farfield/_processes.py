@@ -1,8 +1,8 @@
-"""All-gathers over processes: of facts, by which they agree before anything is sent, and of tensors with gradients.
+"""All-gathers over processes: of facts, to compare them before any tensor is sent, and of tensors with gradients.
 
-`torch.distributed.nn.functional` has one too, deprecated. Its default group is the one there was when it was imported,
-which outlives `destroy_process_group` by that: a second group in one process is not found, and the threads of the first
-may abort the process when the interpreter ends.
+`torch.distributed.nn.functional` also has a differentiable all-gather, which is deprecated. It keeps the default group
+that exists when it is imported, so that group outlives `destroy_process_group`: a second group in the same process is
+not used, and the threads of the first may abort the process when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Gather what each process says before anything is sent; what one of them refuses is an error on all of them.
+    """Gather facts from each process before any tensor is sent; an error of one process is raised on all of them.
 
-    Messages of different lengths abort a process, and one that raises alone lets the others wait: so a refusal is
+    Messages of different lengths abort a process, and if one process raises alone the others wait for it: so errors are
     gathered too.
 
     Args:
-        caller: What the error names.
-        describe: Checks this process's arguments and returns facts about them, which pickle.
+        caller: The function that the error names.
+        describe: Checks the arguments of this process and returns facts about them, which can be pickled.
         group: The processes; by default all.
 
     Returns:
@@ -38,28 +38,30 @@ def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | N
 
     Raises:
         ValueError: If there are no processes, or some refuse their arguments; the text is the same on all.
-        Exception: What `describe` raises, if it raises the same everywhere.
+        Exception: The error of `describe`, if it raises the same one on all processes.
     """
-    facts, refusal, own = None, None, None
+    facts, own_text, own_error = None, None, None
     try:
         facts = describe()
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        own, refusal = error, f"{type(error).__name__}: {error}"
+        own_error, own_text = error, f"{type(error).__name__}: {error}"
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise own or ValueError(f"{caller}: there are no processes; fix: torch.distributed.init_process_group(…).")
-    said: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(said, (facts, refusal), group)
-    refusals = [each for _, each in said]
-    if own is not None and len(set(refusals)) == 1:
-        raise own
-    if any(refusals):
-        listed = list_by_rank("its arguments fit" if each is None else each for each in refusals)
-        raise ValueError(f"{caller}: a process refuses its arguments, so all do.\n{listed}") from own
-    return [each for each, _ in said]
+        raise own_error or ValueError(
+            f"{caller}: there are no processes; fix: torch.distributed.init_process_group(…)."
+        )
+    gathered: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(gathered, (facts, own_text), group)
+    texts = [text for _, text in gathered]
+    if own_error is not None and len(set(texts)) == 1:
+        raise own_error
+    if any(texts):
+        listed = list_by_rank("its arguments fit" if text is None else text for text in texts)
+        raise ValueError(f"{caller}: a process refuses its arguments, so all do.\n{listed}") from own_error
+    return [each for each, _ in gathered]
 
 
 def list_by_rank(values: Iterable[object]) -> str:
-    """Write one line a value, with the ranks that have it, for an error that is the same on all processes."""
+    """Return one line per value, with the ranks that have it, for an error that is the same on all processes."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(str(rank))
@@ -67,7 +69,7 @@ def list_by_rank(values: Iterable[object]) -> str:
 
 
 def all_gather(message: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Every process's message, `(processes, *shape)`; a gradient is the sum of what all processes ask of it."""
+    """Return the messages of all processes, `(processes, *shape)`; gradients are summed over the processes."""
     return cast(Tensor, _AllGather.apply(message, group))
 
 
@@ -83,8 +85,8 @@ class _AllGather(torch.autograd.Function):
         return gathered.view(processes, *message.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return cast(Tensor, _ReduceScatter.apply(gradient, ctx.group)), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _ReduceScatter.apply(grad_output, ctx.group)), None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -98,5 +100,5 @@ class _ReduceScatter(torch.autograd.Function):
         return own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return cast(Tensor, _AllGather.apply(gradient, ctx.group)), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _AllGather.apply(grad_output, ctx.group)), None

@@ -1,7 +1,8 @@
 """Attention over a grid that is spread over processes: each summarizes its part, one all-gather, merge, respond.
 
-A process holds a part of the grid and never more. What it sends is its summary, whose size does not depend on the positions
-(for the Kronecker rows: on the sides alone), so that attention over the whole costs one small message a layer.
+A process holds a part of the grid and never more. It sends its summary, whose size does not depend on the number of
+positions (for the Kronecker operators only on the sum of the lengths of the axes), so attention over the whole grid
+costs one small message per layer.
 """
 
 from __future__ import annotations
@@ -49,27 +50,27 @@ def sharded_attention(
 
     Args:
         layer: The attention, the same on every process.
-        grid: This process's part; parts may differ in sides. Or a `DTensor` split on one side.
-        mask: The part's valid positions.
-        dim: Which side is split, where parts follow each other in the order of ranks; read if `origin` is not given.
-        origin: The part's first index on each side; with `size` parts may lie anywhere.
-        size: Of the whole.
+        grid: This process's part; parts may have different sizes. Or a `DTensor` that is split on one spatial dim.
+        mask: The valid positions of the part.
+        dim: The spatial dim on which parts follow each other in the order of ranks; ignored if `origin` is given.
+        origin: The part's first index on each axis; with `origin` and `size` parts may lie anywhere.
+        size: The size of the whole grid.
         group: The processes; by default all.
 
     Returns:
-        The part's response, as `layer` of the whole grid has it there.
+        The response of the part, equal to that of `layer` on the whole grid at these positions.
 
     Raises:
         ValueError: If the operator's summary is the grid, so that gathering it would undo the split; if there are no
             processes; if the layer's norm is in training; if the processes have different layers.
-        ShapeError: If parts do not make a grid: another batch, a part that lies in another, a gap.
+        ShapeError: If the parts do not form a grid: different batches, overlapping parts, a gap.
         TypeError: If the processes have different dtypes.
-            What one process refuses, or where they differ, is an error of the same text on all of them.
+            All processes raise an error of the same text if one of them refuses its arguments or if they differ.
 
     Cost:
-        The MACs of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each
-        process; a few hundred bytes before, by which the processes agree (not in a compiled graph, which needs
-        `origin` and `size`).
+        The MACs of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each process;
+        before it a few hundred bytes, with which the processes compare their arguments (not in a compiled graph, which
+        needs `origin` and `size`).
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -85,9 +86,9 @@ def sharded_attention(
         True
     """
     if isinstance(grid, DTensor):
-        return of_dtensor(layer, grid, mask)
+        return attend_dtensor(layer, grid, mask)
     if torch.compiler.is_compiling() and origin is not None and size is not None:
-        place = tuple(origin), tuple(size)  # a graph holds no talk about facts
+        place = tuple(origin), tuple(size)  # a graph cannot compare arguments
     else:
         place = agree(layer, grid, mask, dim, origin, size, group)
     where = {"origin": place[0], "size": place[1]}
@@ -98,11 +99,11 @@ def sharded_attention(
 
 
 class Whole(NamedTuple):
-    """What all processes say.
+    """The merged result of all processes.
 
     Attributes:
-        summary: Of the whole.
-        query_sums: Sums that ask, for operators that ask with sums.
+        summary: The summary of the whole grid.
+        query_sums: The query sums of the whole grid, for operators whose queries are sums; otherwise None.
     """
 
     summary: Summary
@@ -115,46 +116,48 @@ def all_gather_summary(
     """Merge the summaries of all processes, by one all-gather through which gradients flow.
 
     Args:
-        summary: Of this process's part, of one shape on all processes.
-        query_sums: Its sums that ask, from `GridAttention.gather_queries`, for operators that ask with sums.
+        summary: The summary of this process's part, of the same shape on all processes.
+        query_sums: Its query sums, from `GridAttention.gather_queries`, for operators whose queries are sums.
         group: The processes; by default all.
 
     Returns:
-        The same on every process, up to rounding that is the same too.
+        The merged summary and query sums, with the same rounding on every process.
 
     Raises:
-        ValueError: If slots are positions, so that their number is that of the positions.
+        ValueError: If each position is a slot, so that the summary is as large as the grid.
         ShapeError: If the processes' summaries differ in shape or dtype; the same error on all of them.
 
     Cost:
-        One all-gather of the summary's numbers from each process, as float32 (float64 stays so), and a few hundred
-        bytes before, by which the processes agree.
+        One all-gather of the summary's numbers from each process, as float32 (or float64 for float64), and before it a
+        few hundred bytes, with which the processes compare their shapes.
     """
 
     def describe() -> str:
         if summary.side_by_side:
             raise ValueError("all_gather_summary: this summary is the grid itself; fix: an operator that compresses.")
-        parts = parts_of(summary, query_sums).items()
+        parts = name_tensors(summary, query_sums).items()
         return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
 
-    said = gather_facts("all_gather_summary", describe, group)
-    if len(set(said)) > 1:
+    facts = gather_facts("all_gather_summary", describe, group)
+    if len(set(facts)) > 1:
         raise ShapeError(
-            f"all_gather_summary: the processes must have summaries of one shape and dtype.\n{list_by_rank(said)}\n"
+            f"all_gather_summary: the processes must have summaries of one shape and dtype.\n{list_by_rank(facts)}\n"
             f"  fix: the same layer, batch and dtype on all of them."
         )
     return gather_and_merge(summary, query_sums, group)
 
 
-def parts_of(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
-    """The tensors that a process sends, by name."""
+def name_tensors(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
+    """Return the tensors that a process sends, by name."""
     named: dict[str, Tensor] = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
-    return named if query_sums is None else named | {"asked": query_sums.positions, "askers": query_sums.valid}
+    return (
+        named if query_sums is None else named | {"query_sums": query_sums.positions, "query_counts": query_sums.valid}
+    )
 
 
 def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: ProcessGroup | None) -> Whole:
-    """`all_gather_summary` of processes that have agreed."""
-    named = parts_of(summary, query_sums)
+    """Gather and merge summaries of the same shape and dtype on all processes, without checks."""
+    named = name_tensors(summary, query_sums)
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in named.values()))
     message = torch.cat([part.to(dtype).flatten() for part in named.values()])
     gathered = all_gather(message, group)  # (processes, numbers)
@@ -164,8 +167,8 @@ def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: Proce
         parts = {
             name: piece.view_as(part).to(part.dtype) for (name, part), piece in zip(named.items(), pieces, strict=True)
         }
-        sums = Gathered(parts.pop("asked"), parts.pop("askers")) if query_sums is not None else None
-        if "peak" in parts:  # it cancels
+        sums = Gathered(parts.pop("query_sums"), parts.pop("query_counts")) if query_sums is not None else None
+        if "peak" in parts:  # it cancels, so it needs no gradient
             parts["peak"] = parts["peak"].detach()
         other = summary._replace(**parts)
         if merged is None:
@@ -177,35 +180,35 @@ def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: Proce
 
 
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:
-    """Say where this process's part lies, where parts follow each other on one side in the order of ranks.
+    """Return the place of this process's part if parts follow each other on one spatial dim in the order of ranks.
 
     Args:
         grid: The part, `(batch, channels, *size)`.
-        dim: Which of its sides is split, from 0.
+        dim: The spatial dim that is split, from 0.
         group: The processes; by default all.
 
     Returns:
-        Origin of the part, size of the whole.
+        Origin of the part, size of the whole grid.
 
     Raises:
-        ShapeError: If the parts differ in anything but that side.
+        ShapeError: If the shapes of the parts differ in anything but this spatial dim.
 
     Cost:
-        One all-gather of a few integers, which waits for every process: call it once and keep what it says.
+        One all-gather of a few integers, which waits for every process: call it once and keep the result.
     """
     parts = gather_facts("sharded_attention", lambda: Part(tuple(grid.shape), check_dim(grid, dim)), group)
     return lay_out(parts, distributed.get_rank(group))
 
 
 class Part(NamedTuple):
-    """What a process says of its part, by which all agree.
+    """The facts about a process's part that the processes compare.
 
     Attributes:
         shape: `(batch, channels, *size)`.
-        dim: Which side is split; None if the process says where its part lies.
-        place: Where; None if it does not say.
-        layer: What the layer is, in one line.
-        dtype: Of the part.
+        dim: The spatial dim that is split; None if `place` is given.
+        place: Origin of the part and size of the whole; None if they are not given.
+        layer: A description of the layer in one line.
+        dtype: The dtype of the part.
     """
 
     shape: tuple[int, ...]
@@ -224,7 +227,7 @@ def agree(
     size: Sequence[int] | None,
     group: ProcessGroup | None,
 ) -> Place:
-    """Tell the processes what this one is about to send, and return where its part lies in a grid that all make."""
+    """Check that the processes have the same layer and dtype and that their parts form a grid; return the own place."""
 
     def describe() -> Part:
         check(layer)
@@ -235,39 +238,41 @@ def agree(
     parts = gather_facts("sharded_attention", describe, group)
     check_same(ValueError, "one layer", [part.layer for part in parts], "build it alike on all of them.")
     check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], "part.to(dtype), layer.to(dtype).")
-    says = ["no origin and size" if part.place is None else "origin and size" for part in parts]
-    check_same(ValueError, "origin and size, or none of them", says, "give them on all, or leave them out on all.")
+    given = ["no origin and size" if part.place is None else "origin and size" for part in parts]
+    check_same(ValueError, "origin and size, or none of them", given, "give them on all, or leave them out on all.")
     return lay_out(parts, distributed.get_rank(group))
 
 
 def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
-    """Refuse what differs between processes, on all of them."""
+    """Raise an error on all processes if the values of their ranks differ."""
     if len(set(values)) > 1:
         raise kind(f"sharded_attention: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
 
 
 def check_dim(grid: Tensor, dim: int) -> int:
-    """Return which side is split, from 0."""
+    """Return the spatial dim that is split, from 0."""
     spatial_dims = grid.dim() - 2
     if not -spatial_dims <= dim < spatial_dims:
         raise ShapeError(
-            f"sharded_attention: {dim=} is no side of a grid of {spatial_dims} sides; fix: one from 0 to {spatial_dims - 1}."
+            f"sharded_attention: {dim=} is out of range for a grid of {spatial_dims} spatial dims; "
+            f"fix: one from 0 to {spatial_dims - 1}."
         )
     return dim % spatial_dims
 
 
 def lay_out(parts: Sequence[Part], own: int) -> Place:
-    """Return where this process's part lies; refuse parts that do not make a grid."""
+    """Return the place of this process's part; refuse parts that do not form a grid."""
     shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
-    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split one side, dim=, on all of them.")
+    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
     if dim is None:
-        same = "parts of one batch, of as many sides"
-        check_same(ShapeError, same, [(shape[0], len(shape) - 2) for shape in shapes], "split sides alone.")
+        same = "parts of the same batch and number of spatial dims"
+        check_same(ShapeError, same, [(shape[0], len(shape) - 2) for shape in shapes], "split only spatial dims.")
         check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
         return cast(Place, places[own])
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
         listed = list_by_rank(shapes)
-        raise ShapeError(f"sharded_attention: parts may differ on side {dim} alone.\n{listed}\n  fix: origin=, size=.")
+        problem = f"parts may differ only in spatial dim {dim}."
+        raise ShapeError(f"sharded_attention: {problem}\n{listed}\n  fix: origin=, size=.")
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
     size[dim] = sum(shape[dim + 2] for shape in shapes)
@@ -277,7 +282,7 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
 def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
     """Refuse parts, each inside the whole, that overlap or leave a gap: every position must lie in one part."""
     origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
-    check_same(ShapeError, "the same size of the whole", [size for _, size in places], "size=, those of the whole.")
+    check_same(ShapeError, "the same size of the whole", [size for _, size in places], "size=, that of the whole grid.")
     starts = torch.tensor(origins, device="cpu")
     ends = starts + torch.tensor(sizes, device="cpu")
     meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
@@ -288,17 +293,17 @@ def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> N
         listed = list_by_rank(f"{own} at origin {origin}" for own, origin in zip(sizes, origins, strict=True))
         raise ShapeError(
             f"sharded_attention: each position of {whole} must be in one part, but {problem}.\n{listed}\n"
-            f"  fix: origin=, the first index of each process's own part on each side (place_of_part says it where "
+            f"  fix: origin=, the first index of each process's own part on each axis (place_of_part returns it if "
             f"parts follow each other); or group=, the processes that share this grid."
         )
 
 
-def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
-    """The same of a distributed tensor that is split on one side; its response is split like it."""
+def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
+    """Apply `sharded_attention` to a `DTensor` that is split on one spatial dim; the response is split alike."""
     mesh, placements = grid.device_mesh, grid.placements
     if len(placements) != 1 or not isinstance(placements[0], Shard) or placements[0].dim < 2:
         raise ShapeError(
-            f"sharded_attention: a DTensor must be split on one side over a mesh of one dimension, got {placements}; "
+            f"sharded_attention: a DTensor must be split on one spatial dim over a 1-D mesh, got {placements}; "
             f"fix: grid.redistribute(placements=[Shard(2)])."
         )
     part = grid.to_local()
@@ -311,9 +316,9 @@ def of_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTen
 
 def check(layer: GridAttention) -> None:
     """Refuse operators that do not compress, and a norm that needs the whole grid."""
-    row, name = layer.operator, layer.operator_name
-    if not row.merges_by_adding:
-        equal = row.coefficients is products
+    operator, name = layer.operator, layer.operator_name
+    if not operator.merges_by_adding:
+        equal = operator.coefficients is products
         fix = (
             'operator="factorized", which is equal'
             if equal

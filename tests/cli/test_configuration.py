@@ -21,9 +21,9 @@ HOSTILE = {
     "model: {network: !!binary d29yZHM=}": "model.network is of type bytes; fix: numbers, strings, booleans",
     "model: !!set {a, b}": "model is of type set; fix: ",
     "model: !!timestamp 2020-01-01": "model is of type date; fix: ",
-    BOMB: "holds more than 10,000 values, some perhaps in themselves; fix: write them out, fewer.",
-    "model: &model [*model]": "holds more than 20 levels, some perhaps in themselves; fix: ",
-    "model: &model {network: *model}": "holds more than 20 levels, some perhaps in themselves; fix: ",
+    BOMB: "has more than 10,000 values, counting repeated references; fix: use fewer.",
+    "model: &model [*model]": "has more than 20 levels, counting repeated references; fix: ",
+    "model: &model {network: *model}": "has more than 20 levels, counting repeated references; fix: ",
     "model: " + 10**5 * "[": "it is nested in more than 20 levels; fix: ",
     "model:\n  " + 10**5 * "- ": "it is nested in more than 20 levels; fix: ",
     "model: !!bool x": "is damaged, not YAML of plain values: 'x'; fix: ",
@@ -33,10 +33,10 @@ HOSTILE = {
     "model: [": "is damaged, not YAML of plain values: while parsing a flow node",
     "<<: 5": "is damaged, not YAML of plain values: while constructing a mapping",
     "? [1]\n: 2": "is damaged, not YAML of plain values: while constructing a mapping",
-    "model: {1: 2}": "1 in model is no name; fix: a string, such as '1'.",
-    "- 1": "holds no entries but list [1]; fix: a recipe, or the config.yaml of a run.",
-    "": "holds no entries but NoneType None; fix: ",
-    "words": "holds no entries but str 'words'; fix: ",
+    "model: {1: 2}": "1 in model is not a valid name; fix: a string, such as '1'.",
+    "- 1": "must have entries, got list [1]; fix: a recipe, or the config.yaml of a run.",
+    "": "must have entries, got NoneType None; fix: ",
+    "words": "must have entries, got str 'words'; fix: ",
     "#" * 2**20 + "#": "has 1,048,577 bytes, and a configuration at most 1,048,576; fix: ",
     "data: {class_path: 5}": "data.class_path is int 5; fix: its full name, such as farfield.models.kanet_qkv.",
     "data: {init_args: 5}": "data.init_args is int 5; fix: its arguments by their names",
@@ -59,9 +59,7 @@ def test_it_is_refused_with_the_file(apart: None, content: str) -> None:
 
 def test_a_file_that_is_no_text(apart: None) -> None:
     Path("mine.yaml").write_bytes(b"\x89PNG\r\n\xff")
-    with pytest.raises(
-        ValueError, match=r"^mine\.yaml is damaged, no text in UTF-8: .*; fix: save or download it again"
-    ):
+    with pytest.raises(ValueError, match=r"^mine\.yaml is damaged, not UTF-8 text: .*; fix: save or download it again"):
         read_configuration(Path("mine.yaml"))
 
 

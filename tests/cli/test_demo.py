@@ -57,7 +57,7 @@ def test_table_2_is_whole_and_measured(run):
     assert len(rows) == 12
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
     assert [row["speed_up"] for row in rows if row["operator"] == "softmax"] == [1, 1, 1]
-    # To the paper's two decimals, which it cuts off in two positions and rounds in the others.
+    # To the paper's two decimals, which it truncates in two entries and rounds in the others.
     assert all(abs(row["macs"] / 1e6 - float(row["printed_macs"][:-1])) < 0.01 for row in rows)
 
 
@@ -103,7 +103,7 @@ def test_features_tell_no_place_and_panels_hold_attention_rows():
     mirrored = picture.features(photograph[:, ::-1], (16, 24))
     torch.testing.assert_close(mirrored, grid.flip(-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grid.square().sum(1), torch.full((1, 16, 24), picture.SHARPNESS))
-    panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.SAYS}
+    panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.CAPTIONS}
     for name, total in (("softmax", 1), ("softmax_pooled", 1), ("kronecker_kv", 1), ("kronecker_qkv", 1)):
         assert panels[name].weights.sum() == pytest.approx(total, abs=1e-5)
     position = panels["softmax"].weights[15, 14]

@@ -10,7 +10,7 @@ import pytest
 from farfield.cli import main
 
 
-def test_it_says_what_speaks_against_kernels(
+def test_it_prints_why_kernels_are_not_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -21,7 +21,7 @@ def test_it_says_what_speaks_against_kernels(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_that_cannot_be_says_why(
+def test_a_build_that_fails_states_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -90,7 +90,7 @@ def test_layers_are_listed(runs: Path, photograph: Path) -> None:
     # The shorter side of 60 becomes 32 pixels, as in training; the strides in front of the first attention are 2.
     assert "16 × 24" in screen
     assert "resized to 32 pixels, normalised as in its training" in screen
-    assert f"look into {LAYER}" in screen
+    assert f"--basis show {LAYER}; " in screen
     assert not list(Path().iterdir())
     listed = json.loads(run("--model", runs, "--image", photograph, "--size", 64, "--json"))
     assert listed[0] == {
@@ -180,7 +180,7 @@ def test_health_of_an_untrained_network(photograph: Path, monkeypatch: pytest.Mo
         *("layer", "operator", "identity", "cut", "response", "constant", "host"),
         *("query", "key", "value", "output", "weight"),
     }
-    assert "give a network, --model; for --health also one that is not trained, --network" in refused(*options)
+    assert "give a network, --model; --health also takes an untrained one, --network" in refused(*options)
     text = refused("--network", "mobilenet_v2", "--image", photograph, "--size", 32, "--health")
     assert "mobilenet_v2 has no GridAttention that runs" in text
 
@@ -194,7 +194,7 @@ def test_scales_of_the_norms_over_the_epochs(runs: Path) -> None:
     assert one["scales"] == last[f"network.{LAYER}.coefficient_norm.weight"].double().tolist()
     Path("few").mkdir()
     shutil.copy(runs / "version_0" / "checkpoints" / "last.ckpt", "few/last.ckpt")
-    assert "For a point an epoch: farfield fit --checkpoint.save_top_k=-1" in run("--model", "few", "--norms")
+    assert "For one point per epoch: farfield fit --checkpoint.save_top_k=-1" in run("--model", "few", "--norms")
 
 
 # ---- which network ---------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_a_saved_network_without_a_run_is_normalised_by_imagenets_colours(photog
     models.kanet_qkv(num_classes=3, width=0.25).save_pretrained("saved")
     Path("config.yaml").write_text("data: {class_path: farfield.data.classify.Digits}")  # not of that network
     screen = run("--model", "saved/model.safetensors", "--image", photograph)
-    assert "resized to 224 pixels, normalised by ImageNet's colours, as no run tells its own" in screen
+    assert "resized to 224 pixels, normalised with the mean and deviation of ImageNet, as no run has its own" in screen
 
 
 def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch
     Path("config.yaml").write_text("model: {network: {class_path: my_networks.build_tiny}}")
     text = refused(*options)
     assert (
-        "config.yaml builds its network by my_networks.build_tiny, which is no network of farfield's; "
+        "config.yaml builds its network with my_networks.build_tiny, which is not a network of farfield; "
         "fix: if you trust it: --network my_networks.build_tiny." in text
     )
     screen = run(*options, "--network", "my_networks.build_tiny", "--position", "10,10")
@@ -287,7 +287,7 @@ def says(name: str, **arguments: object) -> str:
 def test_only_networks_are_built(sent: Path, photograph: Path, name: str) -> None:
     sent.write_text(says(name, path="written", content="words", path_or_repo="sent"))
     text = refused("--model", "sent", "--image", photograph)
-    assert f"sent/config.yaml builds its network by {name}, which is no network of farfield's; fix: " in text
+    assert f"sent/config.yaml builds its network with {name}, which is not a network of farfield; fix: " in text
     assert not Path("written").exists()
 
 
@@ -312,7 +312,7 @@ def test_only_networks_are_built(sent: Path, photograph: Path, name: str) -> Non
         ),
         (
             says("farfield.models.kanet_qkv", width=1e6),
-            "sent/config.yaml: width is 1000000.0, and 64 at most is built; ",
+            "sent/config.yaml: width is 1000000.0, but at most 64 is allowed; ",
         ),
         (says("farfield.models.kanet_qkv", depth=1), "sent/config.yaml does not describe a network of this version: "),
         (says("farfield.models.kanet_qkv", num_classes=4), "the checkpoint is of another network."),
@@ -336,7 +336,7 @@ def test_what_else_such_a_run_may_say(sent: Path, photograph: Path, content: str
 def test_data_of_such_a_run(sent: Path, photograph: Path) -> None:
     described = json.loads(says("farfield.models.kanet_qkv", num_classes=3, width=0.25))
     for arguments, text in (
-        ({"image_size": 10**6}, "sent/config.yaml: image_size is 1000000, and 8,192 at most is built; "),
+        ({"image_size": 10**6}, "sent/config.yaml: image_size is 1000000, but at most 8,192 is allowed; "),
         ({"image_size": "wide"}, "sent/config.yaml does not describe data of this version: "),
         ({"size": 3}, "sent/config.yaml does not describe data of this version: "),
     ):
@@ -345,7 +345,7 @@ def test_data_of_such_a_run(sent: Path, photograph: Path) -> None:
         assert text in refused("--model", "sent", "--image", photograph)
     described["data"] = {"class_path": "os.system", "init_args": {"command": "touch written"}}
     sent.write_text(json.dumps(described))
-    assert "as no run tells its own" in run("--model", "sent", "--image", photograph)
+    assert "as no run has its own" in run("--model", "sent", "--image", photograph)
     assert not Path("written").exists()
 
 
@@ -381,7 +381,7 @@ def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> N
         (("--norms", "--health"), "--position, --basis, --norms and --health show one thing each; give one of them"),
         (
             ("--position", "1,1", "--output", "maps.doc"),
-            "--output maps.doc: a figure cannot be .doc; it can be .png, .pdf, .svg.",
+            "--output maps.doc: a figure cannot be written as .doc; fix: .png, .pdf or .svg.",
         ),
         (("--size", "0", "--position", "1,1"), "'0' is not a whole number from 1"),
     ],
@@ -396,7 +396,7 @@ def test_bad_images(runs: Path, photograph: Path) -> None:
     Path("notes.txt").write_text("no image")
     Path("half.png").write_bytes(photograph.read_bytes()[:3000])
     for name in ("notes.txt", "half.png"):
-        assert f"{name} is no image that can be read" in refused("--model", runs, "--image", name)
+        assert f"{name} cannot be read as an image" in refused("--model", runs, "--image", name)
     assert "there is no image none.png." in refused("--model", runs, "--image", "none.png")
     assert "give a photograph" in refused("--model", runs)
     assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--position", "1,1")
@@ -419,7 +419,7 @@ def test_bad_models(photograph: Path) -> None:
     assert "is damaged" in refused("--model", "broken.ckpt", "--norms")
     models.kanet_kv(num_classes=3, width=0.25).save_pretrained("axes")
     text = refused("--model", "axes", "--image", photograph, "--basis")
-    assert "basis_masks: kronecker_kv has no basis, each index of each axis is a slot of its own" in text
+    assert "basis_masks: kronecker_kv has no basis, each index of each axis is its own slot" in text
 
 
 def test_a_photograph_is_read_the_way_up_that_viewers_show_it(runs: Path) -> None:
@@ -451,5 +451,5 @@ def test_a_damaged_photograph_is_named(photograph: Path) -> None:
     turned = path.read_bytes().replace(b"MM\0*", b"MM\0_")
     for content in (whole[:20], whole[: len(whole) // 2], b"", turned):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged\.webp is no image that can be read: "):
+        with pytest.raises(ValueError, match=r"damaged\.webp cannot be read as an image: "):
             read_photograph(path)

@@ -1,4 +1,4 @@
-"""`farfield plan`, for people, as JSON, as CSV, and when it is asked for what cannot be."""
+"""`farfield plan` as text, JSON and CSV, and its errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_plan_as_json(run: Any) -> None:
 @pytest.mark.long
 def test_plan_for_people(run: Any) -> None:
     text = run("--channels 16 --size 12,10 --memory 60KiB --no-time")
-    assert text.startswith("12 × 10 positions, 16 channels, 1 head, maps v, batch 1, a forward pass in 0.06MB")
+    assert text.startswith("12 × 10 positions, 16 channels, 1 head, projections v, batch 1, a forward pass in 0.06MB")
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1]}
     assert lines["siamese"][1] == "yes"
     assert lines["dot"][1] == "no"
@@ -81,10 +81,13 @@ def test_memory(text: str, size: int) -> None:
     [
         ("--size 4", "the following arguments are required: --channels"),
         ("--channels 8", "the following arguments are required: --size"),
-        ("--channels 8 --size 4 --memory lots", "argument --memory: 'lots' is not a memory: bytes, or a number and"),
-        ("--channels 8 --size 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory"),
-        ("--channels 8 --size 4 --memory 0", "argument --memory: '0' is not a memory"),
-        ("--channels 8 --size 4,0", "argument --size: '4,0' is not sides"),
+        (
+            "--channels 8 --size 4 --memory lots",
+            "argument --memory: 'lots' is not a memory size: a number of bytes, or",
+        ),
+        ("--channels 8 --size 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory size"),
+        ("--channels 8 --size 4 --memory 0", "argument --memory: '0' is not a memory size"),
+        ("--channels 8 --size 4,0", "argument --size: '4,0' is not a size"),
         ("--channels 8 --size 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),
         ("--channels 8 --size 4 --project x", "farfield plan: cost.plan: project='x' must be letters of"),
         ("--channels 8 --size 4 --device abacus", "farfield plan: Expected one of cpu, cuda, "),

@@ -1,4 +1,4 @@
-"""Runs that a scheduler or Ctrl-C ends: their status, what they say, and that what they say works."""
+"""Runs that a scheduler or Ctrl-C ends: their status, their message, and that the command in it works."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def test_sigterm_ends_a_fit_with_143_and_the_command_that_it_prints_goes_on() -> None:
+def test_sigterm_ends_a_fit_with_143_and_the_command_that_it_prints_resumes_it() -> None:
     Path("armed").write_text("1")
-    # Loader processes hear it too, and their end is an error of torch's that must not hide the signal.
+    # Loader processes receive it too, and their end is an error of torch's that must not hide the signal.
     process = start(*words("fit", "Sender", data__workers=1))
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, errors
     last = Path("runs/version_0/checkpoints/last.ckpt")
     command = f"farfield fit --config {last.parents[1] / 'config.yaml'} --ckpt_path last"
-    kept = "the epochs that were complete are kept"
-    assert errors.endswith(f"farfield fit: stopped by SIGTERM; {kept}. To go on: {command}\n"), errors
+    kept = "the completed epochs are kept"
+    assert errors.endswith(f"farfield fit: stopped by SIGTERM; {kept}. To resume: {command}\n"), errors
     assert "Traceback" not in errors
     assert torch.load(last, weights_only=True)["epoch"] == 0
     Path("armed").unlink()
@@ -117,8 +117,8 @@ def test_a_signal_in_the_middle_of_a_batch(
     with pytest.raises(SystemExit) as stopped:
         farfield.cli.main(words(command, "Now"))
     assert stopped.value.code == 128 + getattr(signal, name)
-    said = "no epoch was complete, so no checkpoint was written" if command == "fit" else "it is not complete"
-    text = f"farfield {command}: stopped by {name}; {said}. To start again: the same command.\n"
+    kept = "no epoch was completed, so no checkpoint was written" if command == "fit" else "it is not complete"
+    text = f"farfield {command}: stopped by {name}; {kept}. To start again: run the same command.\n"
     assert capsys.readouterr().err.endswith(text)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -131,15 +131,15 @@ def test_the_command_names_the_checkpoint_where_last_is_another_run_by_now(
     monkeypatch.setenv("SENT", "SIGTERM")
     with pytest.raises(SystemExit):
         farfield.cli.main(words("fit", "Newer", ckpt_path="last"))
-    said = capsys.readouterr().err.splitlines()[-1].partition("To go on: ")[2]
+    resume = capsys.readouterr().err.splitlines()[-1].partition("To resume: ")[2]
     last = "runs/version_0/checkpoints/last.ckpt"
-    assert said == f"farfield fit --config runs/version_0/config.yaml --ckpt_path {last}"
+    assert resume == f"farfield fit --config runs/version_0/config.yaml --ckpt_path {last}"
     monkeypatch.setenv("SENT", "")
-    farfield.cli.main(shlex.split(said)[1:])
+    farfield.cli.main(shlex.split(resume)[1:])
     assert torch.load("runs/version_8/checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
-def test_a_run_in_its_first_epoch_does_not_name_the_checkpoint_it_goes_on_from(
+def test_a_run_in_its_first_epoch_does_not_name_the_checkpoint_it_resumes_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SENT", "")
@@ -147,10 +147,10 @@ def test_a_run_in_its_first_epoch_does_not_name_the_checkpoint_it_goes_on_from(
     monkeypatch.setenv("SENT", "SIGTERM")
     with pytest.raises(SystemExit):
         farfield.cli.main(words("fit", "Now", ckpt_path="runs/version_0/checkpoints/last.ckpt"))
-    assert capsys.readouterr().err.endswith("no checkpoint was written. To start again: the same command.\n")
+    assert capsys.readouterr().err.endswith("no checkpoint was written. To start again: run the same command.\n")
 
 
-def test_a_command_in_the_background_does_not_hear_ctrl_c() -> None:
+def test_a_command_in_the_background_ignores_ctrl_c() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Stop("fit"):

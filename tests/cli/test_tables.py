@@ -55,8 +55,8 @@ def literals(file: str, name: str) -> dict[Any, Any]:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: dict[Any, Any] = getattr(module, name)
-    return found
+    table: dict[Any, Any] = getattr(module, name)
+    return table
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def test_unknown_command(fails: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["cost", "--size", "56,x"], "argument --size: '56,x' is not sides: whole numbers from 1 joined by commas"),
-        (["cost", "--size", "56,0"], "argument --size: '56,0' is not sides"),
+        (["cost", "--size", "56,x"], "argument --size: '56,x' is not a size: whole numbers from 1 joined by commas"),
+        (["cost", "--size", "56,0"], "argument --size: '56,0' is not a size"),
         (["cost", "--channels", "0"], "argument --channels: '0' is not a whole number from 1"),
         (["cost", "--channels", "eight"], "argument --channels: 'eight' is not a whole number from 1"),
         (["cost", "--json", "--csv"], "argument --csv: not allowed with argument --json"),
@@ -142,8 +142,8 @@ def test_errors_are_one_message(
     fails: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str | None
 ) -> None:
     monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
-    found = fails("info", status=status)
-    assert found == text if text else 'fix: pip install "farfield[cli]"' in found
+    output = fails("info", status=status)
+    assert output == text if text else 'fix: pip install "farfield[cli]"' in output
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
@@ -165,32 +165,32 @@ def test_a_reader_that_leaves_early_is_no_error(form: list[str]) -> None:
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
-def test_operators_lists_every_row(run: Any) -> None:
+def test_operators_lists_every_operator(run: Any) -> None:
     assert list(tables.OPERATORS) == list(OPERATORS)
     text = run("operators")
-    for row, positions in tables.OPERATORS.items():
-        [line] = [line for line in text.splitlines() if line.split()[:1] == [row]]
-        assert all(position in line for position in positions)
+    for name, texts in tables.OPERATORS.items():
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        assert all(text in line for text in texts)
     assert [row["operator"] for row in json.loads(run("operators", "--json"))] == list(OPERATORS)
 
 
-@pytest.mark.parametrize("row", OPERATORS)
-def test_operators_says_how_summaries_merge(row: str) -> None:
-    operator, (_, slots, merging, _) = OPERATORS[row], tables.OPERATORS[row]
-    assert (merging == "stand side by side") == (operator.basis is None and operator.keys_from.side_by_side)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_states_how_summaries_merge(name: str) -> None:
+    operator, (_, slots, merging, _) = OPERATORS[name], tables.OPERATORS[name]
+    assert (merging == "concatenated") == (operator.basis is None and operator.keys_from.side_by_side)
     key = torch.ones(1, 1, 1 if operator.score else 5, 3)
     number = None if operator.basis is None else operator.basis(key, torch.ones(1, 1, 1, 3))[0].shape[2]
-    assert {"one": 1, "two": 2, "one a key channel": 5}.get(slots) == number
+    assert {"one": 1, "two": 2, "one per key channel": 5}.get(slots) == number
 
 
-@pytest.mark.parametrize("row", OPERATORS)
-def test_operators_says_how_the_cost_grows(row: str) -> None:
-    rule = tables.OPERATORS[row][3].replace("²", "**2").replace("·", "*").replace("^rank", "**2").replace("Σsides", "S")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_states_how_the_cost_grows(name: str) -> None:
+    rule = tables.OPERATORS[name][3].replace("²", "**2").replace("·", "*").replace("^dims", "**2")
 
     def grown(side: int) -> float:
         return float(eval(rule, {"N": side**2, "S": 2 * side, "c": 16, "h": 1}))
 
-    small, large = (cost.predict(row, channels=16, size=(side, side), project="").macs for side in (64, 128))
+    small, large = (cost.predict(name, channels=16, size=(side, side), project="").macs for side in (64, 128))
     assert large / small == pytest.approx(grown(128) / grown(64), rel=1e-6)
 
 
@@ -198,8 +198,8 @@ def test_operators_says_how_the_cost_grows(row: str) -> None:
 @pytest.mark.long
 def test_models(run: Any) -> None:
     names = ["kanet_qkv", "sanet"]
-    query_sums = [part for name in names for part in ("--model", name)]
-    rows = json.loads(run("models", *query_sums, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
+    options = [part for name in names for part in ("--model", name)]
+    rows = json.loads(run("models", *options, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
     assert [row["model"] for row in rows] == names
     for row in rows:
         with torch.device("meta"):
@@ -208,7 +208,7 @@ def test_models(run: Any) -> None:
         assert (row["macs_executed"], row["weights"]) == (counted.macs, counted.weights)
         assert row["macs_paper"] == cost.predict(net, channels=3, size=(64, 64), convention="paper").macs
         assert row["parameters"] == sum(parameter.numel() for parameter in net.parameters())
-        # What the papers print is of 224 pixels and 1,000 classes.
+        # The papers print numbers for 224 pixels and 1,000 classes.
         assert row["macs_printed"] is None
         assert row["weights_printed"] is None
 
@@ -241,7 +241,7 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
     assert lines["kronecker_kv"][1:9] == words("5.63m 5.62m 96.43% 96.43% 48.2MB 48.2MB 96.18% 96.18%")
     assert lines["kronecker_qkv"][1:9] == words("0.21m 0.21m 99.87% 99.87% 3.4MB 3.4MB 99.73% 99.73%")
     assert set(OPERATORS) <= set(lines)
-    # What executes here, counted.
+    # The executed MACs, counted.
     assert lines["averaged"][-3] == "0.40m"
     assert lines["kronecker_qkv"][-3] == lines["kronecker_qkv_literal"][-3] == "0.21m"
     # What a process sends: of 8 samples 8 · 8 values, 8 weights and a count, in float32.
@@ -264,8 +264,8 @@ def test_cost_without_a_table_of_a_paper(run: Any) -> None:
     rows = json.loads(run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo", "--json"))
     for row in rows:
         name = row["operator"]
-        maps = "qvo" if name == "siamese_local" else "qkvo"
-        options = {"channels": 12, "size": (9, 7, 5), "heads": 2, "project": maps}
+        project = "qvo" if name == "siamese_local" else "qkvo"
+        options = {"channels": 12, "size": (9, 7, 5), "heads": 2, "project": project}
         ours, paper = (cost.predict(name, convention=each, **options) for each in ("farfield", "paper"))
         assert (row["macs_executed"], row["macs_paper"]) == (ours.macs, paper.macs)
         assert row["memory_paper"] == 8 * paper.activation_bytes or row["paper"] == "SAN"
@@ -275,8 +275,8 @@ def test_cost_without_a_table_of_a_paper(run: Any) -> None:
 
 def test_printed_operators_are_the_papers() -> None:
     kan, san = literals("test_operator_tables", "KAN_TABLE_2"), literals("test_operator_tables", "SAN_TABLE_2")
-    assert {position: tuple(row[:4]) for position, row in printed.KAN_TABLE_2.items()} == kan
-    assert {position: (row.macs, row.memory, row.memory_saving) for position, row in printed.SAN_TABLE_2.items()} == san
+    assert {key: tuple(row[:4]) for key, row in printed.KAN_TABLE_2.items()} == kan
+    assert {key: (row.macs, row.memory, row.memory_saving) for key, row in printed.SAN_TABLE_2.items()} == san
 
 
 def test_csv_is_as_json(run: Any) -> None:
@@ -293,17 +293,17 @@ def test_measure(run: Any) -> None:
     assert [(row["size"], row["operator"]) for row in rows] == [
         (size, name) for size in ([12], [4, 5]) for name in OPERATORS
     ]
-    found = {(len(row["size"]), row["operator"]): row for row in rows}
+    measured = {(len(row["size"]), row["operator"]): row for row in rows}
     for row in rows:
         assert 0 < row["fastest"] <= row["seconds"]
-        assert row["speed_up"] == pytest.approx(found[len(row["size"]), "softmax"]["seconds"] / row["seconds"])
+        assert row["speed_up"] == pytest.approx(measured[len(row["size"]), "softmax"]["seconds"] / row["seconds"])
         assert row["peak_bytes"] > 0
     # On one axis the Kronecker operators are softmax attention; dot and factorized are one function in two orders.
-    assert found[1, "kronecker_kv"]["equals"] == "softmax"
-    assert found[1, "kronecker_qkv"]["equals"] == "softmax, kronecker_kv"
-    assert found[1, "kronecker_qkv_literal"]["equals"] == "softmax, kronecker_kv, kronecker_qkv"
-    assert found[2, "kronecker_kv"]["equals"] is None
-    assert found[2, "factorized"]["equals"] == "dot"
+    assert measured[1, "kronecker_kv"]["equals"] == "softmax"
+    assert measured[1, "kronecker_qkv"]["equals"] == "softmax, kronecker_kv"
+    assert measured[1, "kronecker_qkv_literal"]["equals"] == "softmax, kronecker_kv, kronecker_qkv"
+    assert measured[2, "kronecker_kv"]["equals"] is None
+    assert measured[2, "factorized"]["equals"] == "dot"
 
 
 def test_measure_for_people(run: Any) -> None:
@@ -326,13 +326,13 @@ def test_info(run: Any) -> None:
     assert rows["extra cli"] == "installed"
 
 
-def test_info_says_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from farfield.cli import machine
 
     monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
-    found = machine.extras()
-    assert found["cli"] == "installed"
-    assert found["train"] == found["demo"] == "lacks lightning"
+    extras = machine.extras()
+    assert extras["cli"] == "installed"
+    assert extras["train"] == extras["demo"] == "lacks lightning"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

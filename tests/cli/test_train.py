@@ -88,7 +88,7 @@ def test_a_recipe_runs_two_steps_and_its_weights_load_again(recipe: Path, tmp_pa
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_it_is(recipe: Path) -> None:
+def test_a_recipe_states_what_it_is(recipe: Path) -> None:
     header = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     for word in ("Paper:", "To reach:", "Takes:", "Differs:"):
         assert any(line.startswith(f"# {word}") for line in header), word
@@ -186,7 +186,7 @@ def test_networks_of_the_users_own_are_found_in_the_folder_it_is_called_from(
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "devices", "said"),
+    ("accelerator", "devices", "text"),
     [
         pytest.param("gpu", "auto", "gpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
         pytest.param("cuda", "2", "CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
@@ -194,9 +194,9 @@ def test_networks_of_the_users_own_are_found_in_the_folder_it_is_called_from(
         ("cpu", "0", "devices"),
     ],
 )
-def test_a_trainer_that_this_machine_has_not(accelerator: str, devices: str, said: str, tmp_path: Path) -> None:
+def test_a_trainer_that_this_machine_has_not(accelerator: str, devices: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=rf"(?s)no trainer of accelerator={accelerator} .*{said}.*; fix: --trainer\.acc"
+        ValueError, match=rf"(?s)no trainer with accelerator={accelerator} .*{text}.*; fix: --trainer\.acc"
     ):
         fit(make_root(tmp_path / "images"), trainer__accelerator=accelerator, trainer__devices=devices)
 
@@ -228,7 +228,7 @@ def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
     path = fit(root) / "checkpoints" / "last.ckpt"
     torch.save({"state_dict": torch.load(path, weights_only=True)["state_dict"]}, path)
-    with pytest.raises(CheckpointError, match=r"last\.ckpt holds weights but no training to go on with; fix: the last"):
+    with pytest.raises(CheckpointError, match=r"last\.ckpt has weights but no training state to resume; fix: the last"):
         fit(root, ckpt_path=path, trainer__max_epochs=2)
 
 
@@ -280,9 +280,9 @@ def test_no_best_checkpoint(tmp_path: Path) -> None:
         )
 
 
-def test_evaluating_a_network_as_it_was_built_is_said(tmp_path: Path) -> None:
+def test_evaluating_without_a_checkpoint_warns(tmp_path: Path) -> None:
     options = {**TRAINER, **FOLDERS, "data.root": make_root(tmp_path / "images"), "model.network.width": 0.25}
-    with pytest.warns(UserWarning, match="without --ckpt_path the network is as it was built"):
+    with pytest.warns(UserWarning, match="without --ckpt_path the network has its initial weights"):
         farfield("validate", **options)
 
 

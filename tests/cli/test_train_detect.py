@@ -119,7 +119,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
         x, y, wide, high = each["bbox"]
         assert 0 <= x <= x + wide <= 80.001
         assert 0 <= y <= y + high <= entry["height"] + 0.001
-    # What `test` said is what pycocotools finds in what `predict` wrote.
+    # `test` reports what pycocotools computes from the files of `predict`.
     truth = COCO(str(root / "annotations" / "instances_test.json"))
     evaluation = COCOeval(truth, truth.loadRes(results), "bbox")
     evaluation.evaluate()

@@ -105,7 +105,7 @@ def fit(root: Path, **options: Any) -> None:
 def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path / "data")
     run = Path("runs/version_0")
-    # The run's own configuration says what the recipe and the command line did.
+    # The run's own configuration states what the recipe and the command line did.
     farfield("test", run / "config.yaml", ckpt_path="best")
     table = capsys.readouterr().out
     for name in ("test/psnr", "test/ssim", "test/nrmse", "test/low/psnr", "test/low/psnr_before"):
@@ -163,7 +163,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> No
         assert torch.equal(weight, parts[1]["state_dict"][name]), name
 
 
-def test_the_task_of_a_recipe_can_be_said_and_a_wrong_one_gets_the_nearest(tmp_path: Path) -> None:
+def test_the_task_of_a_recipe_can_be_given_and_a_wrong_one_gets_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
         main(["fit", "--task", "restoration"])
     farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))

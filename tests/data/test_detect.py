@@ -358,7 +358,7 @@ def test_boxes_of_a_wrong_kind_are_named(tmp_path: Path, box: Any) -> None:
         (b'{"a":' * 100_000, r"is not JSON: its brackets are nested too deep\."),
         (b'{"images": 1' + b"0" * 5000 + b"}", r"is not JSON: Exceeds the limit"),
         (b"\xff\xfe\0\0", r"is not UTF-8: byte 0 \(0xff, line 1\)"),
-        (b"\0" * 40, r"is no text: byte 0 is 0"),
+        (b"\0" * 40, r"is not text: byte 0 is 0"),
         (b"", r"is not JSON: Expecting value"),
         (b"[1, 2]", r"is not in COCO's format, it holds list and not an object with images, annotations, categories"),
         (b"5", r"is not in COCO's format, it holds int and not an object"),

@@ -228,8 +228,8 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
     ("content", "text"),
     [
         (b"a\nb\xff\xfe", r"is not UTF-8: byte 3 \(0xff, line 2\): invalid start byte; fix: iconv"),
-        (b"a\0b", r"is no text: byte 1 is 0; fix: another file, or save it as UTF-8\."),
-        ("a\nb".encode("utf-16-le"), r"is no text: byte 1 is 0"),
+        (b"a\0b", r"is not text: byte 1 is 0; fix: another file, or save it as UTF-8\."),
+        ("a\nb".encode("utf-16-le"), r"is not text: byte 1 is 0"),
         (None, r"cannot read .*Is a directory"),
     ],
 )

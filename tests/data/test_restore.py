@@ -93,7 +93,7 @@ def test_a_projection_has_patches_of_the_whole_depth() -> None:
 @pytest.mark.parametrize(
     ("stack", "text"),
     [
-        (np.random.default_rng(0).random((3, 20, 20)), "the sides (3, 20, 20), smaller than a patch, (4, 8, 8)"),
+        (np.random.default_rng(0).random((3, 20, 20)), "the size (3, 20, 20), smaller than a patch, (4, 8, 8)"),
         (np.eye(20)[None].repeat(8, 0) * 0 - 5 + np.linspace(0, 1, 20), "no patch (4, 8, 8) has anything brighter"),
         (
             np.where(np.arange(8 * 400) % 400 == 210, 50.0, 7.0).reshape(8, 20, 20),
@@ -177,7 +177,7 @@ def test_files_of_several_stacks_hold_the_truth_last(tmp_path: Path) -> None:
     data = module(tmp_path, sources=["low"])
     data.setup("test")
     with pytest.raises(
-        FolderError, match=r"a.tif has the sides \(4, 10, 24, 20\); 2 stacks are needed, one for each source"
+        FolderError, match=r"a.tif has the size \(4, 10, 24, 20\); 2 stacks are needed, one for each source"
     ):
         next(iter(data.test_dataloader()))
 
@@ -234,13 +234,13 @@ def test_axes_are_put_in_order_and_projections_lose_theirs(tmp_path: Path) -> No
         ({"axes": "SCZYT"}, 'has the axes "SCZYT"'),
         (
             {"X": np.random.default_rng(0).random((6, 2, 4, 8, 8))},
-            "X (6, 2, 4, 8, 8) and Y (6, 1, 4, 8, 8) are no pairs",
+            "X (6, 2, 4, 8, 8) and Y (6, 1, 4, 8, 8) are not pairs",
         ),
         (
             {"X": np.random.default_rng(0).random((5, 1, 4, 8, 8))},
-            "X (5, 1, 4, 8, 8) and Y (6, 1, 4, 8, 8) are no pairs",
+            "X (5, 1, 4, 8, 8) and Y (6, 1, 4, 8, 8) are not pairs",
         ),
-        ({"X": np.random.default_rng(0).random((6, 1, 4, 8, 9))}, "are no pairs of one channel"),
+        ({"X": np.random.default_rng(0).random((6, 1, 4, 8, 9))}, "are not pairs of one channel"),
         ({"X": np.full((6, 1, 4, 8, 8), np.nan)}, "a.npz: X: 1536 of 1536 positions are no numbers"),
         ({"Y": np.zeros((6, 1, 4, 8, 8))}, "a.npz: Y: all positions are 0"),
         ({"X": np.array([None])}, "cannot read"),
@@ -300,7 +300,7 @@ def test_axes_can_be_said(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, STACK, imagej=True, metadata={"axes": "TYX"})
     np.testing.assert_array_equal(stack_of(path, 3, "ZYX"), STACK)
-    with pytest.raises(FolderError, match=r'has 3 sides \(4, 9, 7\), the axes "CZYX"'):
+    with pytest.raises(FolderError, match=r'has the size \(4, 9, 7\), but the axes "CZYX"'):
         stack_of(path, 3, "CZYX")
     tifffile.imwrite(path, STACK[0])
     np.testing.assert_array_equal(stack_of(path, 2), STACK[0])
@@ -336,7 +336,7 @@ def test_folders_without_data_are_named(tmp_path: Path) -> None:
     assert "gives 4 patches; a tenth of them cannot be held out" in fault(tmp_path)
     make_npz(tmp_path / "train" / "b.npz", 4, PATCH, PATCH)
     assert "has 2 npz files" in fault(tmp_path)
-    with pytest.raises(FolderError, match=r"two or three sides, \[y, x\] or \[z, y, x\], got \[8\]"):
+    with pytest.raises(FolderError, match=r"two or three numbers, \[y, x\] or \[z, y, x\], got \[8\]"):
         StackPairs(str(tmp_path), patch=[8])
 
 
@@ -424,16 +424,14 @@ def test_other_files_of_numpy_are_refused_and_nothing_is_unpickled(tmp_path: Pat
         with pytest.raises(FolderError, match=rf"a\.npz: {text}; patches are whole numbers or floats"):
             load_npz(path, 3)
     np.savez(path, X=stack[:0], Y=stack[:0], axes="SCZYX")
-    with pytest.raises(FolderError, match=r"a\.npz: X: it has no positions, its sides are \(0, 1, 4, 8, 8\)"):
+    with pytest.raises(FolderError, match=r"a\.npz: X: it has no positions, its size is \(0, 1, 4, 8, 8\)"):
         load_npz(path, 3)
 
 
 def test_stacks_of_other_size_than_their_counterparts_are_named(tmp_path: Path) -> None:
     train = make_pairs(tmp_path / "train", 1)
     write(train / "GT" / "0.tif", made_pair(0)[1][:, :-1])
-    assert f"{train / 'low' / '0.tif'} has the sides (10, 24, 20), its clean counterpart (10, 23, 20)" in fault(
-        tmp_path
-    )
+    assert f"{train / 'low' / '0.tif'} has the size (10, 24, 20), its clean counterpart (10, 23, 20)" in fault(tmp_path)
 
 
 def test_numbers_that_are_none_and_constants_are_named(tmp_path: Path) -> None:
@@ -443,7 +441,9 @@ def test_numbers_that_are_none_and_constants_are_named(tmp_path: Path) -> None:
     write(train / "low" / "0.tif", stack)
     assert f"{train / 'low' / '0.tif'}: 2 of 4800 positions are no numbers" in fault(tmp_path)
     write(train / "low" / "0.tif", np.full(SIZE, 4, np.uint16))
-    assert f"{train / 'low' / '0.tif'}: all positions are 4; a constant stack teaches nothing" in fault(tmp_path)
+    assert f"{train / 'low' / '0.tif'}: all positions are 4; nothing can be learned from a constant stack" in fault(
+        tmp_path
+    )
     write(train / "low" / "0.tif", made_pair(0)[0] > 200)
     assert "holds bool; stacks are grey levels" in fault(tmp_path)
 

@@ -79,8 +79,8 @@ def test_pfm_that_pillow_wrote_and_one_with_a_long_scale(tmp_path: Path) -> None
         (b"Pf\n3 2\n--ee..\n" + bytes(24), "it has no header of a PFM file"),
         (b"Pf\n3 2\n" + b"1" * 200_000, "it has no header of a PFM file"),
         (b"Pf\n3 2\n.\n" + bytes(24), "it has no header of a PFM file"),
-        (b"Pf\n3 2\n-0.0\n" + bytes(24), "its scale is -0.0, whose sign says nothing"),
-        (b"Pf\n3 2\n-1e999\n" + bytes(24), "its scale is -inf, whose sign says nothing"),
+        (b"Pf\n3 2\n-0.0\n" + bytes(24), "its scale is -0.0, whose sign gives no byte order"),
+        (b"Pf\n3 2\n-1e999\n" + bytes(24), "its scale is -inf, whose sign gives no byte order"),
         (b"Pf\n0 2\n-1.0\n", "0x2 are 0 bytes, it has 0"),
         (b"Pf\n999999999 999999999\n-1.0\n", "999999999x999999999 are 3999999992000000004 bytes, it has 0"),
     ],
@@ -127,7 +127,7 @@ def test_kittis_png_and_those_whose_unit_nobody_knows(tmp_path: Path) -> None:
     stored = np.array([[0, 256, 1], [65535, 640, 12_345]], np.uint16)
     found = read_disparity(write_image(tmp_path / "0.png", stored))
     np.testing.assert_array_equal(found, (stored / 256).astype(np.float32))
-    text = r"1\.png has 8 bits or colours \(mode L\), whose unit nobody knows\.\n  fix: 16-bit PNG files of 256 times"
+    text = r"1\.png has 8 bits or colours \(mode L\), whose unit is unknown\.\n  fix: 16-bit PNG files of 256 times"
     with pytest.raises(FolderError, match=text):
         read_disparity(write_image(tmp_path / "1.png", stored.astype(np.uint8)))
     (tmp_path / "2.png").write_bytes((tmp_path / "0.png").read_bytes()[:40])

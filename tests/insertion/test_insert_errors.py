@@ -147,17 +147,17 @@ def test_entries_that_are_none() -> None:
 
 
 def test_no_size() -> None:
-    refused(ShapeError, "insert: head returns (2, 5), which has no sides to attend over.", Net(), "head")
+    refused(ShapeError, "insert: head returns (2, 5), which has no spatial dims to attend over.", Net(), "head")
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 def test_channels_last_without_a_layout() -> None:
     text = (
         "insert: blocks.0 returns (2, 12, 10), and (2, 24, 10) at another input size: dimension 1, the channels of "
-        'layout="channels_first", is a side.\n  fix: layout="channels_last".'
+        'layout="channels_first", is spatial.\n  fix: layout="channels_last".'
     )
     refused(ShapeError, text, Tokens(), "blocks.0")
-    text = 'the channels of layout="channels_first", is a side.\n  fix: layout="channels_last".'
+    text = 'the channels of layout="channels_first", is spatial.\n  fix: layout="channels_last".'
     refused(ShapeError, text, Tokens(flat=False), "blocks")
     refused(ShapeError, text, Tokens().blocks, "0", example=torch.rand(2, 7, 10))
 
@@ -179,7 +179,7 @@ def test_nothing_tells_the_channels() -> None:
     net.patches, net.blocks = nn.Conv2d(3, 4, 4, 4), nn.Sequential(nn.LayerNorm(4))
     text = (
         "its weights fit both of 4 and 4.\n"
-        '  fix: say which, layout="channels_first" for 4 channels or layout="channels_last" for 4.'
+        '  fix: choose one, layout="channels_first" for 4 channels or layout="channels_last" for 4.'
     )
     refused(ShapeError, text, net, "blocks", example=image[..., :8, :8])
     # Either is taken when it is said, so that nobody is sent from one to the other.
@@ -194,7 +194,7 @@ def test_two_layouts_in_one_call() -> None:
             return self.blocks(self.patches(grid).flatten(2).movedim(1, -1)).mean(1)
 
     fix = '\n  fix: two calls, layout="channels_first" for patches and layout="channels_last" for blocks.'
-    text = 'the channels of layout="channels_first", is a side.' + fix
+    text = 'the channels of layout="channels_first", is spatial.' + fix
     refused(ShapeError, text, Both(), ["patches", "blocks"])
     refused(ShapeError, text, Both(), ["blocks", "patches"], layout="channels_first")
 
@@ -203,7 +203,7 @@ def test_two_layouts_in_one_call() -> None:
 
 
 def test_channels_first_with_the_other_layout() -> None:
-    text = 'the channels of layout="channels_last", is a side.\n  fix: layout="channels_first".'
+    text = 'the channels of layout="channels_last", is spatial.\n  fix: layout="channels_first".'
     refused(ShapeError, text, Net(), "stage", layout="channels_last")
     refused(ShapeError, text, nn.Sequential(nn.Conv1d(3, 6, 3)), "0", example=image[:, :, 0], layout="channels_last")
 
@@ -407,7 +407,7 @@ class Constant(nn.Module):
         (ShapeError, lambda grid: grid[:, :1], "at unused must keep the shape (2, 8, 12, 16), got (2, 1, 12, 16)."),
         (TypeError, lambda grid: grid.double(), "must keep torch.float32 on cpu, got torch.float64 on cpu."),
         (TypeError, lambda grid: (grid, grid), "must return a tensor, got tuple."),
-        (ValueError, lambda grid: grid / 0, "answers torch.float32 with numbers that are not finite."),
+        (ValueError, lambda grid: grid / 0, "returns non-finite numbers for finite torch.float32 inputs."),
         (ValueError, lambda grid: grid @ grid, "fails with unused in place, so all additions were taken out again: "),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import distributed_additions
 from farfield import insert, remove
-from farfield.insertion.effects import noisy
+from farfield.insertion.effects import add_noise
 from partly import partly
 from small_hosts import Net, Pyramid, Tokens, felt, image
 
@@ -226,7 +226,7 @@ def test_autocast(net: nn.Module, dtype: torch.dtype) -> None:
 def test_the_default_device_may_be_another_than_that_of_the_model() -> None:
     grid = torch.ones(1, 2, 3, 4)
     with torch.device("meta"):
-        assert not torch.equal(noisy(grid), grid)
+        assert not torch.equal(add_noise(grid), grid)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

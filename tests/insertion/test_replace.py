@@ -44,17 +44,17 @@ def test_the_table_says_which_rows_have_a_meaning() -> None:
     [
         (
             "siamese",
-            "siamese has a learned vector, which no host holds; fix: take siamese_ones, the same without it, or",
+            "siamese has a learned vector, which no host has; fix: take siamese_ones, the same without it, or",
         ),
         ("siamese_local", r'or insert a GridAttention\(channels, "siamese_local"\)\.$'),
         (
             "kronecker_kv",
-            "averages along axes, so on tokens, which have one, it is softmax; fix: take factorized_gauss",
+            "averages along axes, and tokens have one axis, so it is softmax on them; fix: take factorized_gauss",
         ),
         ("kronecker_qkv", "kronecker_qkv averages along axes"),
         (
             "softmax_pooled",
-            r"pools neighbours of a grid, and tokens \(a class token among them\) are none; fix: take fac",
+            r"pools neighbours of a grid, but tokens \(such as a class token\) are not neighbours; fix: take fac",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_paths_that_match_nothing() -> None:
     with pytest.raises(LookupError, match=r'replace_attention: no module of TransformerEncoder matches "layers.7"'):
         replace_attention(model, GAUSSIAN, "layers.7")
     with pytest.raises(
-        LookupError, match=r"no attention that is known at layers\.0\.linear1; known are torch\.nn\.Mult"
+        LookupError, match=r"no supported attention at layers\.0\.linear1; supported are torch\.nn\.Mult"
     ):
         replace_attention(model, GAUSSIAN, "layers.0.linear1")
     with pytest.raises(ValueError, match="replace_attention: where names no path; fix: leave it out for all"):
@@ -127,18 +127,16 @@ class OwnAttention(nn.MultiheadAttention):
 def test_attention_that_is_not_known_is_named() -> None:
     model = encoder()
     model.layers[1].self_attn = OwnAttention(16, 2)
-    text = r"also has attention that is not known: layers\.1\.self_attn \(.*OwnAttention\); fix: where=.*layers\.0"
+    text = r"also has attention that is not supported: layers\.1\.self_attn \(.*OwnAttention\); fix: where=.*layers\.0"
     with pytest.raises(ValueError, match=text):
         replace_attention(model, GAUSSIAN)
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
     assert len(replace_attention(model, GAUSSIAN, ["layers.0", "layers.2"])) == 2
     swin = timm.create_model("swin_tiny_patch4_window7_224")
-    text = (
-        r"SwinTransformer has no attention that is known, but layers\.0\.blocks\.0\.attn \(timm\.\S+WindowAttention\), "
-    )
-    with pytest.raises(LookupError, match=text + r".* and 9 more; known are .*; fix: insert\(…\) adds attention"):
+    text = r"SwinTransformer has no supported attention, but layers\.0\.blocks\.0\.attn \(timm\.\S+WindowAttention\), "
+    with pytest.raises(LookupError, match=text + r".* and 9 more; supported are .*; fix: insert\(…\) adds attention"):
         replace_attention(swin, GAUSSIAN)
-    with pytest.raises(LookupError, match=r"Sequential has no attention that is known; known are"):
+    with pytest.raises(LookupError, match=r"Sequential has no supported attention; supported are"):
         replace_attention(nn.Sequential(nn.Linear(2, 2)), GAUSSIAN)
 
 
@@ -156,7 +154,7 @@ def test_attention_that_is_not_known_is_named() -> None:
 def test_attention_by_other_names_is_named(name: str, kind: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(LookupError, match=rf"has no attention that is known, but .*{kind}"):
+    with pytest.raises(LookupError, match=rf"has no supported attention, but .*{kind}"):
         replace_attention(model, "factorized_gaussian")
 
 

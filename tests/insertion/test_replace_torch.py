@@ -142,17 +142,17 @@ def test_padding_may_hold_anything(row: str) -> None:
     [
         (
             {"is_causal": True, "attn_mask": torch.ones(7, 7).triu(1).bool()},
-            "causal attention asks each position to hear",
+            "in causal attention each query attends only",
         ),
         (
             {"attn_mask": torch.ones(7, 7).triu(1).bool()},
-            r"the mask differs between asking positions or heads \(causal",
+            r"the mask differs between queries or heads \(causal",
         ),
         ({"attn_mask": torch.randn(7, 7)}, r"the mask adds a bias .* \(relative positions, ALiBi\)"),
         ({"key_padding_mask": torch.randn(2, 7)}, "fix: leave this layer out by where="),
         (
             {"key_padding_mask": torch.ones(2, 6, dtype=torch.bool)},
-            r"fix: one value an answering position: \(2, 1, 1, 7\)",
+            r"fix: one value per key: \(2, 1, 1, 7\)",
         ),
         ({"key_padding_mask": torch.ones(2, 7, dtype=torch.int)}, "boolean, True where a pair attends, or additive"),
     ],
@@ -169,7 +169,9 @@ def test_what_no_summary_holds_is_refused(arguments: dict[str, object], text: st
 def test_added_positions_are_refused() -> None:
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         layers = nn.ModuleDict({"one": nn.MultiheadAttention(8, 2), "two": nn.MultiheadAttention(8, 2, **options)})
-        with pytest.raises(ValueError, match=r"replace_attention: two \(MultiheadAttention\) adds answering positions"):
+        with pytest.raises(
+            ValueError, match=r"replace_attention: two \(MultiheadAttention\) adds keys and values of its own"
+        ):
             replace_attention(layers, "factorized_gaussian")
         assert type(layers["one"]) is nn.MultiheadAttention
 
@@ -244,9 +246,9 @@ def test_decoder_hears_its_context_and_refuses_to_be_causal() -> None:
     found = decoder(grid, context, tgt_mask=causal, memory_key_padding_mask=~VALID)
     assert relative(found, wanted) < 50 * EPS
     replace_attention(decoder, "factorized_gaussian")
-    with pytest.raises(ValueError, match="causal attention asks each position"):
+    with pytest.raises(ValueError, match="in causal attention each query"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=True)
-    with pytest.raises(ValueError, match="the mask differs between asking positions"):
+    with pytest.raises(ValueError, match="the mask differs between queries"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=False)
 
 
@@ -309,7 +311,7 @@ def test_masks_of_timm_are_true_where_a_pair_attends() -> None:
     assert relative(wanted, attention(grid)[VALID]) > 0.01
     with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: the mask differs"):
         attention(grid, attn_mask=torch.ones(7, 7).tril().bool())
-    with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: causal attention"):
+    with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: in causal attention"):
         attention(grid, is_causal=True)
 
 

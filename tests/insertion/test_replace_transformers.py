@@ -176,7 +176,7 @@ def test_masks_of_four_dimensions_that_a_user_made(form: str) -> None:
     }
     found = model(WORDS, attention_mask=made[form]).last_hidden_state[VALID]
     assert torch.equal(found, run("bert", model))
-    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between asking positions"):
+    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between queries"):
         model(WORDS, attention_mask=pairs.tril())
     with pytest.raises(ValueError, match="the mask adds a bias"):
         model(WORDS, attention_mask=torch.randn(2, 1, 7, 7))
@@ -293,7 +293,7 @@ def test_rotary_positions_are_warned_of_by_layer(host: str, config: dict[str, ob
     with pytest.warns(UserWarning, match=rf"{path}.* rotate queries and keys by their positions") as warned:
         replace_attention(model, "factorized_gaussian")
     assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
-    assert 'Rows that keep the distances: "factorized", "averaged".' in str(warned[0].message)
+    assert 'Operators that keep the distances: "factorized", "averaged".' in str(warned[0].message)
 
 
 @pytest.mark.parametrize(("kind", "row"), [("rotary", "factorized"), ("rotary", "softmax"), ("absolute", "averaged")])
@@ -444,7 +444,7 @@ def test_a_tower_that_says_causal_with_the_call() -> None:
     attention = model.encoder.layers[0].self_attn
     attention.config = copy.copy(attention.config)
     attention.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: causal attention asks each position to hear only"):
+    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: in causal attention each query attends only"):
         model(WORDS)
 
 
@@ -456,13 +456,15 @@ def test_masks_made_for_other_implementations() -> None:
     wanted = attend(attention, *positions, VALID[:, None, None])[0]
     assert torch.equal(attend(attention, *positions, VALID.long())[0], wanted)
     blocks = create_block_mask(lambda batch, head, asking, answering: asking >= answering, 2, 2, 7, 7, device="cpu")
-    with pytest.raises(TypeError, match="a mask is boolean, True where a pair attends, or additive, got BlockMask"):
+    with pytest.raises(
+        TypeError, match="a mask must be boolean, True where a pair attends, or additive, got BlockMask"
+    ):
         attend(attention, *positions, blocks)
 
 
 def test_attention_that_reads_no_interface_is_refused_by_name() -> None:
     model = build("DebertaV2", **TEXT)
-    with pytest.raises(LookupError, match=r"has no attention that is known, but .*DisentangledSelfAttention"):
+    with pytest.raises(LookupError, match=r"has no supported attention, but .*DisentangledSelfAttention"):
         replace_attention(model, "factorized_gaussian")
 
 

@@ -342,7 +342,7 @@ IMAGE = "kanet_qkv: the image must be (batch, 3, height, width).\n  image  "
         (
             partial(call, 2, 3, 0, 32),
             ShapeError,
-            "kanet_qkv: the image is empty.\n  image  (2, 3, 0, 32)\n  fix: give it one pixel a side at least.",
+            "kanet_qkv: the image is empty.\n  image  (2, 3, 0, 32)\n  fix: its height and width must be at least 1.",
         ),
         (
             partial(call, 2, 3, 32, 32, dtype=torch.uint8),

@@ -104,7 +104,7 @@ def test_a_strided_attention_block_compiles_once(path: str) -> None:
 
 
 def free(name: str) -> Any:
-    """A slow test; where positions are pooled, torch cannot prove that free sides are shorter then, and it has to fail."""
+    """A slow test; where positions are pooled, torch cannot prove that free lengths shrink, and it has to fail."""
     unproven = [pytest.mark.xfail(strict=True, raises=UserError)] if name.endswith("pooled") else []
     return pytest.param(name, marks=[pytest.mark.slow, *unproven])
 

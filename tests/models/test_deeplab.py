@@ -127,7 +127,7 @@ def test_a_dilated_block_gives_what_its_layers_give() -> None:
 
 
 def test_what_a_dilated_network_sees_is_what_the_strided_one_sees() -> None:
-    # Taking a stride out and dilating what follows keeps every position that was computed before: the others are between.
+    # Taking a stride out and dilating what follows keeps every position computed before: the others lie between.
     torch.manual_seed(0)
     strided = models.deeplab_compact("mobilenet_v2", width=0.25, output_stride=32).eval()
     dense = models.deeplab_compact("mobilenet_v2", width=0.25, output_stride=8).eval()

@@ -251,7 +251,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save(resnet18().state_dict(), tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"mask_rcnn: .*other\.pth holds the weights of another backbone"):
         models.mask_rcnn("resnet34", weights=tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"weights are for a frozen backbone.*fix: frozen=True"):
+    with pytest.raises(ValueError, match=r"weights need a frozen backbone.*fix: frozen=True"):
         models.mask_rcnn("resnet18", setup=SMALL, weights=tmp_path / "other.pth")
     with pytest.raises(FileNotFoundError, match=r"mask_rcnn: there are no weights .*none\.pth; fix: the path"):
         models.mask_rcnn("resnet18", weights=tmp_path / "none.pth")

@@ -183,7 +183,7 @@ def test_grids_that_there_are_not(indices: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"output_fmt": "NHWC"}, {"stop_early": True}])
 def test_forms_that_there_are_not(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="grids are NCHW, and stop_early goes with intermediates_only=True"):
+    with pytest.raises(ValueError, match="grids are NCHW, and stop_early needs intermediates_only=True"):
         create("kanet_qkv").forward_intermediates(images(), **options)
 
 

@@ -92,7 +92,7 @@ def test_weights_of_0_1_are_compared_with_its_own_configuration(tmp_path: Path) 
         assert file.metadata()["operator"] == "kronecker_qkv"
     models.kanet("kronecker_kv", **SMALL).save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").replace(tmp_path / "old" / "model.safetensors")
-    text = 'holds weights of operator "kronecker_kv", its config.json says "kronecker_qkv"; fix: keep the two files'
+    text = 'holds weights of operator "kronecker_kv", its config.json states "kronecker_qkv"; fix: keep the two files'
     with pytest.raises(ValueError, match=re.escape(text)):
         models.from_pretrained(tmp_path / "old")
 

@@ -256,7 +256,9 @@ def test_pairs_of_different_size() -> None:
 
 
 def test_size_that_16_does_not_divide() -> None:
-    text = r"the sides must be multiples of 16\.[\s\S]*at the top and on the right, .*pad\(left, \(0, 14, 2, 0\)\)"
+    text = (
+        r"height and width must be multiples of 16\.[\s\S]*at the top and on the right, .*pad\(left, \(0, 14, 2, 0\)\)"
+    )
     with pytest.raises(ShapeError, match=text):
         small()(torch.zeros(2, 3, 30, 50), torch.zeros(2, 3, 30, 50))
 

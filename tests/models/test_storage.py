@@ -171,7 +171,7 @@ def test_an_operator_of_ones_own_is_not_saved(tmp_path: Path) -> None:
 
 def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     net = models.unet_care(spatial_dims=2, depth=1, first_channels=1, kernel=101)
-    text = "unet_care.save_pretrained: from_pretrained would not read it: config.json: kernel is 101, and 99 at most"
+    text = "unet_care.save_pretrained: from_pretrained would not read it: config.json: kernel is 101, but at most 99"
     with pytest.raises(ValueError, match=re.escape(text)):
         net.save_pretrained(tmp_path)
     assert files(tmp_path) == {}
@@ -305,14 +305,22 @@ IS_DAMAGED, OTHER = (
         (
             config_has(width=1e6),
             ValueError,
-            "/config.json: width is 1000000.0, and 64 at most is built; "
-            "fix: if it is meant, build the network in code, with width=1000000.0, and load its weights there.",
+            "/config.json: width is 1000000.0, but at most 64 is allowed; "
+            "fix: if intended, build the network in code, with width=1000000.0, and load its weights there.",
         ),
-        (config_has(width=float("nan")), ValueError, "/config.json: width is nan, and 64 at most is built; "),
-        (config_has(width=-float("inf")), ValueError, "/config.json: width is -inf, and 64 at most is built; "),
-        (config_has(num_classes=10**12), ValueError, "/config.json: num_classes is 1000000000000, and 1,048,576 at "),
-        (config_has(strides=[1, 10**12]), ValueError, "/config.json: strides is 1000000000000, and 1,048,576 at "),
-        (config_has(strides=[1] * 101), ValueError, "/config.json: strides has 101 values, and 100 at most are read; "),
+        (config_has(width=float("nan")), ValueError, "/config.json: width is nan, but at most 64 is allowed; "),
+        (config_has(width=-float("inf")), ValueError, "/config.json: width is -inf, but at most 64 is allowed; "),
+        (
+            config_has(num_classes=10**12),
+            ValueError,
+            "/config.json: num_classes is 1000000000000, but at most 1,048,576 ",
+        ),
+        (config_has(strides=[1, 10**12]), ValueError, "/config.json: strides is 1000000000000, but at most 1,048,576 "),
+        (
+            config_has(strides=[1] * 101),
+            ValueError,
+            "/config.json: strides has 101 values, but at most 100 are allowed; ",
+        ),
         (
             config_has(dropout={"class_path": "os.system"}),
             ValueError,
@@ -338,14 +346,14 @@ IS_DAMAGED, OTHER = (
         (
             weights_of(models.mobilenet_v2),
             ValueError,
-            '/model.safetensors holds weights of model "mobilenet_v2", its config.json says "sanet"; '
+            '/model.safetensors holds weights of model "mobilenet_v2", its config.json states "sanet"; '
             "fix: keep the two files of one save together.",
         ),
         # The same entries of the same shapes: only what was written with them tells them apart.
         (
             weights_of(models.sanet, operator="siamese_local"),
             ValueError,
-            '/model.safetensors holds weights of operator "siamese_local", its config.json says "siamese"; ',
+            '/model.safetensors holds weights of operator "siamese_local", its config.json states "siamese"; ',
         ),
         (
             renamed_without_metadata,

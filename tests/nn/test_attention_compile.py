@@ -1,4 +1,4 @@
-"""One compiled and one exported module serve every batch and image size; no matrix of all pairs of positions is made."""
+"""One compiled and one exported module serve every batch and image size; no matrix of all pairs is made."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ TEXT = torch.randn(2, 8, 7)
 MISFITS = {
     "rank": ({"grid": IMAGE[..., 0, 0]}, ShapeError, r"grid must be \(batch, channels, \*size\).*\(2, 8\)"),
     "channels": ({"grid": IMAGE[:, :6]}, ShapeError, r"8 channels, got 6.*Conv2d\(6, 8, 1\)"),
-    "empty": ({"grid": IMAGE[..., :0]}, ShapeError, "grid has an empty side"),
+    "empty": ({"grid": IMAGE[..., :0]}, ShapeError, "grid has an empty dimension"),
     "integer": ({"grid": IMAGE.long()}, TypeError, "floating point, got torch.int64"),
     "complex": ({"grid": IMAGE * 1j}, TypeError, "floating point, got torch.complex64"),
     "dtype": ({"grid": IMAGE.double()}, TypeError, r"float64.*float32; fix: module.to\(grid.dtype\)"),

@@ -73,7 +73,7 @@ def _terms(attention: GridAttention, grid: Tensor, upon: Tensor) -> dict[str, Te
     """How large the terms are that the gradients of queries and keys sum, for axis means that attend to axis means.
 
     With P = softmax(QᵀK), a softmax's gradient is P ∘ ∂P less P times the sums of P ∘ ∂P: what the values have in
-    common is in both, and not in the difference. Here it is all but 1/32 of a value, a mean of 1,024 positions. These are
+    common is in both, and not in the difference. Here it is all but 1/32 of a value, a mean of 1,024. These are
     the norms of the first part alone, as if the softmax's rows had random signs.
     """
     means = ops.axis_means(grid)

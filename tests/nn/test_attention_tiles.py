@@ -124,7 +124,7 @@ def test_a_tile_that_asks_with_sums_needs_those_of_the_whole(row: str) -> None:
     attention = GridAttention(4, row)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match=f"{row} asks with sums over the whole grid; fix: query_sums="):
+    with pytest.raises(ValueError, match=f"{row} takes its queries from sums over the whole grid; fix: query_sums="):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), size=(6, 6))
 
 
@@ -133,7 +133,7 @@ def test_a_tile_that_asks_with_sums_needs_those_of_the_whole(row: str) -> None:
     [
         ({"origin": (0, 0)}, ValueError, "both origin and size"),
         ({"size": (8, 8)}, ValueError, "both origin and size"),
-        ({"origin": (0,), "size": (8,)}, ShapeError, r"one number a side.*\(4, 4\)"),
+        ({"origin": (0,), "size": (8,)}, ShapeError, r"one number per spatial dim.*\(4, 4\)"),
         ({"origin": (5, 0), "size": (8, 8)}, ShapeError, r"does not lie inside.*\(8, 8\)"),
         ({"origin": (-1, 0), "size": (8, 8)}, ShapeError, "does not lie inside"),
     ],

@@ -177,7 +177,8 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
         (
             lambda: BaseBlock(8, 8, spatial_dims=4),
             ValueError,
-            "BaseBlock: convolutions have 1, 2 or 3 spatial dims, got spatial_dims=4; fix: fold further sides into the batch.",
+            "BaseBlock: convolutions have 1, 2 or 3 spatial dims, got spatial_dims=4; "
+            "fix: fold further axes into the batch.",
         ),
         (
             lambda: AttentionBlock(8, 8, "softmax", expansion=1),
@@ -194,13 +195,13 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
         (
             lambda: BaseBlock(8, 8)(torch.randn(2, 6, 5, 5)),
             ShapeError,
-            "BaseBlock: the grid must be (batch, 8, side, side).\n  grid  (2, 6, 5, 5)\n"
+            "BaseBlock: the grid must be (batch, 8, height, width).\n  grid  (2, 6, 5, 5)\n"
             "  fix: a block for this grid: channels=6, spatial_dims=2.",
         ),
         (
             lambda: AttentionBlock(8, 8, "siamese")(torch.randn(2, 8, 5)),
             ShapeError,
-            "AttentionBlock: the grid must be (batch, 8, side, side).\n  grid  (2, 8, 5)\n"
+            "AttentionBlock: the grid must be (batch, 8, height, width).\n  grid  (2, 8, 5)\n"
             "  fix: a block for this grid: channels=8, spatial_dims=1.",
         ),
         (

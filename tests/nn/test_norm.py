@@ -100,7 +100,7 @@ def test_what_is_the_same_in_a_column_does_not_matter_to_columns() -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in SOFTMAX_ROWS])
 def test_columns_are_refused_without_a_softmax(row: str) -> None:
-    with pytest.raises(ValueError, match=r"columns are of a softmax of products[\s\S]*coefficient_norm=True"):
+    with pytest.raises(ValueError, match=r"columns=True needs a softmax of products[\s\S]*coefficient_norm=True"):
         build(row, coefficient_norm="columns")
     build(row, coefficient_norm=True)
 
@@ -155,7 +155,7 @@ def test_evaluation_uses_the_running_statistics_at_any_size(row: str, masked: bo
             assert torch.equal(buffer, before[field])
 
 
-# dot and factorized divide by channels and not by positions: with a norm or without, they grow with the grid by definition.
+# dot and factorized divide by channels and not by positions: with or without a norm, they grow with the grid.
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in ("dot", "factorized")])
 def test_statistics_do_not_depend_on_the_image_size(row: str) -> None:
     """Trained at one size and read at another: responses keep their size (without 1/N they would grow with it)."""

@@ -89,7 +89,7 @@ class TestEachGrid:
         shape = list(getattr(draw(row), field).shape)
         shape[3] = 0
         with pytest.raises(
-            ShapeError, match=rf"(?s){row}_attention: {field} has an empty side.*{re.escape(str(tuple(shape)))}"
+            ShapeError, match=rf"(?s){row}_attention: {field} has an empty dimension.*{re.escape(str(tuple(shape)))}"
         ):
             _call(row, **{field: torch.randn(shape)})
 
@@ -152,7 +152,7 @@ def test_an_asking_mask_of_another_shape_or_dtype() -> None:
 def test_a_weight_of_another_length(row: str, shape: tuple) -> None:
     with pytest.raises(ShapeError) as error:
         _call(row, weight=torch.randn(shape))
-    assert f"{row}_attention: weight must have one number a channel of query, got {shape}" in _text(error)
+    assert f"{row}_attention: weight must have one number per channel of query, got {shape}" in _text(error)
     assert "torch.ones(4)" in _text(error)
 
 

@@ -1,4 +1,4 @@
-"""What a masked position holds never matters, to the bit, in responses and in gradients; no valid position answers 0."""
+"""What a masked position holds never matters, to the bit, in responses or gradients; without a valid one they are 0."""
 
 from __future__ import annotations
 

@@ -227,10 +227,10 @@ def test_sums_over_positions_are_the_same_under_autocast(row: str) -> None:
     plain = ops.summarize(ops.OPERATORS[row], key, value, torch.ones(1, 1, 1, 1640))
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         cast = ops.summarize(ops.OPERATORS[row], key, value, torch.ones(1, 1, 1, 1640))
-        mapped = cast.map_values(torch.eye(8)[None] * 3, torch.zeros(1, 8))
+        mapped = cast.project_values(torch.eye(8)[None] * 3, torch.zeros(1, 8))
     assert cast.values.dtype == torch.float32
     assert torch.equal(cast.values, plain.values)
-    assert torch.equal(mapped.values, plain.map_values(torch.eye(8)[None] * 3, torch.zeros(1, 8)).values)
+    assert torch.equal(mapped.values, plain.project_values(torch.eye(8)[None] * 3, torch.zeros(1, 8)).values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

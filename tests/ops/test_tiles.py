@@ -169,7 +169,7 @@ def test_mapping_the_values_of_a_summary_is_projecting_before(row: str, masked: 
     split = case.value.unflatten(1, (2, 3))
     projected = torch.einsum("hpc,bhc...->bhp...", matrix, split) + bias.view(1, 2, 5, *[1] * (split.dim() - 3))
     before = case.replace(value=projected.flatten(1, 2))
-    assert_close(_respond(case, _whole(case).map_values(matrix, bias)), before.loops(), 1e-12)
+    assert_close(_respond(case, _whole(case).project_values(matrix, bias)), before.loops(), 1e-12)
 
 
 @pytest.mark.parametrize("row", ROWS)

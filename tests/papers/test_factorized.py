@@ -144,7 +144,7 @@ def test_table_10_and_11(c: int, h: int, s: int) -> None:
     assert (found.activation_bytes / 4, 2 * found.macs) == (4 * c * s + c**2 / 2, 6 * c**2 * s)
 
 
-# ---- Tables 8-12 by `predict_module`, every printed entry -------------------------------------------------------------
+# ---- Tables 8-12 by `predict_module`, every printed entry ------------------------------------------------------------
 # Name -> Factorized, Value bottleneck, Multi-head, Pointwise Feedforward.
 TABLE_8 = {
     "FA-dot": (True, False, False, False),
@@ -161,7 +161,7 @@ TABLE_8 = {
 def test_table_8() -> None:
     for name, entries in TABLE_8.items():
         architecture = cost.MODULES[name]
-        assert (architecture.row == "factorized", *architecture[1:]) == entries, name
+        assert (architecture.operator == "factorized", *architecture[1:]) == entries, name
     assert set(cost.MODULES) - set(TABLE_8) == {"ResBlock", "ResBlock-bot"}
 
 
@@ -254,7 +254,7 @@ def test_table_12(name: str, power: int) -> None:
 @pytest.mark.parametrize("name", TABLE_8)
 def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
     architecture = cost.MODULES[name]
-    row = "factorized" if architecture.row == "factorized" else "dot"
+    row = "factorized" if architecture.operator == "factorized" else "dot"
     if architecture.feedforward:  # a Transformer's maps keep the channels
         made: torch.nn.Module = nn.TransformerLayer(32, row, heads=4)
         norms = 4 * 32

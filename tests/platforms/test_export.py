@@ -87,7 +87,7 @@ def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.CLASSIFIERS)
 def test_networks_are_one_program_for_all_image_sizes(calibrate: Calibrate, name: str) -> None:
-    # One position a side is another case to torch: at 32 pixels the last grids have one, pooled by 2 those at 64 pixels.
+    # A length of one is another case to torch: at 32 pixels the last grids have one, pooled by 2 those at 64 pixels.
     image, smallest = torch.randn(8, 3, 96, 96), 65 if name == "attnnet_pooled" else 33
     net = calibrate(models.MODELS[name](width=0.25, num_classes=10), image)
     program = export(net, image, "image").module()

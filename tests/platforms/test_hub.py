@@ -75,7 +75,7 @@ def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
     models.sanet(**SMALL).save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     for entry in ("training_data", "metrics"):
-        assert f"Not recorded. Say it with `save_pretrained(folder, model_card_kwargs={{'{entry}': …}})`." in card
+        assert f"Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{'{entry}': …}})`." in card
     assert "license" not in card
 
 
@@ -130,7 +130,7 @@ def test_a_changed_model_is_not_saved(tmp_path: Path, change: Any) -> None:
     net = models.sanet(**SMALL)
     text = (
         "sanet.save_pretrained: the model was changed after it was built, so that its configuration would not bring it "
-        f"back: {change(net)}; fix: save it before the change or undo that, or safetensors.torch.save_model"
+        f"back: {change(net)}; fix: save it before the change, undo the change, or safetensors.torch.save_model"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         net.save_pretrained(tmp_path / "net")

@@ -68,9 +68,9 @@ def test_what_is_refused(found: list[dict]) -> None:
         assert 'fix: an operator that compresses, "factorized_gaussian"' in texts["softmax"]
         assert "batch norm in training needs the whole grid; fix: layer.eval()" in texts["training"]
         assert texts["parts"].startswith(
-            "ShapeError: sharded_attention: parts may differ on side 0 alone.\n  rank 0  (1, 4, 3, 3)"
+            "ShapeError: sharded_attention: parts may differ only in spatial dim 0.\n  rank 0  (1, 4, 3, 3)"
         )
-        assert "dim=2 is no side of a grid of 2 sides; fix: one from 0 to 1" in texts["dim"]
+        assert "dim=2 is out of range for a grid of 2 spatial dims; fix: one from 0 to 1" in texts["dim"]
 
 
 def test_without_processes() -> None:
@@ -100,23 +100,24 @@ MISUSES = {
     "overlap": "ranks 0 and 1 overlap.\n  rank 0  (5, 3) at origin (0, 0)\n  rank 1  (3, 3) at origin (3, 0)\n",
     "gap": "each position of (7, 3) must be in one part, but 3 positions are in no part.\n  rank 0  (3, 3) at",
     "size": "must have the same size of the whole.\n  rank 0  (6, 3)\n  rank 1  (7, 3)\n  fix: size=",
-    "batch at origins": "ShapeError: sharded_attention: all processes must have parts of one batch, of as many sides.\n"
+    "batch at origins": "ShapeError: sharded_attention: all processes must have parts of the same batch and number "
+    "of spatial dims.\n"
     "  rank 0  (1, 2)\n  rank 1  (2, 2)\n",
-    "batch": "ShapeError: sharded_attention: parts may differ on side 0 alone.\n"
+    "batch": "ShapeError: sharded_attention: parts may differ only in spatial dim 0.\n"
     "  rank 0  (1, 4, 3, 3)\n  rank 1  (2, 4, 3, 3)",
     "operator": "ValueError: sharded_attention: all processes must have one layer.\n"
     "  rank 0  GridAttention( 4, 'siamese'",
     "heads": "heads=2, scale=1.0",
     "dtype": "TypeError: sharded_attention: all processes must have parts of one dtype.\n  rank 0  torch.float32\n"
     "  rank 1  torch.float64\n  fix: part.to(dtype)",
-    "dim": "must have the same dim.\n  rank 0  0\n  rank 1  1\n  fix: split one side, dim=",
+    "dim": "must have the same dim.\n  rank 0  0\n  rank 1  1\n  fix: split the same dim=",
     "spatial dims": "must have the same dim.\n  rank 0  0\n  rank 1  2\n",
     "origin of one": "must have origin and size, or none of them.\n  rank 0  no origin and size\n  rank 1  origin",
-    "origin alone": "a tile says where it lies by both origin and size",
+    "origin alone": "the place of a tile needs both origin and size",
     "one refuses a channel": "ValueError: sharded_attention: a process refuses its arguments, so all do.\n"
     "  rank 0  its arguments fit\n  rank 1  ShapeError: GridAttention: grid must have the module's 4 channels, got 3.",
     "one refuses an operator": "rank 1  ValueError: sharded_attention: the summary of softmax_pooled is the grid",
-    "one refuses a dim": "rank 1  ShapeError: sharded_attention: dim=2 is no side of a grid of 2 sides",
+    "one refuses a dim": "rank 1  ShapeError: sharded_attention: dim=2 is out of range for a grid of 2 spatial dims",
     "summaries": "ShapeError: all_gather_summary: the processes must have summaries of one shape and dtype.\n"
     "  rank 0  values",
     "one summary is the grid": "rank 1  ValueError: all_gather_summary: this summary is the grid itself",

@@ -35,17 +35,17 @@ def test_what_is_no_whole_number(given: Any, net: nn.Module) -> None:
         lambda: plan_whole(net, VOLUME.shape, tile=given),
         lambda: respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True),
     ):
-        with pytest.raises(TypeError, match=r"_whole: tile must be a whole number, or one .*; fix: tile=64"):
+        with pytest.raises(TypeError, match=r"_whole: tile must be an integer, or one .*; fix: tile=64"):
             call()
-    with pytest.raises(TypeError, match=r"predict_whole: halo must be a whole number, or one .*; fix: halo=64"):
+    with pytest.raises(TypeError, match=r"predict_whole: halo must be an integer, or one .*; fix: halo=64"):
         predict_whole(net, VOLUME, tile=8, halo=given, quiet=True)
 
 
 @pytest.mark.parametrize("given", [0, (8, -1), np.array([8, 0])], ids=repr)
 def test_what_is_too_small(given: Any, net: nn.Module) -> None:
-    with pytest.raises(ShapeError, match=r"predict_whole: tile must be 1 or more a side, got .*; fix"):
+    with pytest.raises(ShapeError, match=r"predict_whole: tile must be at least 1, got .*; fix"):
         predict_whole(net, VOLUME, tile=given, quiet=True)
-    with pytest.raises(ShapeError, match=r"respond_whole: tile must be 1 or more a side, got .*; fix"):
+    with pytest.raises(ShapeError, match=r"respond_whole: tile must be at least 1, got .*; fix"):
         respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True)
 
 
@@ -99,7 +99,7 @@ def test_a_folder_that_may_not_be_written() -> None:
         with os.fdopen(read) as found:
             said = found.read()
         Path(folder).chmod(0o755)
-    assert said.startswith(f'PermissionError: predict_whole: the folder "{folder}" may not be written; fix: another')
+    assert said.startswith(f'PermissionError: predict_whole: the folder "{folder}" is not writable; fix: another')
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["all", "a view"])

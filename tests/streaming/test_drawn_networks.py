@@ -47,11 +47,11 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
 
 
 def cropped(output: Tensor, plan: Plan) -> Tensor:
-    """What is promised of a padded volume: the network's output without the positions that stand for what was padded."""
-    for along, (before, after) in zip(plan.output.grid.along, plan.padding, strict=True):
-        if along is not None:
-            start, stop = int(before * along.ratio), output.shape[along.axis] - int(after * along.ratio)
-            output = output.narrow(along.axis, start, stop - start)
+    """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
+    for scale, (before, after) in zip(plan.output.grid.axis_scales, plan.padding, strict=True):
+        if scale is not None:
+            start, stop = int(before * scale.ratio), output.shape[scale.axis] - int(after * scale.ratio)
+            output = output.narrow(scale.axis, start, stop - start)
     return output
 
 
@@ -137,5 +137,7 @@ def test_a_stride_of_nine_pads_to_a_multiple_of_nine() -> None:
 
 def test_a_volume_of_which_nothing_is_left() -> None:
     net = sequence(nn.Conv1d(1, 4, 7), nn.MaxPool1d(4), nn.ConvTranspose1d(4, 1, 4, stride=4), nn.Conv1d(1, 1, 3))
-    with pytest.raises(ValueError, match=r"predict_whole: .*nothing of which is left without .* padded; fix: a larger"):
+    with pytest.raises(
+        ValueError, match=r"predict_whole: .*nothing of which is left without .* padded positions; fix: a larger"
+    ):
         predict_whole(net, torch.randn(1, 1, 9), tile=4, pad="constant", quiet=True)

@@ -271,7 +271,7 @@ def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray
         predict_whole(net, volume.astype("float32"), tile=(6, 10, 12), **options)
     other = volume.copy()
     other[5, 5, 5] ^= 1
-    with pytest.raises(ValueError, match=r"the volume has changed in tile 0 since it was begun; fix: begin anew"):
+    with pytest.raises(ValueError, match=r"the volume has changed in tile 0 since the first read; fix: begin anew"):
         predict_whole(net, other, tile=(6, 10, 12), **options)
     assert fingerprint(folder) == held
     with torch.no_grad():

@@ -102,5 +102,5 @@ def test_labels_that_are_rolled_are_no_labels_of_tiles() -> None:
         def forward(self, grid: Tensor) -> Tensor:
             return super().forward(grid).roll(1, 3)
 
-    with pytest.raises(ValueError, match="predict_whole: Rolled gives a tile other than what it gives the whole"):
+    with pytest.raises(ValueError, match="predict_whole: Rolled gives other results in tiles than on the whole"):
         predict_whole(settled(Rolled(5)), torch.randn(1, 20, 20), tile=6, quiet=True)

@@ -22,13 +22,13 @@ def net_with(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (nn.GroupNorm(2, 4), r'GroupNorm at "1.1" norms by the statistics of the whole grid.*fix: batch norm'),
-        (nn.InstanceNorm2d(4), r'InstanceNorm2d at "1.1" norms by the statistics'),
-        (nn.BatchNorm2d(4, track_running_stats=False), r'BatchNorm2d at "1.1" norms by the statistics'),
-        (SqueezeExcite(4), r'SqueezeExcite at "1.1" reads the means of the whole grid'),
-        (nn.AdaptiveAvgPool2d(8), r'AdaptiveAvgPool2d at "1.1" pools windows that depend on the sides'),
+        (nn.GroupNorm(2, 4), r'GroupNorm at "1.1" normalizes by the statistics of the whole grid.*fix: batch norm'),
+        (nn.InstanceNorm2d(4), r'InstanceNorm2d at "1.1" normalizes by the statistics'),
+        (nn.BatchNorm2d(4, track_running_stats=False), r'BatchNorm2d at "1.1" normalizes by the statistics'),
+        (SqueezeExcite(4), r'SqueezeExcite at "1.1" needs the means of the whole grid'),
+        (nn.AdaptiveAvgPool2d(8), r'AdaptiveAvgPool2d at "1.1" pools windows that depend on the grid'),
         (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), r'Upsample at "1.1" has align_corners=True'),
-        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), r'Conv2d at "1.1" pads each side by its other end'),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), r'Conv2d at "1.1" has circular padding'),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -73,10 +73,10 @@ class Round(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (Gate(), r'Conv2d at "1.1.reduce" sees further than \d+ positions, on side 0'),
-        (Corners(), r'Corners at "1.1" gives a tile other than what it gives the whole, on side 0'),
-        (Ramp(), r'Ramp at "1.1" gives a tile other than .* on side 1'),
-        (Round(), r'Round at "1.1" gives a tile other than .* on side 1'),
+        (Gate(), r'Conv2d at "1.1.reduce" sees further than \d+ positions, along spatial axis 0'),
+        (Corners(), r'Corners at "1.1" gives other results in tiles than on the whole volume, along spatial axis 0'),
+        (Ramp(), r'Ramp at "1.1" gives other results in tiles .* along spatial axis 1'),
+        (Round(), r'Round at "1.1" gives other results in tiles .* along spatial axis 1'),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -112,7 +112,7 @@ def test_attention_to_a_context() -> None:
         def forward(self, grid: Tensor) -> Tensor:
             return self.attention(grid, context=grid)
 
-    with pytest.raises(ValueError, match="attention attends to a context; only attention of a grid to itself"):
+    with pytest.raises(ValueError, match="attention attends to a context; only self-attention"):
         predict_whole(Across().eval(), torch.randn(6, 8, 8), tile=(4, 4), quiet=True)
 
 
@@ -133,7 +133,7 @@ def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.Monk
 def test_what_is_not_finite(bad: float) -> None:
     net, grid = settled(Hourglass("siamese", 2)), np.zeros((40, 40), "float32")
     grid[30, 33] = bad
-    with pytest.raises(ValueError, match=r"bottom: what it reads is not finite in the tile at \(10, 10\).*nan_to_num"):
+    with pytest.raises(ValueError, match=r"bottom: its input is not finite in the tile at \(10, 10\).*nan_to_num"):
         predict_whole(net, grid, tile=20, quiet=True)
 
 
@@ -150,17 +150,17 @@ def test_saturated_and_constant_volumes() -> None:
 @pytest.mark.parametrize(
     ("volume", "options", "error", "text"),
     [
-        ((8,), {}, ShapeError, r"a volume of 2 sides is \(\*size\), .* got shape \(8,\)"),
-        ((1, 1, 1, 8, 8), {}, ShapeError, r"a volume of 2 sides is .* got shape \(1, 1, 1, 8, 8\)"),
-        ((0, 8), {}, ShapeError, "the volume has an empty side"),
-        ((8, 8), {"tile": 0}, ShapeError, "tile must be 1 or more a side, got 0; fix"),
+        ((8,), {}, ShapeError, r"a volume with 2 spatial dims is \(\*size\), .* got shape \(8,\)"),
+        ((1, 1, 1, 8, 8), {}, ShapeError, r"a volume with 2 spatial dims is .* got shape \(1, 1, 1, 8, 8\)"),
+        ((0, 8), {}, ShapeError, "the volume has an empty axis"),
+        ((8, 8), {"tile": 0}, ShapeError, "tile must be at least 1, got 0; fix"),
         (
             (8, 8),
             {"tile": 4, "halo": (1, 2, 3)},
             ShapeError,
-            r"halo must be one number, or one for each of 2 sides, got \(1, 2, 3\); fix",
+            r"halo must be one number, or one for each of 2 spatial dims, got \(1, 2, 3\); fix",
         ),
-        ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be 0 or more a side, got -1; fix"),
+        ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be at least 0, got -1; fix"),
         ((8, 8), {"pad": "mirror"}, LookupError, 'no pad "mirror"'),
         ((3, 8, 8), {}, ValueError, r"Hourglass does not take a grid of size \(8, 8\)"),
         ((8, 8), {"out": np.zeros((8, 9))}, ShapeError, r"out must have shape \(8, 8\), got \(8, 9\)"),

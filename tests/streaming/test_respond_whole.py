@@ -81,7 +81,7 @@ def test_the_axes_of_a_grid() -> None:
     layer = settled(GridAttention(6, "siamese", value_channels=1))
     assert respond_whole(layer, np.zeros((6, 5, 4), "float32"), quiet=True).shape == (1, 5, 4)
     assert respond_whole(layer, np.zeros((2, 6, 5), "float32"), quiet=True).shape == (2, 1, 5)
-    # Two axes could be the channels: the second one is, unless tile says how many sides there are.
+    # Two axes could be the channels: the second one is, unless `tile` has one number per spatial dim.
     assert respond_whole(layer, np.zeros((6, 6, 5), "float32"), quiet=True).shape == (6, 1, 5)
     assert respond_whole(layer, np.zeros((6, 6, 5), "float32"), tile=(4, 4), quiet=True).shape == (1, 6, 5)
 
@@ -91,7 +91,7 @@ def test_the_axes_of_a_grid() -> None:
     [
         ((4, 5, 5), {}, ShapeError, r"with the layer's 6 channels, got shape \(4, 5, 5\)"),
         ((4, 5, 5), {"tile": (2, 2)}, ShapeError, r"grid must have the layer's 6 channels, got 4"),
-        ((6, 5, 5), {"tile": 0}, ShapeError, "tile must be 1 or more a side"),
+        ((6, 5, 5), {"tile": 0}, ShapeError, "tile must be at least 1"),
         (
             (6, 5, 5),
             {"mask": np.ones((5, 4), bool)},
@@ -112,7 +112,7 @@ def test_bad_input(shape: tuple[int, ...], options: dict, error: type, text: str
 def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = torch.zeros(6, 9, 9)
     grid[2, 7, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"respond_whole: what it reads is not finite in the tile at \(6, 0\)"):
+    with pytest.raises(ValueError, match=r"respond_whole: its input is not finite in the tile at \(6, 0\)"):
         respond_whole(settled(attention("averaged")), grid, tile=3, quiet=True)
     monkeypatch.setattr("farfield.streaming.layer.free_bytes", lambda device: 1000)
     with pytest.raises(

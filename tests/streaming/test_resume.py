@@ -267,6 +267,10 @@ def of_another_version(file: Path) -> None:
     rewritten(file, lambda saved: saved | {"version": 99})
 
 
+def of_the_first_version(file: Path) -> None:
+    rewritten(file, lambda saved: saved | {"version": 1, "found": saved["summaries"]})
+
+
 def of_another_kind(file: Path) -> None:
     rewritten(file, lambda saved: [saved])
 
@@ -292,6 +296,7 @@ FAULTS = (
     saved_by_torch,
     one_byte_changed,
     of_another_version,
+    of_the_first_version,
     of_another_kind,
     without_a_field,
     of_wrong_types,
@@ -315,7 +320,7 @@ def test_damaged_progress_says_the_way_out_and_overwriting_is_one(
         with pytest.raises(ValueError, match=r"predict_whole: .*is damaged: ") as error:
             predict_whole(net, volume, tile=tile, out=out, quiet=True)
         said = str(error.value)
-        assert f'"{state(out)}", which says how far an unfinished prediction is' in said
+        assert f'"{state(out)}", the progress of an unfinished prediction, is damaged: ' in said
         assert said.endswith(f'fix: to begin anew, remove "{state(out).parent}", or overwrite=True.')
         assert "weights_only" not in said
         assert "pickle" not in said
@@ -349,15 +354,15 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
 def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    merged = streaming.merging.Merged(settled(attention(row)).to(dtype), "net")
+    merged = streaming.merging.MergedSummary(settled(attention(row)).to(dtype), "net")
     grid = torch.randn(1, 6, 4, 5, dtype=dtype)
     merged.add(grid, None, (0, 0), (4, 5))
-    merged.ask(grid, None, (0, 0), (4, 5))
+    merged.add_query_sums(grid, None, (0, 0), (4, 5))
     state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
-    streaming.progress.write_state(tmp_path / "state", state | {"found": [merged.state()]})
-    found = streaming.progress.read_state(tmp_path / "state")["found"][0]
-    again = streaming.merging.Merged(merged.attention, "net")
-    again.load(found)
+    streaming.progress.write_state(tmp_path / "state", state | {"summaries": [merged.state()]})
+    saved = streaming.progress.read_state(tmp_path / "state")["summaries"][0]
+    again = streaming.merging.MergedSummary(merged.attention, "net")
+    again.load(saved)
     (summary, asked), (twin, twin_asked) = merged.whole(grid.device), again.whole(grid.device)
     for one, other in zip([*summary, *(asked or ())], [*twin, *(twin_asked or ())], strict=True):
         if isinstance(one, torch.Tensor):
@@ -392,7 +397,7 @@ def test_whatever_a_layer_reads_is_looked_at_again(
         with pytest.raises(StopError):
             respond()
     arrays[changed] = ~arrays[changed] if arrays[changed].dtype == torch.bool else arrays[changed] + 1
-    with pytest.raises(ValueError, match=f"respond_whole: the {changed} has changed in tile 0 since it was begun"):
+    with pytest.raises(ValueError, match=f"respond_whole: the {changed} has changed in tile 0 since the first read"):
         respond()
 
 

@@ -113,7 +113,7 @@ def test_cares_settings_are_the_default() -> None:
 
 def test_grids_that_are_not_the_targets_are_refused_in_the_first_batch(tmp_path: Path) -> None:
     data = Made(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 4, 8))
-    with pytest.raises(ShapeError, match=r"must give grids as the targets are[\s\S]*target +\(4, 1, 4, 8\)"):
+    with pytest.raises(ShapeError, match=r"must return grids of the shape of the targets[\s\S]*target +\(4, 1, 4, 8\)"):
         trainer(tmp_path, 1).fit(Restore(nn.Conv2d(1, 1, 1)), data)
     data = Made(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8))
     with pytest.raises(ShapeError, match=r'"laplace" needs a scale[\s\S]*probabilistic true'):
@@ -187,7 +187,7 @@ def test_grey_levels_are_percentiles(dtype: str) -> None:
     [
         (np.full((4, 8, 8), 7, np.uint16), "as good as constant: its percentiles 2.0 and 99.8 are both 7"),
         (np.where(np.arange(256) == 3, np.nan, 1.0).reshape(4, 8, 8), "1 of 256 positions are no numbers"),
-        (np.ones((8, 8)), "restores grids of 3 sides, this one has 2: (8, 8)"),
+        (np.ones((8, 8)), "restores grids of 3 spatial dims, this one has 2: (8, 8)"),
     ],
 )
 def test_stacks_that_cannot_be_restored_are_refused(stack: np.ndarray, text: str) -> None:

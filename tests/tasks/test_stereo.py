@@ -306,7 +306,7 @@ def test_a_network_of_another_grid_is_named_in_the_first_batch() -> None:
             return left[..., ::2, ::2]
 
     with pytest.raises(
-        ShapeError, match=r"Stereo: the network must give[\s\S]*\(2, 3, 32, 64\)[\s\S]*\(2, 3, 16, 32\)"
+        ShapeError, match=r"Stereo: the network must return[\s\S]*\(2, 3, 32, 64\)[\s\S]*\(2, 3, 16, 32\)"
     ):
         Stereo(Small())(*scenes(2)[:2])
 

@@ -1,6 +1,6 @@
-"""The command line: `farfield demo | operators | models | cost | measure | plan | info | kernels` and those that train.
+"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | kernels`, and training.
 
-Commands are functions `main(argv)` of modules that load when they are asked for.
+Each command is a function `main(argv)` of a module that is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farfield import __version__
 
 
 class Command(NamedTuple):
-    """One command: the module whose `main` runs it, the extra that it needs, and what it does."""
+    """A command: the module whose `main` runs it, the extra that it needs, and what it does."""
 
     module: str
     extra: str
@@ -26,21 +26,25 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("demo", "demo", "train two networks on handwritten digits, compare costs, draw attention"),
     "operators": Command("tables", "cli", "the operators: source, slots, merging, cost"),
-    "models": Command("tables", "cli", "the networks: weights and MACs beside the printed ones"),
-    "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and what executes"),
-    "measure": Command("tables", "cli", "operators on this machine: time and memory against softmax attention"),
-    "plan": Command("plan", "cli", "which operators fit a memory, what each takes, and when it pays"),
-    "maps": Command("maps", "demo", "what a trained network attends to in a photograph: rows, basis masks, norms"),
+    "models": Command("tables", "cli", "the networks: weights and MACs, beside those in the papers"),
+    "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and the executed MACs"),
+    "measure": Command("tables", "cli", "operators on this machine: time and memory, compared with softmax attention"),
+    "plan": Command(
+        "plan", "cli", "which operators fit a memory, what each needs, and when it beats softmax attention"
+    ),
+    "maps": Command(
+        "maps", "demo", "what a trained network attends to in a photograph: attention rows, basis masks, norms"
+    ),
     "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
-    "kernels": Command("kernels", "cli", "CPU kernels: whether they are there; --build compiles them"),
+    "kernels": Command("kernels", "cli", "CPU kernels: whether they are built; --build compiles them"),
     "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
-    "validate": Command("train", "train", "evaluate a checkpoint on the validation part"),
-    "test": Command("train", "train", "evaluate a checkpoint on the test part"),
-    "predict": Command("train", "train", "write a checkpoint's predictions"),
+    "validate": Command("train", "train", "evaluate a checkpoint on the validation split"),
+    "test": Command("train", "train", "evaluate a checkpoint on the test split"),
+    "predict": Command("train", "train", "write the predictions of a checkpoint"),
 }
-# Errors that say what is wrong by themselves.
+# Errors whose message is enough for the user.
 MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
-# Some of their kinds do not: they are faults of the program and keep their traceback.
+# Subclasses of these that are faults of the program: they keep their traceback.
 FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 
 
@@ -51,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
-        SystemExit: With status 2 for a wrong command line or an error that the library words, 130 if interrupted, 141
-            if nobody reads the output to its end.
+        SystemExit: With status 2 for a wrong command line or an error of the library, 130 if interrupted, 141 if the
+            output is closed before its end.
     """
     parsed = parser().parse_args(argv)
     if parsed.command is None:
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         stop(130, "farfield: interrupted.")
     except BrokenPipeError:
-        # Whoever read the output has gone (farfield operators | head): what is still buffered goes nowhere.
+        # The reader of the output has ended (farfield operators | head): the rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         stop(141)
     except MESSAGES as error:
@@ -76,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line before a command's own options."""
+    """Return the parser of the command's name; each command parses its own options."""
     width = max(len(name) for name in COMMANDS)
     listing = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -88,15 +92,15 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"farfield {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", nargs="?", metavar="<command>", help="one of those below")
+    parser.add_argument("command", nargs="?", metavar="<command>", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its options")
     return parser
 
 
 def dispatch(name: str, arguments: list[str]) -> None:
-    """Load a command's module and run it."""
+    """Import the module of a command and run it."""
     if name not in COMMANDS:
-        # Not at the top: it loads torch, which --help and --version do without.
+        # Imported here: it loads torch, which --help and --version do not need.
         from farfield._checks import unknown
 
         raise unknown("farfield", "command", name, COMMANDS)
@@ -107,11 +111,11 @@ def dispatch(name: str, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("farfield"):
             raise
-        raise RuntimeError(f'it needs {error.name}; fix: pip install "farfield[{command.extra}]".') from error
+        raise RuntimeError(f'{error.name} is not installed; fix: pip install "farfield[{command.extra}]".') from error
 
 
 def stop(status: int, message: str = "") -> None:
-    """End with a status, after one message."""
+    """Exit with a status, after a message on stderr."""
     if message:
         print(message, file=sys.stderr)
     raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""Configurations of runs, as YAML: plain values alone, so that reading one runs nothing; errors name the file."""
+"""Configurations of runs, as YAML: only plain values, so that reading one executes nothing; errors name the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATE = "tag:yaml.org,2002:timestamp"
 
 
 class Loader(yaml.SafeLoader):
-    """Read plain values; what looks like a date stays a string, as on the command line."""
+    """Loader of plain values; a value that looks like a date stays a string, as on the command line."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (as in PyYAML)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
@@ -28,28 +28,32 @@ def read_configuration(file: Path) -> dict[str, Any]:
         file: A recipe, or the `config.yaml` of a run.
 
     Returns:
-        Its entries, of plain values.
+        Its entries, which have plain values.
 
     Raises:
-        ValueError: If it is no YAML, or holds other values, or names a class by something else than a string; the
-            text has the file and the fix.
+        ValueError: If it is not YAML, has other than plain values, or names a class by something else than a string.
+            The text has the file and the fix.
     """
     text = read_text(file)
     try:
         check_depth(text)
-        found = yaml.load(text, Loader)
-    # PyYAML's constructors of scalars fail in ways of their own, `!!bool x` with a KeyError.
+        configuration = yaml.load(text, Loader)
+    # PyYAML's constructors of scalars raise any error, `!!bool x` a KeyError.
     except Exception as error:
-        raise ValueError(f"{file} is damaged, not YAML of plain values: {error}; fix: write its values out.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no entries but {kind(found)}; fix: a recipe, or the config.yaml of a run.")
-    check_values(file, found)
-    check_classes(file, "", found)
-    return found
+        raise ValueError(
+            f"{file} is damaged, not YAML of plain values: {error}; fix: use only numbers, strings, lists and entries."
+        ) from error
+    if not isinstance(configuration, dict):
+        raise ValueError(
+            f"{file} must have entries, got {kind(configuration)}; fix: a recipe, or the config.yaml of a run."
+        )
+    check_values(file, configuration)
+    check_classes(file, "", configuration)
+    return configuration
 
 
 def check_depth(text: str) -> None:
-    """Refuse lists in lists in lists, for which PyYAML takes minutes before it fails."""
+    """Raise for deeply nested values, on which PyYAML takes minutes before it fails."""
     depth = 0
     for event in yaml.parse(text, Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -58,7 +62,7 @@ def check_depth(text: str) -> None:
 
 
 def check_classes(file: Path, place: str, value: Any) -> None:
-    """Refuse a class that is not named by a string, and arguments of it that have no names."""
+    """Raise for a class whose name is not a string, and for arguments of a class that have no names."""
     if isinstance(value, list):
         for number, each in enumerate(value):
             check_classes(file, f"{place}[{number}]", each)
@@ -71,19 +75,19 @@ def check_classes(file: Path, place: str, value: Any) -> None:
 
 
 def entry(file: Path, values: dict[str, Any], name: str, place: str, expected: type, fix: str) -> Any:
-    """Return an entry of some values, None if it is not there; refuse one of another kind."""
-    found = values.get(name)
-    if found is not None and not isinstance(found, expected):
-        raise ValueError(f"{file}: {place}{name} is {kind(found)}; fix: {fix}.")
-    return found
+    """Return an entry, None if there is none; raise if its type is not the expected one."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, expected):
+        raise ValueError(f"{file}: {place}{name} is {kind(value)}; fix: {fix}.")
+    return value
 
 
 def section(file: Path, values: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
-    """Return the entries below a name, none if it is not there."""
+    """Return the entries below a name, an empty dict if there are none."""
     return entry(file, values, name, place, dict, "entries below it, as in the recipes") or {}
 
 
 def kind(value: Any) -> str:
-    """A value for an error, shortened."""
+    """Return the type and the shortened value, for an error."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 50 else f'{text[:50]}…'}"

@@ -1,4 +1,4 @@
-"""`farfield demo`: two networks trained on real images, KAN's Table 2 on this machine, and a picture, in minutes."""
+"""`farfield demo`: train two networks on real images, measure KAN's Table 2, and draw a picture, in minutes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from farfield.tasks.classify import Classify
 SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
 TRAINED = ("kanet_qkv", "mobilenet_v2")
 BATCH = 32
-# Ten passes over 1,437 digits are few: at 0.015 rounding alone moved what KANet reads by two points.
+# Ten passes over 1,437 digits are few: at 0.015 the order of sums alone changed KANet's accuracy by two points.
 SETTINGS: dict[str, Any] = {
     "learning_rate": 0.006,
     "nesterov": True,
@@ -45,8 +45,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class News(NamedTuple):
-    """How far a network's training is: batches done, batches in all, and what to say of it."""
+class Update(NamedTuple):
+    """Progress of the training of one network: batches done, batches in all, and a text."""
 
     network: str
     done: int
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: With status 2 for a wrong option.
     """
     options = parser().parse_args(argv)
-    # A folder that cannot be written to fails now, not after minutes of training.
+    # A folder that cannot be written to must fail now, not after minutes of training.
     check_writable(options.output)
     console, start = Console(highlight=False), time.perf_counter()
     console.rule("[bold]1 of 3 · Two networks on scikit-learn's handwritten digits", align="left")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_table(table_2(operators))
     console.rule("[bold]3 of 3 · What one petal attends to", align="left")
     picture = options.output / "attention.png"
-    with console.status("one attention row an operator"):
+    with console.status("one attention row per operator"):
         write_picture(picture)
     seconds = time.perf_counter() - start
     results = {"networks": networks, "operators": operators, "seconds": seconds}
@@ -91,30 +91,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The demo's options."""
-    found = argparse.ArgumentParser(prog="farfield demo", description=__doc__, allow_abbrev=False)
-    found.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for all that it writes")
-    found.add_argument("--epochs", type=positive, default=10, help="passes over the training digits (10)")
-    found.add_argument("--seed", type=int, default=0, help="of weights, order, augmentation and split (0)")
-    found.add_argument("--width", type=float, default=0.25, help="factor on the networks' channels (0.25)")
-    found.add_argument("--subset", type=positive, default=None, help="number of training digits (all 1,437)")
-    return found
+    """Return the parser of the demo's options."""
+    parser = argparse.ArgumentParser(prog="farfield demo", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of the output files (runs/demo)")
+    parser.add_argument("--epochs", type=positive, default=10, help="passes over the training digits (10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order, augmentation and split (0)")
+    parser.add_argument("--width", type=float, default=0.25, help="multiplies the channels of the networks (0.25)")
+    parser.add_argument("--subset", type=positive, default=None, help="number of training digits (all 1,437)")
+    return parser
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1."""
+    """Convert an option to a whole number from 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 at least, got {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
 
 
 def train_all(options: argparse.Namespace, console: Console) -> list[Row]:
-    """Train the networks at the same time, a process and an equal share of the cores each; return what came out."""
-    # Small layers gain little from more threads, and lose much where the cores are also wanted elsewhere.
+    """Train the networks in parallel, each in a process with an equal share of the cores; return their results."""
+    # Small layers gain little from more threads, and lose much where other programs use the cores.
     threads = max(1, torch.get_num_threads() // len(TRAINED))
     context = multiprocessing.get_context("spawn")
-    news: Queue[News] = context.Queue()
+    updates: Queue[Update] = context.Queue()
     columns = [
         TextColumn("{task.description:13}"),
         BarColumn(30),
@@ -123,26 +123,26 @@ def train_all(options: argparse.Namespace, console: Console) -> list[Row]:
     ]
     with (
         Progress(*columns, console=console) as progress,
-        ProcessPoolExecutor(len(TRAINED), context, begin, (news, threads)) as pool,
+        ProcessPoolExecutor(len(TRAINED), context, begin, (updates, threads)) as pool,
     ):
         lines = {name: progress.add_task(name, total=None, state="starting") for name in TRAINED}
         trained = [pool.submit(train, name, options) for name in TRAINED]
         while not all(one.done() for one in trained):
             with suppress(Empty):
-                name, done, total, state = news.get(timeout=0.2)
+                name, done, total, state = updates.get(timeout=0.2)
                 progress.update(lines[name], completed=done, total=total, state=state)
         return [one.result() for one in trained]
 
 
-def begin(news: Queue[News], threads: int) -> None:
-    """Prepare a process that trains."""
+def begin(updates: Queue[Update], threads: int) -> None:
+    """Prepare a training process."""
     torch.set_num_threads(threads)
-    Bar.news = news
+    Bar.updates = updates
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 def leave_with_parent() -> None:
-    """End this process when the one that started it has ended, killed or not: nobody would wait for what it trains."""
+    """Exit this process when the one that started it has ended, killed or not: nothing would use its result."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -172,48 +172,48 @@ def train(name: str, options: argparse.Namespace) -> Row:
     seconds = time.perf_counter() - start
     network.cpu().save_pretrained(options.output / name)
     held_out = len(digits.parts["test"])  # type: ignore[arg-type]
-    found = {"network": name, "accuracy": accuracy, "held_out": held_out, "right": round(accuracy * held_out)}
-    return {**found, "seconds": seconds, **costs(name, network)}
+    result = {"network": name, "accuracy": accuracy, "held_out": held_out, "right": round(accuracy * held_out)}
+    return {**result, "seconds": seconds, **costs(name, network)}
 
 
 class Bar(Callback):
-    """Tell the process that shows the progress how far one network is.
+    """Send the training progress of one network to the process that shows it.
 
     Args:
         network: Its name.
     """
 
-    news: Queue[News]
+    updates: Queue[Update]
 
     def __init__(self, network: str) -> None:
         self.network = network
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any) -> None:
-        """Tell the epoch and the loss."""
+        """Send the epoch and the loss."""
         state = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  loss {outputs['loss'].item():.3f}"
-        self.news.put(News(self.network, trainer.global_step, int(trainer.estimated_stepping_batches), state))
+        self.updates.put(Update(self.network, trainer.global_step, int(trainer.estimated_stepping_batches), state))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the accuracy."""
+        """Send the accuracy."""
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         steps = trainer.global_step
-        self.news.put(News(self.network, steps, steps, f"held-out accuracy {percent(accuracy)}"))
+        self.updates.put(Update(self.network, steps, steps, f"held-out accuracy {percent(accuracy)}"))
 
 
 def costs(name: str, network: torch.nn.Module) -> Row:
-    """Count one image's pass: the network as trained, and in full by the papers' rule."""
+    """Count the cost of one image: by the network as trained, and by the full network with the papers' rule."""
     small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
     full = cost.predict(models.MODELS[name]().eval(), channels=3, size=(224, 224), convention="paper")
-    found = {"weights": small.weights, "macs": small.macs, "full_weights": full.weights, "full_macs": full.macs}
-    return found | {"printed_weights": NETWORKS[name].parameters, "printed_macs": NETWORKS[name].macs}
+    counts = {"weights": small.weights, "macs": small.macs, "full_weights": full.weights, "full_macs": full.macs}
+    return counts | {"printed_weights": NETWORKS[name].parameters, "printed_macs": NETWORKS[name].macs}
 
 
 def trained_table(rows: list[Row]) -> Table:
-    """Set the trained networks side by side."""
+    """Return the table of the trained networks."""
     columns = [
         Column("network", "network", left=True),
         Column("accuracy", "held-out accuracy", percent),
-        Column("right", f"right of {rows[0]['held_out']}"),
+        Column("right", f"correct of {rows[0]['held_out']}"),
         Column("weights", "weights", "{:,}".format),
         Column("macs", "MACs", millions),
         Column("seconds", "trained in", lambda seconds: f"{clock(seconds)} min"),
@@ -222,7 +222,7 @@ def trained_table(rows: list[Row]) -> Table:
 
 
 def full_table(rows: list[Row]) -> Table:
-    """Set the networks in full beside what the paper prints."""
+    """Return the table of the full networks, beside the numbers of the paper."""
     columns = [
         Column("network", "network", left=True),
         Column("full_weights", "weights", "{:,}".format),
@@ -230,11 +230,11 @@ def full_table(rows: list[Row]) -> Table:
         Column("full_macs", "MACs", millions),
         Column("printed_macs", "KAN"),
     ]
-    return Table("in full, 224 × 224; KAN: as printed", columns, rows)
+    return Table("full networks, 224 × 224; KAN: as printed in the paper", columns, rows)
 
 
 def table_2_rows() -> list[Row]:
-    """Measure KAN's Table 2: batch 8, 8 channels, one head, a map of the values."""
+    """Measure KAN's Table 2: batch 8, 8 channels, one head, a projection of the values."""
     return [row for side in (14, 28, 56) for row in table_2_grid(side)]
 
 
@@ -243,18 +243,18 @@ def table_2_grid(side: int) -> list[Row]:
     torch.manual_seed(0)
     grid = torch.randn(8, 8, side, side)
     printed = {name: row for (name, length), row in KAN_TABLE_2.items() if length == side}
-    found = {name: cost.measure(GridAttention(8, name, bias=False).eval(), grid) for name in printed}
+    measured = {name: cost.measure(GridAttention(8, name, bias=False).eval(), grid) for name in printed}
     return [
         {
             "grid": f"{side}²",
             "operator": name,
             "macs": cost.predict(name, channels=8, size=(side, side), convention="paper").macs,
             "printed_macs": row.macs,
-            "bytes": found[name].peak_bytes,
+            "bytes": measured[name].peak_bytes,
             "printed_memory": row.memory,
-            "seconds": found[name].seconds,
+            "seconds": measured[name].seconds,
             "printed_time": row.time,
-            "speed_up": found["softmax"].seconds / found[name].seconds,
+            "speed_up": measured["softmax"].seconds / measured[name].seconds,
             "printed_speed_up": row.speed_up,
         }
         for name, row in printed.items()
@@ -262,7 +262,7 @@ def table_2_grid(side: int) -> list[Row]:
 
 
 def table_2(rows: list[Row]) -> Table:
-    """Set what was measured beside what is printed."""
+    """Return the table of the measured numbers, beside those of the paper."""
     columns = [
         Column("grid", "grid", left=True),
         Column("operator", "operator", left=True),
@@ -276,10 +276,10 @@ def table_2(rows: list[Row]) -> Table:
         Column("printed_speed_up", "KAN"),
     ]
     notes = [
-        "MACs of one image, by formula; time and memory of the batch. Softmax attention runs in torch's fused",
+        "MACs of one image, by formula; time and memory of the batch. Softmax attention uses torch's fused",
         "kernel, which never forms the attention matrix: hence less memory and smaller speed-ups than printed.",
     ]
-    return Table("batch 8, 8 channels, on one thread; KAN: as printed", columns, rows, notes)
+    return Table("batch 8, 8 channels, one thread; KAN: as printed in the paper", columns, rows, notes)
 
 
 @contextmanager
@@ -298,7 +298,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: on small grids, threads that wait for each other take longer than the operator."""
+    """Compute on one thread: on small grids, synchronizing threads takes longer than the operator."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -308,5 +308,5 @@ def one_thread() -> Iterator[None]:
 
 
 def clock(seconds: float) -> str:
-    """Write a duration as minutes and seconds."""
+    """Format a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

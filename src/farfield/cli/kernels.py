@@ -1,4 +1,4 @@
-"""`farfield kernels`: whether the CPU kernels are there, and building them."""
+"""`farfield kernels`: show whether the CPU kernels are built, or build them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farfield.cli.output import Column, Row, Table, add_formats, show
 
 
 def main(argv: Sequence[str]) -> None:
-    """Say what state the kernels are in, or build them first.
+    """Show the state of the kernels; with `--build`, build them first.
 
     Args:
         argv: The command's options.
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def kernels_table(arguments: argparse.Namespace) -> Table:
-    """Say whether the CPU kernels run, where their library is, and what they take; with --build compile them first."""
+    """Show whether the CPU kernels are used, their library, and the grids they take; --build compiles them first."""
     from farfield.ops.fast import kernels
 
     if arguments.build:
@@ -33,14 +33,17 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
     rows: list[Row] = [
         {"what": "state", "value": state()},
         {"what": "library", "value": str(kernels.path())},
-        {"what": "take", "value": "contiguous float32 grids on a CPU, of rank 2 or more for Kronecker rows"},
+        {
+            "what": "take",
+            "value": "contiguous float32 grids on a CPU; for Kronecker operators with 2 or more spatial dims",
+        },
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
 
 
 def state() -> str:
-    """Whether kernels run on what they are made for, and every reason if not."""
+    """Return "built", or every reason why the kernels are not used."""
     import torch
 
     from farfield.ops.fast import kernels

@@ -1,4 +1,4 @@
-"""Rows of `farfield info`: what farfield runs on."""
+"""The table rows of `farfield info`: what farfield runs on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farfield.cost.measuring import processor_name
 
 
 def machine_rows() -> list[Row]:
-    """What there is, in the order in which a report of a fault wants it."""
+    """Return versions, devices, extras and kernels, in the order that a bug report needs."""
     rows = {
         "farfield": farfield.__version__,
         "Python": f"{sys.version.split()[0]}, {platform.platform()}",
@@ -30,7 +30,7 @@ def machine_rows() -> list[Row]:
 
 
 def devices() -> str:
-    """The accelerators that PyTorch sees."""
+    """Return the accelerators that PyTorch finds."""
     if torch.cuda.is_available():
         return ", ".join(
             f"cuda:{index} {torch.cuda.get_device_name(index)} "
@@ -43,21 +43,21 @@ def devices() -> str:
 
 
 def extras() -> dict[str, str]:
-    """Each extra of the installed package, and which of its packages are missing."""
+    """Return, for each extra of the installed package, which of its packages are missing."""
     try:
         metadata = importlib.metadata.metadata("farfield")
     except importlib.metadata.PackageNotFoundError:
         return {}
     required = metadata.get_all("Requires-Dist") or []
-    found: dict[str, str] = {}
+    states: dict[str, str] = {}
     for extra in metadata.get_all("Provides-Extra") or []:
         missing = [name for name in packages(required, extra) if not installed(name)]
-        found[extra] = f"lacks {', '.join(missing)}" if missing else "installed"
-    return found
+        states[extra] = f"lacks {', '.join(missing)}" if missing else "installed"
+    return states
 
 
 def packages(required: list[str], extra: str) -> list[str]:
-    """The packages of an extra, those of the extras that it names included."""
+    """Return the packages of an extra, including those of the extras that it names."""
     names: list[str] = []
     for requirement in required:
         if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", requirement):
@@ -69,7 +69,7 @@ def packages(required: list[str], extra: str) -> list[str]:
 
 
 def installed(name: str) -> bool:
-    """Whether a package is there."""
+    """Return whether a package is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The figures of `farfield maps`, after FA's Figures 2 and 7, and the norms' scales over training."""
+"""The figures of `farfield maps`: attention rows (FA Figure 2), basis masks (FA Figure 7), and norm scales by epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from farfield.maps import overlay
 from farfield.tasks.checkpoints import written
 
-# Of the positions that ask: to be told apart by people who see colours differently, and on any photograph.
+# Of the query positions: distinguishable with colour vision deficiency, and on any photograph.
 COLOURS = ("#ff3b30", "#34c759", "#2f7bff", "#ffd60a", "#d65cff", "#ff9f0a", "#40e0ff", "#ff7eb6")
 INK, FAINT = "#1b1d21", "#6b7280"
 PANELS = 6
@@ -26,10 +26,10 @@ class Photograph(NamedTuple):
 
     Attributes:
         path: Its file.
-        height: Its rows of pixels.
-        width: Its columns of pixels.
+        height: The number of rows of pixels.
+        width: The number of columns of pixels.
         pixels: `uint8` `(3, height, width)`.
-        shown: Its colours `(3, y, x)` in 0..1, smaller if it is large.
+        shown: Its colours `(3, y, x)` in 0..1, reduced in size if it is large.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Photograph(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """One heat map: weights `(h, w)`, what is written above it, and the pixel that asks, with its colour."""
+    """A heat map: weights `(h, w)`, the text above it, and the pixel of the query with its colour."""
 
     weights: Tensor
     label: str
@@ -49,11 +49,11 @@ class Heat(NamedTuple):
 
 
 def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: str) -> Figure:
-    """FA's Figure 2: the photograph with the positions that ask, then what each of them attends to."""
+    """Draw the photograph with the query positions, then the attention row of each (FA Figure 2)."""
     columns = len(heats) + 1 if len(heats) < 4 else 3
     figure, axes = panels(-(-(len(heats) + 1) // columns), columns, photograph.height / photograph.width, title, note)
     positions = axes.ravel()
-    show(positions[0], photograph, photograph.shown, "the positions that ask")
+    show(positions[0], photograph, photograph.shown, "the query positions")
     for heat, axis in zip(heats, positions[1:], strict=False):
         show(axis, photograph, overlay(photograph.shown, heat.weights), heat.label)
         mark(positions[0], heat)
@@ -62,7 +62,7 @@ def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: s
 
 
 def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, note: str) -> Figure:
-    """FA's Figure 7: a photograph a row, and what its slots are made of in columns."""
+    """Draw one row of panels per photograph: the photograph, then its basis masks (FA Figure 7)."""
     tallest = max(photograph.height / photograph.width for photograph, _ in rows)
     figure, axes = panels(len(rows), len(rows[0][1]) + 1, tallest, title, note)
     for (photograph, heats), positions in zip(rows, axes, strict=True):
@@ -73,7 +73,7 @@ def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, no
 
 
 def draw_scales(epochs: Sequence[int], scales: Mapping[str, np.ndarray], title: str, note: str) -> Figure:
-    """The learned scales of each layer's norm `(epochs, scales)` over the epochs, one line a scale."""
+    """Draw the learned scales of each layer's norm `(epochs, scales)` over the epochs, one line per scale."""
     columns = min(5, len(scales))
     figure, axes = panels(-(-len(scales) // columns), columns, 0.75, title, note)
     for (name, values), axis in zip(scales.items(), axes.ravel(), strict=False):
@@ -91,7 +91,7 @@ def draw_scales(epochs: Sequence[int], scales: Mapping[str, np.ndarray], title: 
 
 
 def panels(rows: int, columns: int, aspect: float, title: str, note: str) -> tuple[Figure, np.ndarray]:
-    """An empty figure of panels of one aspect, a title above them and a note below."""
+    """Make a figure of empty panels of one aspect, with a title above them and a note below."""
     width = 2.6
     size = (max(columns, 3) * width, rows * (width * aspect + 0.45) + 0.6)
     figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
@@ -105,25 +105,24 @@ def panels(rows: int, columns: int, aspect: float, title: str, note: str) -> tup
 
 
 def show(axis: Axes, photograph: Photograph, colours: Tensor, label: str) -> None:
-    """Show an image in the photograph's own pixels, a line of text above it."""
+    """Show an image with the photograph's pixels as its coordinates, and a line of text above it."""
     axis.imshow(colours.permute(1, 2, 0).numpy(), extent=(0, photograph.width, photograph.height, 0))
     axis.set_title(label, fontsize=8, color=INK)
 
 
 def mark(axis: Axes, heat: Heat) -> None:
-    """Mark the pixel that asks."""
+    """Mark the pixel of the query."""
     if heat.pixel is not None:
         row, column = heat.pixel
         axis.plot(column + 0.5, row + 0.5, "o", markersize=7, color=heat.colour, markeredgecolor="white", clip_on=False)
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure, whole or not at all, in the format of its suffix."""
+    """Write a figure atomically, in the format of its suffix."""
     formats = figure.canvas.get_supported_filetypes()
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in formats:
-        raise ValueError(
-            f"--output {path}: a figure cannot be {path.suffix or 'without a suffix'}; it can be .png, .pdf, .svg."
-        )
+        ending = f"as {path.suffix}" if path.suffix else "without a suffix"
+        raise ValueError(f"--output {path}: a figure cannot be written {ending}; fix: .png, .pdf or .svg.")
     with written(path) as file:
         figure.savefig(file, format=suffix, facecolor="white")

@@ -1,4 +1,4 @@
-"""Which network `farfield maps` looks into: a saved one, a run of `farfield fit`, or a checkpoint of either."""
+"""Load the network of `farfield maps`: a saved network, a run of `farfield fit`, or a checkpoint of either."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from farfield.tasks.logs import number
 
 CONFIG, PREFIX, SIDE = "config.yaml", "network.", 224
 OURS = "farfield.models."
-# What a run's configuration, which anybody may have sent, can have built; what else there is, its user has to name.
+# Classes that the configuration of a run may build. The run may come from anybody: others are built only by --network.
 NETWORKS = {f"{OURS}{name}": build for name, build in {**models.MODELS, "kanet": models.kanet}.items()}
 DATA = {f"farfield.data.classify.{kind.__name__}": kind for kind in (ImageFolders, Digits)}
 
 
-class Described(NamedTuple):
-    """What a run's configuration says of a class: its full name and its arguments, and which file says it."""
+class ClassEntry(NamedTuple):
+    """A class in the configuration of a run: the file of the configuration, the full name, and the arguments."""
 
     file: Path
     name: str | None
     arguments: dict[str, Any]
 
 
-class Trained(NamedTuple):
-    """A network and how the images were prepared that it was trained on.
+class LoadedNetwork(NamedTuple):
+    """A network and how its training images were prepared.
 
     Attributes:
-        network: In eval mode; an untrained one in training mode.
-        normalize: From pixels in 0..1 to what the network gets.
+        network: In eval mode; an untrained network in training mode.
+        normalize: Maps pixels in 0..1 to the input of the network.
         side: The shorter side of an image in pixels.
-        source: Where these two come from, for people.
+        source: Where `normalize` and `side` come from, as text.
     """
 
     network: nn.Module
@@ -53,98 +53,98 @@ class Trained(NamedTuple):
     source: str
 
     def prepare(self, image: Tensor, side: int | None) -> Tensor:
-        """A batch of one from a `uint8` image `(3, height, width)`: resized whole, not cropped, and normalised."""
+        """Resize a `uint8` image `(3, height, width)` without cropping, normalise it, and return a batch of one."""
         shorter = min(image.shape[1:])
         size = [length * (side or self.side) // shorter for length in image.shape[1:]]
         small = F.interpolate(image[None], size, mode="bilinear", antialias=True)
         return self.normalize(small / 255)
 
 
-def load(source: str, builder: str | None = None) -> Trained:
+def load(source: str, builder: str | None = None) -> LoadedNetwork:
     """Load a network from a folder, a run, a checkpoint or a repository of the Hub.
 
     Args:
-        source: A folder that `save_pretrained` or `farfield fit` wrote, a folder of runs (the newest is taken), a
+        source: A folder that `save_pretrained` or `farfield fit` wrote, a folder of runs (the newest is used), a
             checkpoint, or a repository.
-        builder: The function that builds the network, for checkpoints of networks that are not farfield's; named as
-            after `farfield fit --model.network`.
+        builder: The name of the function that builds the network, for checkpoints of networks that are not farfield's;
+            the same name as after `farfield fit --model.network`.
 
     Returns:
-        The network, with the normalisation of the data it was trained on where the run's configuration tells it.
+        The network, with the normalisation of its training data if the run's configuration has it.
 
     Raises:
         OSError: If there is no such model.
-        CheckpointError: If a checkpoint is damaged, or another network's.
-        ValueError: If the configuration does not tell how the network is built, or tells more than that.
+        CheckpointError: If a checkpoint is damaged, or is of another network.
+        ValueError: If the configuration does not name the function that builds the network, or names other classes.
     """
     path = newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
-    found = checkpoints(path)
-    described, data = read_run(path)
-    if builder is None and not path.is_file() and ((path / "config.json").is_file() or not found):
+    files = checkpoints(path)
+    entry, data = read_run(path)
+    if builder is None and not path.is_file() and ((path / "config.json").is_file() or not files):
         network: nn.Module = models.from_pretrained(path if path.is_dir() else source)
-    elif found:
-        weights = read(found[0])["state_dict"]
+    elif files:
+        weights = read(files[0])["state_dict"]
         consume_prefix_in_state_dict_if_present(weights, PREFIX)
-        network = build(described, weights) if builder is None else build_named(builder, described)
+        network = build(entry, weights) if builder is None else build_named(builder, entry)
         check_same_network(network.state_dict(), weights)
         network.load_state_dict(weights)
     else:
         raise CheckpointError(f"{source} has no checkpoint (*.ckpt) for the weights of {builder}.")
-    return Trained(network.eval(), *preparation(data))
+    return LoadedNetwork(network.eval(), *preparation(data))
 
 
-def build_untrained(builder: str) -> Trained:
-    """Build a network as it is before training, in the mode of training."""
-    nothing = Described(Path(), None, {})
-    return Trained(build_named(builder, nothing).train(), *preparation(nothing))
+def build_untrained(builder: str) -> LoadedNetwork:
+    """Build an untrained network, in training mode."""
+    nothing = ClassEntry(Path(), None, {})
+    return LoadedNetwork(build_named(builder, nothing).train(), *preparation(nothing))
 
 
 def newest(path: Path) -> Path:
-    """The newest run in a folder of runs; any other path as it is."""
+    """Return the newest run in a folder of runs; any other path is returned unchanged."""
     runs = [run for run in path.glob("version_*") if (run / "config.json").is_file() or checkpoints(run)]
     return max(runs, key=number, default=path)
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints at a path, in a folder or a run: the best first, then the last, then the others."""
+    """Return the checkpoints of a file, a folder or a run: the best first, then the last, then the others."""
     if path.is_file():
         return [path]
-    found = sorted([*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")])
+    files = sorted([*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")])
     first = {"best.ckpt": 0, "last.ckpt": 1}
-    return sorted(found, key=lambda file: first.get(file.name, 2))
+    return sorted(files, key=lambda file: first.get(file.name, 2))
 
 
-def read_run(path: Path) -> tuple[Described, Described]:
-    """What the configuration of the run that a folder or a checkpoint belongs to says of its network and its data."""
+def read_run(path: Path) -> tuple[ClassEntry, ClassEntry]:
+    """Return the network and the data in the configuration of the run that a folder or a checkpoint belongs to."""
     inside = path.is_file() or path.name == "checkpoints"
     folders = (path, path.parent, path.parent.parent) if inside else (path,)
     file = next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
     if file is None:
-        return Described(path / CONFIG, None, {}), Described(path / CONFIG, None, {})
+        return ClassEntry(path / CONFIG, None, {}), ClassEntry(path / CONFIG, None, {})
     configuration = read_configuration(file)
     network = section(file, section(file, configuration, "model"), "network", "model.")
-    found = [
+    entries = [
         (each.get("class_path"), each.get("init_args") or {})
         for each in (network, section(file, configuration, "data"))
     ]
-    for _, arguments in found:
+    for _, arguments in entries:
         check_arguments(file, arguments)
-    return Described(file, *found[0]), Described(file, *found[1])
+    return ClassEntry(file, *entries[0]), ClassEntry(file, *entries[1])
 
 
-def build(described: Described, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Build a run's network, untrained, if it is one of ours, after a comparison of its sizes with the weights."""
-    file, name, arguments = described
+def build(entry: ClassEntry, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Build the network of a run, untrained, if it is farfield's; before that, compare its shapes with the weights."""
+    file, name, arguments = entry
     if name is None:
         raise ValueError(
-            f"there is no {file}, or it does not say how the network is built; "
+            f"there is no {file}, or it does not name the network; "
             f"fix: --network, the function that builds it, e.g. --network kanet_qkv or --network my_networks.build."
         )
     if name not in NETWORKS:
         fix = "a network of models.MODELS" if name.startswith("farfield.") else f"if you trust it: --network {name}"
-        raise ValueError(f"{file} builds its network by {name}, which is no network of farfield's; fix: {fix}.")
-    # The file that training started from; all weights are in the checkpoint.
+        raise ValueError(f"{file} builds its network with {name}, which is not a network of farfield; fix: {fix}.")
+    # "weights" is the file that training started from; the checkpoint has all weights.
     arguments = {key: value for key, value in arguments.items() if key != "weights"}
     try:
         with torch.device("meta"):
@@ -156,17 +156,17 @@ def build(described: Described, weights: Mapping[str, Tensor]) -> nn.Module:
         raise ValueError(f"{file} does not describe a network of this version: {error}") from error
 
 
-def build_named(builder: str, described: Described) -> nn.Module:
-    """Build the network of the function that the command line names, with its arguments if the run names it too."""
+def build_named(builder: str, entry: ClassEntry) -> nn.Module:
+    """Build a network with the function of the command line; it gets the run's arguments if the run names it too."""
     name = builder if "." in builder else f"{OURS}{builder}"
-    network = imported(name)(**described.arguments if described.name == name else {})
+    network = import_function(name)(**entry.arguments if entry.name == name else {})
     if not isinstance(network, nn.Module):
-        raise TypeError(f"--network {name} must give a torch.nn.Module, got {type(network).__name__}.")
+        raise TypeError(f"--network {name} must return a torch.nn.Module, got {type(network).__name__}.")
     return network
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """A function or class by its full name; modules are looked for in the current folder after everything else."""
+def import_function(name: str) -> Callable[..., Any]:
+    """Import a function or class by its full name; the current folder is the last place searched for its module."""
     module, _, function = name.rpartition(".")
     if module == OURS[:-1] and not hasattr(models, function):
         raise unknown("--network", "model", function, models.MODELS)
@@ -178,10 +178,14 @@ def imported(name: str) -> Callable[..., Any]:
         raise ValueError(f"--network {name} cannot be imported: {error}.") from error
 
 
-def preparation(data: Described) -> tuple[Callable[[Tensor], Tensor], int, str]:
-    """Normalisation, shorter side and where they come from: the run's data, or ImageNet's colours."""
+def preparation(data: ClassEntry) -> tuple[Callable[[Tensor], Tensor], int, str]:
+    """Return normalisation, shorter side and their source: the data of the run, or ImageNet's mean and deviation."""
     if data.name not in DATA:
-        return ImageFolders(predict=".").normalize, SIDE, "by ImageNet's colours, as no run tells its own"
+        return (
+            ImageFolders(predict=".").normalize,
+            SIDE,
+            "with the mean and deviation of ImageNet, as no run has its own",
+        )
     try:
         module = DATA[data.name](**data.arguments)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Rows of `farfield measure`: operators on this machine."""
+"""The table rows of `farfield measure`: the operators on this machine."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from farfield.cost.measuring import step, take_turns
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 
-# Two answers are the same function up to rounding, relative to their size, in float32.
+# Two outputs are equal up to float32 rounding if they differ by this share of their norm at most.
 SAME = 1e-4
 
 
-def measured_rows(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
-    """Measure each operator on each grid; softmax first, if it is asked for, since the others are compared to it."""
+def measure_all(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Measure each operator on each grid; softmax, if selected, runs first, because the others are compared with it."""
     device = torch.device(arguments.device)
     names = sorted(names, key=lambda name: name != "softmax")
     rows: list[Row] = []
     for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
         torch.manual_seed(0)
         grid = torch.randn(arguments.batch, arguments.channels, *size, device=device, requires_grad=arguments.backward)
-        rows += rows_of_grid(grid, arguments, names)
+        rows += measure_grid(grid, arguments, names)
     return rows
 
 
-def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[str]) -> list[Row]:
-    """Measure the operators on one grid, in turns with a copy of it."""
+def measure_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Measure the operators on one grid, in turns with a copy of the grid."""
     options = {"batch": arguments.batch, "heads": arguments.heads, "project": arguments.project}
     table = table_for(tuple(grid.shape[2:]), arguments.channels, **options)
     attentions = {name: attention_for(name, arguments) for name in names}
     runs = {name: step(attention, [grid], arguments.backward) for name, attention in attentions.items()}
-    found = take_turns({"copy": step(torch.clone, [grid], False), **runs}, grid.device, arguments.repeats)
-    copy, reference = found["copy"], found.get("softmax")
+    times = take_turns({"copy": step(torch.clone, [grid], False), **runs}, grid.device, arguments.repeats)
+    copy, reference = times["copy"], times.get("softmax")
     rows: list[Row] = []
-    answers: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, attention in attentions.items():
         with torch.no_grad():
-            answer = attention(grid)
-        measured, printed = found[name], table.rows.get(name) if table else None
+            output = attention(grid)
+        measured, printed = times[name], table.rows.get(name) if table else None
         rows.append(
             {
                 "size": list(grid.shape[2:]),
@@ -55,22 +55,22 @@ def rows_of_grid(grid: torch.Tensor, arguments: argparse.Namespace, names: list[
                 "peak_bytes": measured.peak_bytes,
                 "memory_saving": reference and 1 - measured.peak_bytes / reference.peak_bytes,
                 "saved_bytes": saved_bytes(attention, grid) if arguments.backward else None,
-                "equals": ", ".join(other for other, known in answers.items() if same(answer, known)) or None,
+                "equals": ", ".join(other for other, known in outputs.items() if same(output, known)) or None,
                 "device": measured.device,
             }
         )
-        answers[name] = answer
+        outputs[name] = output
     return rows
 
 
 def attention_for(name: str, arguments: argparse.Namespace) -> GridAttention:
-    """The module of an operator; the same seed gives all of them the same maps."""
+    """Build the module of an operator; the same seed gives all of them the same projections."""
     torch.manual_seed(1)
     project = OPERATORS[name].projections(arguments.project)
     attention = GridAttention(arguments.channels, name, heads=arguments.heads, project=project)
     return attention.eval().to(arguments.device)
 
 
-def same(answer: torch.Tensor, known: torch.Tensor) -> bool:
-    """Whether two answers differ by rounding only."""
-    return bool((answer - known).norm() <= SAME * known.norm())
+def same(output: torch.Tensor, known: torch.Tensor) -> bool:
+    """Return whether two outputs differ by rounding only."""
+    return bool((output - known).norm() <= SAME * known.norm())

@@ -1,4 +1,4 @@
-"""Tables for people, for scripts and for spreadsheets."""
+"""Tables as text, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key of its value in a row, its heading, and how the value is written for people."""
+    """One column: the key of its value in a row, its heading, and the function that formats the value for people."""
 
     key: str
     heading: str
@@ -25,13 +25,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values, and how people read them.
+    """Rows of raw values, and how they are shown to people.
 
     Attributes:
-        title: What the rows are.
-        columns: In order; a row may hold more than they show.
+        title: The line above the table.
+        columns: The columns in order; a row may have more values than these.
         rows: Key -> value; None where there is none.
-        notes: Below the table.
+        notes: Lines below the table.
     """
 
     title: str
@@ -41,14 +41,14 @@ class Table:
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
-    """Let a command's table be written for scripts."""
+    """Add the options that print a command's table for scripts."""
     formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="a JSON list, one object a row, raw values")
-    formats.add_argument("--csv", action="store_true", help="comma-separated values, raw")
+    formats.add_argument("--json", action="store_true", help="print a JSON list with one object per row, raw values")
+    formats.add_argument("--csv", action="store_true", help="print comma-separated raw values")
 
 
 def show(table: Table, arguments: argparse.Namespace) -> None:
-    """Write a table as the command line asks for."""
+    """Print a table in the format of the command line."""
     if arguments.json:
         print(json.dumps(table.rows, indent=2, ensure_ascii=False))
     elif arguments.csv:
@@ -58,7 +58,7 @@ def show(table: Table, arguments: argparse.Namespace) -> None:
 
 
 def write_csv(rows: list[Row]) -> None:
-    """Write rows under the names of their keys, lists as words."""
+    """Print rows as CSV below their keys, a list as words separated by spaces."""
     writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:
@@ -68,14 +68,14 @@ def write_csv(rows: list[Row]) -> None:
 
 
 def write_table(table: Table) -> None:
-    """Write a table for people, as wide as it is: rich would squeeze it into a pipe or a narrow terminal."""
+    """Print a table for people at its full width: rich would cut it in a pipe or a narrow terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as Grid
 
     class Screen(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # main ends as other programs do, where rich would end with status 1
+            raise BrokenPipeError  # main handles it; rich would exit with status 1
 
     console = Screen(highlight=False, width=1000)
     grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -83,49 +83,49 @@ def write_table(table: Table) -> None:
     for column in table.columns:
         grid.add_column(column.heading, justify="left" if column.left else "right")
     for row in table.rows:
-        grid.add_row(*(written(column, row) for column in table.columns))
+        grid.add_row(*(format_value(column, row) for column in table.columns))
     console.print(grid)
     for note in table.notes:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def written(column: Column, row: Row) -> str:
-    """A value as people read it."""
+def format_value(column: Column, row: Row) -> str:
+    """Return a value of a row as text, empty for None."""
     value = row.get(column.key)
     return "" if value is None else column.text(value)
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
 def millions(number: float) -> str:
-    """MACs as the papers write them."""
+    """Format MACs as the papers do."""
     return f"{number / 1e6:,.2f}m" if number >= 5000 else f"{number:,.0f}"
 
 
 def megabytes(number: float) -> str:
-    """Bytes as KAN writes them."""
+    """Format bytes as KAN does."""
     return f"{number / 1e6:,.1f}MB" if number >= 50_000 else f"{number / 1e3:,.1f}kB"
 
 
 def megabytes_finely(number: float) -> str:
-    """Bytes as SAN writes them."""
+    """Format bytes as SAN does."""
     return f"{number / 1e6:,.2f}MB" if number < 1e9 else f"{number / 1e9:,.2f}GB"
 
 
 def milliseconds(seconds: float) -> str:
-    """A time with three digits or so."""
+    """Format a time with about three digits."""
     return f"{1e3 * seconds:,.1f}ms" if seconds >= 0.01 else f"{1e3 * seconds:.3f}ms"
 
 
 def percent(share: float) -> str:
-    """A share of one."""
+    """Format a share of 1 as a percentage."""
     return f"{100 * share:.2f}%"
 
 
 def ratio(number: float) -> str:
-    """How many times as much."""
+    """Format a ratio, such as 3.5×."""
     return f"{number:,.1f}×"
 
 
 def joined(size: list[int]) -> str:
-    """Sides of a grid."""
+    """Format a size, such as 56 × 56."""
     return " × ".join(map(str, size))

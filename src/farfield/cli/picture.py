@@ -31,14 +31,14 @@ CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
 SIZE, SHARPNESS = (64, 96), 14.0
 # On a petal of the small dahlia at the lower edge: what it attends to lies far away.
 POSITION = (60, 57)
-SAYS = {
-    "softmax": "every position, weighed by its likeness",
-    "softmax_pooled": "the largest of every 2 × 2 positions",
+CAPTIONS = {
+    "softmax": "all positions, weighted by similarity",
+    "softmax_pooled": "the maximum of each 2 × 2 positions",
     "kronecker_kv": "the means of all rows and columns",
-    "kronecker_qkv": "means ask, and means answer",
+    "kronecker_qkv": "axis means attend to axis means",
     "averaged": "products with all positions, of both signs",
-    "factorized_gaussian": "a map for each channel, mixed by the position",
-    "siamese": "the sum of two scores, its own and theirs",
+    "factorized_gaussian": "one map per channel, mixed per position",
+    "siamese": "the sum of the query's and the key's score",
 }
 
 
@@ -51,19 +51,19 @@ class Panel(NamedTuple):
 
 
 def write(path: Path, position: Sequence[int] = POSITION, size: Sequence[int] = SIZE) -> None:
-    """Write the picture, whole or not at all: a photograph with the asking position, and what it takes from where."""
+    """Write the picture atomically: a photograph with the query position, and its attention row by each operator."""
     photograph = load_sample_image("flower.jpg") / 255.0
     grid = features(photograph, size)
-    figure = draw(photograph, [panel(name, grid, position) for name in SAYS], position)
+    figure = draw(photograph, [panel(name, grid, position) for name in CAPTIONS], position)
     with written(path) as file:
         figure.savefig(file, format="png", facecolor=PAPER)
 
 
 def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
-    """Describe the surroundings of each position by colour and contrast at two scales, and by nothing that tells its place.
+    """Compute features of the surroundings of each position: colour and contrast at two scales, and no coordinates.
 
-    Each description has length √SHARPNESS and stands twice, once negated: products are SHARPNESS · cosine, and each
-    channel is large where one property is.
+    The features of a position have length √SHARPNESS and are there twice, once negated: products are
+    SHARPNESS · cosine, and each channel is large where one property is.
     """
     lab = color.rgb2lab(photograph)
     blurred = [filters.gaussian(lab, width, channel_axis=-1) for width in (3, 12)]
@@ -78,10 +78,10 @@ def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
 
 
 def panel(name: str, grid: Tensor, position: Sequence[int]) -> Panel:
-    """Take one operator's attention row at the position, and its cost by formula."""
+    """Compute the attention row of one operator at the position, and its cost by formula."""
     attention = GridAttention(grid.shape[1], name)
     if attention.weight is not None:
-        # Nothing is trained here: the direction in which the positions differ most stands for a learned one.
+        # Nothing is trained here: the principal direction of the positions replaces a learned one.
         direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
         with torch.no_grad():
             attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
@@ -90,20 +90,21 @@ def panel(name: str, grid: Tensor, position: Sequence[int]) -> Panel:
 
 
 def draw(photograph: NDArray[np.float64], panels: Sequence[Panel], position: Sequence[int]) -> Figure:
-    """Lay the panels out in two rows, the photograph first."""
+    """Draw the panels in two rows, the photograph first."""
     columns = (len(panels) + 2) // 2
     figure = Figure(figsize=(4.15 * columns, 8.7), dpi=150)
     axes = figure.subplots(2, columns).ravel()
     figure.subplots_adjust(left=0.02, right=0.98, top=0.82, bottom=0.12, wspace=0.07, hspace=0.4)
     figure.text(0.02, 0.935, "What one petal attends to", color=INK, fontsize=23, weight="bold")
     (h, w), most = panels[0].weights.shape, max(one.macs for one in panels)
-    subtitle = f"The marked position asks, all {h} × {w} positions answer, by the same features of colour and contrast everywhere."
+    subtitle = f"The query is the marked position, keys and values are all {h} × {w} positions; "
+    subtitle += "all operators get the same features of colour and contrast."
     figure.text(0.02, 0.893, subtitle, color=FAINT, fontsize=12.5)
     show_photograph(axes[0], photograph, position, (h, w))
     for axis, one in zip(axes[1:], panels, strict=False):
         show_panel(axis, photograph, one, position, most)
     note = "Glow: the weight of each position, relative to the largest of its panel; blue: negative weights.     "
-    note += f"Bars: MACs of one pass, value map included, on a log scale from {millions(CHEAP)}."
+    note += f"Bars: MACs of one pass, value projection included, on a log scale from {millions(CHEAP)}."
     figure.text(0.02, 0.03, note, color=FAINT, fontsize=10)
     figure.text(0.98, 0.03, CREDIT, color=FAINT, fontsize=10, ha="right")
     return figure
@@ -114,7 +115,7 @@ def show_photograph(axis: Axes, photograph: NDArray[np.float64], position: Seque
     axis.imshow(photograph)
     mark(axis, photograph, position, size)
     axis.set_axis_off()
-    label(axis, "photograph", "", "the marked position asks")
+    label(axis, "photograph", "", "the query is the marked position")
 
 
 def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, position: Sequence[int], most: int) -> None:
@@ -128,7 +129,7 @@ def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, position
     axis.imshow(np.clip(dark * (1 - 0.8 * strength) + colours * strength**0.8, 0, 1))
     mark(axis, photograph, position, one.weights.shape)
     axis.set_axis_off()
-    label(axis, one.name, millions(one.macs), SAYS[one.name])
+    label(axis, one.name, millions(one.macs), CAPTIONS[one.name])
     share = np.log(max(one.macs / CHEAP, 1)) / np.log(most / CHEAP)
     for length, colour in ((1.0, TROUGH), (share, ACCENT)):
         axis.add_patch(
@@ -137,7 +138,7 @@ def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, position
 
 
 def mark(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], size: Sequence[int]) -> None:
-    """Ring the asking position."""
+    """Draw a ring around the query position."""
     y, x = (
         (index + 0.5) * length / side for index, length, side in zip(position, photograph.shape, size, strict=False)
     )
@@ -145,13 +146,13 @@ def mark(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], s
         axis.plot(x, y, "o", markersize=11, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width)
 
 
-def label(axis: Axes, name: str, price: str, says: str) -> None:
-    """Write the name and the price above a panel, what answers below."""
+def label(axis: Axes, name: str, price: str, caption: str) -> None:
+    """Write the name and the cost above a panel, and the caption below it."""
     axis.text(0, 1.04, name, color=INK, fontsize=14, weight="bold", transform=axis.transAxes)
     axis.text(1, 1.04, price, color=ACCENT, fontsize=11, ha="right", transform=axis.transAxes)
-    axis.text(0, -0.13, says, color=FAINT, fontsize=11, transform=axis.transAxes)
+    axis.text(0, -0.13, caption, color=FAINT, fontsize=11, transform=axis.transAxes)
 
 
 def millions(number: float) -> str:
-    """Write a number in millions, with three digits."""
+    """Format a number in millions, with three digits."""
     return f"{number / 1e6:.3g} million" if number < 1e9 else f"{number / 1e6:,.0f} million"

@@ -1,4 +1,4 @@
-"""`farfield plan`: which operators fit a memory, what each takes, and where the crossover to regular attention lies."""
+"""`farfield plan`: which operators fit a memory, what each needs, and from which size on it beats softmax attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
-from farfield.cli.tables import grid_size, number, sentence
+from farfield.cli.tables import describe_attention, grid_size, number
 
 if TYPE_CHECKING:
     from farfield.cost import Plan
@@ -18,7 +18,7 @@ UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Plan self-attention on a grid.
+    """Print the plan of self-attention on a grid.
 
     Args:
         argv: The command's options.
@@ -28,33 +28,35 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
     parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
-    parser.add_argument("--size", type=grid_size, required=True, metavar="56,56", help="sides of the grid")
+    parser.add_argument("--size", type=grid_size, required=True, metavar="56,56", help="size of the grid")
     parser.add_argument("--batch", type=number, default=1, help="samples (default: %(default)s)")
-    parser.add_argument("--memory", type=memory, metavar="8GiB", help="what there is: bytes, or with a unit")
+    parser.add_argument("--memory", type=memory, metavar="8GiB", help="available memory: bytes, or with a unit")
     parser.add_argument("--heads", type=number, default=1, help="default: %(default)s")
     parser.add_argument(
-        "--project", default="v", metavar="LETTERS", help='linear maps, letters of "qkvo" (default: %(default)s)'
+        "--project", default="v", metavar="LETTERS", help='projections, letters of "qkvo" (default: %(default)s)'
     )
-    parser.add_argument("--backward", action="store_true", help="a training step must fit, not a forward pass alone")
-    parser.add_argument("--device", default="cpu", help="where time is measured (default: %(default)s)")
-    parser.add_argument("--no-time", action="store_true", help="measure nothing: MACs and bytes only")
+    parser.add_argument("--backward", action="store_true", help="a training step must fit, not only a forward pass")
+    parser.add_argument("--device", default="cpu", help="device on which time is measured (default: %(default)s)")
+    parser.add_argument("--no-time", action="store_true", help="do not measure time: MACs and bytes only")
     add_formats(parser)
     arguments = parser.parse_args(argv)
     show(plan_table(arguments), arguments)
 
 
 def memory(text: str) -> int:
-    """Bytes, such as 8GiB."""
+    """Convert an option to bytes, such as 8GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?) ?([A-Za-z]*)", text.strip())
     size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if size < 1:
         known = ", ".join(unit for unit in UNITS if unit)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a memory: bytes, or a number and one of {known}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a memory size: a number of bytes, or a number and one of {known}"
+        )
     return size
 
 
 def plan_table(arguments: argparse.Namespace) -> Table:
-    """Say which operators fit a memory, what each takes, and from how many positions on it beats regular attention."""
+    """Show which operators fit a memory, what each needs, and the size from which on it beats softmax attention."""
     from farfield import cost
 
     plans = cost.plan(
@@ -77,27 +79,27 @@ def plan_table(arguments: argparse.Namespace) -> Table:
         ]
         if not arguments.no_time:
             columns.append(Column(f"seconds_{key}", "time", duration))
-    columns += [Column("cheaper_macs", "MACs less from", "N = {:,}".format)]
-    columns += [Column("cheaper_bytes", "memory less from", "N = {:,}".format)]
-    judged = "a training step" if arguments.backward else "a forward pass"
-    limit = f", {judged} in {megabytes_finely(arguments.memory)}" if arguments.memory else ""
-    title = f"{joined(list(arguments.size))} positions, {sentence(arguments)}, batch {arguments.batch}{limit}"
+    columns += [Column("cheaper_macs", "fewer MACs from", "N = {:,}".format)]
+    columns += [Column("cheaper_bytes", "less memory from", "N = {:,}".format)]
+    scope = "a training step" if arguments.backward else "a forward pass"
+    limit = f", {scope} in {megabytes_finely(arguments.memory)}" if arguments.memory else ""
+    title = f"{joined(list(arguments.size))} positions, {describe_attention(arguments)}, batch {arguments.batch}{limit}"
     notes = [
-        "Memory: the grid, the parameters and all that is alive with them at the peak, in float32.",
-        "Less from: the positions from which on a forward pass costs less than softmax attention, on equal sides.",
+        "Memory: the grid, the parameters and all other tensors that exist at the peak, in float32.",
+        "Fewer, less from: the positions of a square (cube, …) from which on a forward pass costs less than softmax's.",
     ]
     if not arguments.no_time:
         notes.insert(1, f"Time: estimated from a short run on {arguments.device}.")
-    return Table(title, columns, [row_of(plan) for plan in plans], notes)
+    return Table(title, columns, [table_row(plan) for plan in plans], notes)
 
 
 def duration(seconds: float) -> str:
-    """A time, however long."""
+    """Format a short or long time."""
     return f"{seconds:,.1f}s" if seconds >= 1 else milliseconds(seconds)
 
 
-def row_of(plan: Plan) -> Row:
-    """One operator, raw."""
+def table_row(plan: Plan) -> Row:
+    """Return the raw values of one operator."""
     row: Row = {"operator": plan.operator, "fits": plan.fits}
     for key, needs in (("forward", plan.forward), ("training", plan.training)):
         row |= {f"macs_{key}": needs.macs, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}

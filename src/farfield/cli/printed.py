@@ -1,4 +1,4 @@
-"""What the papers print, for the tables of the command line to show beside what comes out."""
+"""Numbers as the papers print them, shown by the command line beside the computed ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Printed(NamedTuple):
-    """One row of an operator table, as printed; None where the paper has no such column."""
+    """A row of an operator table, as printed; None where the paper has no such column."""
 
     macs: str
     saving: str | None
@@ -16,7 +16,7 @@ class Printed(NamedTuple):
     speed_up: str
 
 
-# (operator, side) at 8 channels, batch 8, with the value map. The paper gives no numbers for other operators.
+# (operator, side) at 8 channels, batch 8, with the value projection. The paper has no numbers for other operators.
 KAN_TABLE_2 = {
     ("softmax", 14): Printed("0.63m", "0.00%", "5.2MB", "0.00%", "5.8ms", "1.0×"),
     ("softmax_pooled", 14): Printed("0.16m", "75.00%", "1.5MB", "71.65%", "2.0ms", "3.0×"),
@@ -31,7 +31,7 @@ KAN_TABLE_2 = {
     ("kronecker_kv", 56): Printed("5.62m", "96.43%", "48.2MB", "96.18%", "49.6ms", "31.1×"),
     ("kronecker_qkv", 56): Printed("0.21m", "99.87%", "3.4MB", "99.73%", "5.1ms", "305.8×"),
 }
-# (operator, side, channels), batch 32 (inferred), without a value map.
+# (operator, side, channels), batch 32 (inferred), without a value projection.
 SAN_TABLE_2 = {
     ("softmax", 14, 64): Printed("4.92m", None, "20.97MB", "0.00%", "20.47ms", "1.00×"),
     ("softmax_pooled", 14, 64): Printed("1.23m", None, "8.39MB", "59.99%", "5.07ms", "4.04×"),
@@ -49,7 +49,7 @@ SAN_TABLE_2 = {
 
 
 class Network(NamedTuple):
-    """One network of the papers' tables: its name there, parameters and MACs as printed."""
+    """A network of the papers' tables: its name there, parameters and MACs as printed."""
 
     name: str
     parameters: str | None = None
@@ -74,23 +74,23 @@ NETWORKS = {
 }
 
 
-class Tabled(NamedTuple):
-    """The table that speaks of some sizes: the paper, the table's name, and its rows by operator."""
+class PaperTable(NamedTuple):
+    """The printed table for one size: the paper, the name of the table, and its rows by operator."""
 
     paper: str
     name: str
     rows: dict[str, Printed]
 
 
-def table_for(size: tuple[int, ...], channels: int, *, batch: int, heads: int, project: str) -> Tabled | None:
-    """The printed table of these sizes, if a paper has one."""
+def table_for(size: tuple[int, ...], channels: int, *, batch: int, heads: int, project: str) -> PaperTable | None:
+    """Return the printed table for a size, None if no paper has one."""
     if heads != 1 or len(size) != 2 or size[0] != size[1]:
         return None
     side = size[0]
     if channels == 8 and batch == 8 and project == "v":
-        found = {row: printed for (row, length), printed in KAN_TABLE_2.items() if length == side}
-        return Tabled("KAN", "KAN Table 2", found) if found else None
+        rows = {operator: printed for (operator, length), printed in KAN_TABLE_2.items() if length == side}
+        return PaperTable("KAN", "KAN Table 2", rows) if rows else None
     if batch == 32 and not project:
-        found = {row: printed for (row, *sizes), printed in SAN_TABLE_2.items() if sizes == [side, channels]}
-        return Tabled("SAN", "SAN Table 2", found) if found else None
+        rows = {operator: printed for (operator, *at), printed in SAN_TABLE_2.items() if at == [side, channels]}
+        return PaperTable("SAN", "SAN Table 2", rows) if rows else None
     return None

@@ -1,6 +1,6 @@
-"""`farfield operators | models | cost | measure | info`: tables, for people, as JSON, or as CSV.
+"""`farfield operators | models | cost | measure | info`: tables as text, JSON or CSV.
 
-Nothing heavy loads before a command line is understood.
+Heavy modules are imported only after the command line is parsed.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from farfield.cli.output import (
     ratio,
     show,
 )
-from farfield.cli.printed import NETWORKS, Tabled, table_for
+from farfield.cli.printed import NETWORKS, PaperTable, table_for
 
-# Without torch, which takes seconds to load; tests hold it to the operators themselves.
-# Row -> its equation, its slots, what merging two summaries does, and how its MACs grow: N positions, c channels,
-# h heads, self-attention.
+# Written out, because ops.OPERATORS imports torch, which takes seconds; tests compare the two.
+# Operator -> its equation, its slots, what merging does with two summaries, and how its MACs grow in self-attention: N
+# positions, S the sum of the size, c channels, h heads.
 OPERATORS = {
-    "softmax": ("KAN 1, SAN 1, FA 9", "one a position", "stand side by side", "N²·c"),
-    "softmax_pooled": ("KAN Table 2", "one a pooled position", "stand side by side", "N²·c / 2^dims"),
-    "kronecker_kv": ("KAN 14-16", "one an index of each axis", "add", "N·Σsides·c"),
-    "kronecker_qkv": ("KAN 13, 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
-    "kronecker_qkv_literal": ("KAN 17-18", "one an index of each axis", "add", "(Σsides)²·c"),
-    "dot": ("FA 6", "one a position", "stand side by side", "N²·c"),
-    "factorized": ("FA 3, FA 8", "one a key channel", "add", "N·c²/h"),
-    "averaged": ("SAN 2", "one a key channel", "add", "N·c²/h"),
-    "factorized_gaussian": ("FA 4", "one a key channel", "rescale to the larger peak, add", "N·c²/h"),
-    "siamese": ("SAN 5-6", "two", "add", "N·c"),
-    "siamese_local": ("SAN Table 6", "one", "add", "N·c"),
-    "siamese_ones": ("SAN Table 8", "two", "add", "N·c"),
+    "softmax": ("KAN 1, SAN 1, FA 9", "one per position", "concatenated", "N²·c"),
+    "softmax_pooled": ("KAN Table 2", "one per pooled position", "concatenated", "N²·c / 2^dims"),
+    "kronecker_kv": ("KAN 14-16", "one per index of each axis", "added", "N·S·c"),
+    "kronecker_qkv": ("KAN 13, 17-18", "one per index of each axis", "added", "S²·c"),
+    "kronecker_qkv_literal": ("KAN 17-18", "one per index of each axis", "added", "S²·c"),
+    "dot": ("FA 6", "one per position", "concatenated", "N²·c"),
+    "factorized": ("FA 3, FA 8", "one per key channel", "added", "N·c²/h"),
+    "averaged": ("SAN 2", "one per key channel", "added", "N·c²/h"),
+    "factorized_gaussian": ("FA 4", "one per key channel", "rescaled to the larger peak, added", "N·c²/h"),
+    "siamese": ("SAN 5-6", "two", "added", "N·c"),
+    "siamese_local": ("SAN Table 6", "one", "added", "N·c"),
+    "siamese_ones": ("SAN Table 8", "two", "added", "N·c"),
 }
 
 
@@ -64,43 +64,45 @@ def main(argv: Sequence[str]) -> None:
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 def number(text: str) -> int:
-    """A whole number from 1."""
+    """Convert an option to a whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def grid_size(text: str) -> tuple[int, ...]:
-    """Sides of a grid, such as 56,56."""
+    """Convert an option to the size of a grid, such as 56,56."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not sides: whole numbers from 1 joined by commas, such as 56,56")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: whole numbers from 1 joined by commas, such as 56,56"
+        )
     return tuple(int(part) for part in parts)
 
 
 def grid_options(parser: argparse.ArgumentParser) -> None:
-    """Options of what attends: grid, heads, maps, operators."""
+    """Add the options of grid, heads, projections and operators."""
     parser.add_argument("--channels", type=number, default=8, help="channels of the grid (default: %(default)s)")
     parser.add_argument("--batch", type=number, default=8, help="samples (default: %(default)s, as in KAN Table 2)")
     parser.add_argument("--heads", type=number, default=1, help="default: %(default)s")
     parser.add_argument(
-        "--project", default="v", metavar="LETTERS", help='linear maps, letters of "qkvo" (default: %(default)s)'
+        "--project", default="v", metavar="LETTERS", help='projections, letters of "qkvo" (default: %(default)s)'
     )
     parser.add_argument(
         "--operator",
         action="append",
-        metavar="ROW",
-        help="one row of farfield operators; may be given several times (default: all)",
+        metavar="NAME",
+        help="an operator that farfield operators lists; may be given several times (default: all)",
     )
 
 
-def chosen(arguments: argparse.Namespace) -> list[str]:
-    """The operators that the command line asks for."""
-    return known(arguments, "operator", arguments.operator, list(OPERATORS))
+def select_operators(arguments: argparse.Namespace) -> list[str]:
+    """Return the operators that the command line selects."""
+    return select(arguments, "operator", arguments.operator, list(OPERATORS))
 
 
-def known(arguments: argparse.Namespace, what: str, names: list[str] | None, every: list[str]) -> list[str]:
-    """Names that the command line asks for, each once, all of which there are; every one if it asks for none."""
+def select(arguments: argparse.Namespace, what: str, names: list[str] | None, every: list[str]) -> list[str]:
+    """Return the selected names, each once, or every name if none is selected; raise for unknown names."""
     from farfield._checks import unknown
 
     for name in names or []:
@@ -109,43 +111,46 @@ def known(arguments: argparse.Namespace, what: str, names: list[str] | None, eve
     return list(dict.fromkeys(names or every))
 
 
-def sentence(arguments: argparse.Namespace) -> str:
-    """What attends, in words."""
+def describe_attention(arguments: argparse.Namespace) -> str:
+    """Return channels, heads and projections as text."""
     heads = "1 head" if arguments.heads == 1 else f"{arguments.heads} heads"
-    return f"{arguments.channels} channels, {heads}, maps {arguments.project or 'none'}"
+    return f"{arguments.channels} channels, {heads}, projections {arguments.project or 'none'}"
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 def operators_table(arguments: argparse.Namespace) -> Table:
     """List the operators: their equations, slots, merging and cost."""
     keys = ("source", "slots", "merging", "cost")
-    rows: list[Row] = [{"operator": name, **dict(zip(keys, row, strict=True))} for name, row in OPERATORS.items()]
+    rows: list[Row] = [{"operator": name, **dict(zip(keys, texts, strict=True))} for name, texts in OPERATORS.items()]
     columns = [Column("operator", "operator", left=True), Column("source", "equation", left=True)]
-    columns += [Column("slots", "slots a head", left=True), Column("merging", "summaries of tiles", left=True)]
+    columns += [Column("slots", "slots per head", left=True), Column("merging", "summaries of tiles are", left=True)]
     columns.append(Column("cost", "MACs grow as", left=True))
-    return Table("Operators", columns, rows, ["N positions of c channels, h heads; farfield cost gives the numbers."])
+    note = "N positions of c channels, S the sum of the size (112 for 56 × 56), h heads; farfield cost gives numbers."
+    return Table("Operators", columns, rows, [note])
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 def models_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `farfield models`."""
+    """Add the options of `farfield models`."""
     parser.add_argument(
         "--model", action="append", metavar="NAME", help="one network; may be given several times (default: all)"
     )
-    parser.add_argument("--size", type=number, default=224, help="pixels a side of one image (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=number, default=224, help="height and width of the image, in pixels (default: %(default)s)"
+    )
     parser.add_argument("--classes", type=number, default=1000, help="default: %(default)s")
-    parser.add_argument("--width", type=float, default=1.0, help="multiplies all channels (default: %(default)s)")
+    parser.add_argument("--width", type=float, default=1.0, help="multiplier of all channels (default: %(default)s)")
 
 
 def models_table(arguments: argparse.Namespace) -> Table:
-    """List the networks: weights and MACs, beside what the papers print."""
+    """List the networks: weights and MACs, beside the numbers in the papers."""
     import torch
 
     from farfield import cost, models
 
     as_printed = (arguments.size, arguments.classes, arguments.width) == (224, 1000, 1.0)
     rows: list[Row] = []
-    for name in known(arguments, "model", arguments.model, list(models.CLASSIFIERS)):
+    for name in select(arguments, "model", arguments.model, list(models.CLASSIFIERS)):
         with torch.device("meta"):
             net = models.CLASSIFIERS[name](num_classes=arguments.classes, width=arguments.width).eval()
         size = arguments.size, arguments.size
@@ -160,23 +165,23 @@ def models_table(arguments: argparse.Namespace) -> Table:
     columns = [Column("model", "model", left=True), Column("paper_name", "in the papers", left=True)]
     columns += [Column("weights", "weights", "{:,}".format), Column("weights_printed", "printed")]
     columns += [Column("macs_paper", "MACs, papers' rule", millions), Column("macs_printed", "printed")]
-    columns.append(Column("macs_executed", "MACs that executes", millions))
+    columns.append(Column("macs_executed", "MACs executed", millions))
     title = f"Networks at {arguments.size} × {arguments.size}, {arguments.classes} classes, width {arguments.width:g}"
-    notes = ["Weights: parameters without biases and norms. The papers cut digits off: 365.37 million are 365m."]
+    notes = ["Weights: parameters without biases and norms. The papers truncate digits: 365.37 million are 365m."]
     return Table(title, columns, rows, notes)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
 def cost_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `farfield cost`."""
+    """Add the options of `farfield cost`."""
     grid_options(parser)
     parser.add_argument(
-        "--size", type=grid_size, default=(56, 56), metavar="56,56", help="sides of the grid (default: 56,56)"
+        "--size", type=grid_size, default=(56, 56), metavar="56,56", help="size of the grid (default: 56,56)"
     )
 
 
 def cost_table(arguments: argparse.Namespace) -> Table:
-    """MACs and memory of the operators by formula, beside the papers' tables and beside what executes."""
+    """Show MACs and memory of the operators by formula, beside the papers' tables and the executed MACs."""
     table = table_for(
         arguments.size,
         arguments.channels,
@@ -184,7 +189,7 @@ def cost_table(arguments: argparse.Namespace) -> Table:
         heads=arguments.heads,
         project=arguments.project,
     )
-    rows = [cost_row(name, arguments, table) for name in chosen(arguments)]
+    rows = [cost_row(name, arguments, table) for name in select_operators(arguments)]
     columns = [Column("operator", "operator", left=True)]
     for key, heading, text in (
         ("macs", "MACs", millions),
@@ -195,22 +200,23 @@ def cost_table(arguments: argparse.Namespace) -> Table:
         columns.append(Column(f"{key}_paper", heading, text))
         if any(row[f"{key}_printed"] for row in rows):
             columns.append(Column(f"{key}_printed", "printed"))
-    columns += [Column("macs_executed", "MACs executed", millions), Column("activation_bytes", "formed", megabytes)]
+    columns += [Column("macs_executed", "MACs executed", millions), Column("activation_bytes", "held", megabytes)]
     columns.append(Column("gathered_bytes", "sent", megabytes))
     title = (
-        f"{joined(list(arguments.size))} positions, {sentence(arguments)}: MACs of one sample, memory of a batch of "
+        f"{joined(list(arguments.size))} positions, {describe_attention(arguments)}: MACs of one sample, memory of a "
     )
-    printed = f" Printed: {table.name}; what differs is on the documentation's page of results." if table else ""
+    title += f"batch of {arguments.batch}"
+    printed = f" Printed: {table.name}; the documentation's page of results explains differences." if table else ""
     notes = [
-        f"MACs and memory: by the papers' formulas; saving: against softmax.{printed}",
-        "MACs executed: counted on this library's code, which sums values before it maps them. Formed: what it holds.",
-        "Sent: by each process where the grid is spread over several; nothing for rows whose summary is the grid.",
+        f"MACs and memory: by the papers' formulas; saving: compared with softmax.{printed}",
+        "MACs executed: by this library's code, which reduces values before it projects them. Held: its activations.",
+        "Sent: by each process if the grid is spread over several; nothing for operators whose summary is the grid.",
     ]
-    return Table(f"{title}{arguments.batch}", columns, rows, notes)
+    return Table(title, columns, rows, notes)
 
 
-def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> Row:
-    """One operator by the papers' formulas, as printed, and as executed."""
+def cost_row(name: str, arguments: argparse.Namespace, table: PaperTable | None) -> Row:
+    """Return the cost of one operator: by the papers' formulas, as printed, and as executed."""
     import torch
 
     from farfield import cost, nn
@@ -220,22 +226,22 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
     papers = [table.paper] if table else []
     paper = next(paper for paper in (*papers, *PAPERS) if name in PAPERS[paper].rows)
 
-    def predicted(row: str, batch: int) -> cost.Cost:
+    def predict(operator: str, batch: int) -> cost.Cost:
         return cost.predict(
-            row,
+            operator,
             channels=arguments.channels,
             size=arguments.size,
             batch=batch,
             heads=arguments.heads,
-            project=operators.OPERATORS[row].projections(arguments.project),
+            project=operators.OPERATORS[operator].projections(arguments.project),
             convention=paper,
         )
 
-    one, whole, dense = predicted(name, 1), predicted(name, arguments.batch), predicted("softmax", arguments.batch)
+    one, whole, dense = predict(name, 1), predict(name, arguments.batch), predict("softmax", arguments.batch)
     with torch.device("meta"):
-        maps = operators.OPERATORS[name].projections(arguments.project)
-        attention = nn.GridAttention(arguments.channels, name, heads=arguments.heads, project=maps).eval()
-    formed = cost.predict(attention, size=arguments.size, batch=arguments.batch)
+        project = operators.OPERATORS[name].projections(arguments.project)
+        attention = nn.GridAttention(arguments.channels, name, heads=arguments.heads, project=project).eval()
+    held = cost.predict(attention, size=arguments.size, batch=arguments.batch)
     printed = table.rows.get(name) if table else None
     return {
         "operator": name,
@@ -249,8 +255,8 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
         "memory_saving_paper": 1 - whole.activation_bytes / dense.activation_bytes,
         "memory_saving_printed": printed and printed.memory_saving,
         "macs_executed": cost.count(attention, (1, arguments.channels, *arguments.size)).macs,
-        "activation_bytes": formed.activation_bytes,
-        "gathered_bytes": formed.gathered_bytes,
+        "activation_bytes": held.activation_bytes,
+        "gathered_bytes": held.gathered_bytes,
         "coefficients": one.coefficients,
         "weights": one.weights,
         "parameters": one.parameters,
@@ -259,27 +265,27 @@ def cost_row(name: str, arguments: argparse.Namespace, table: Tabled | None) -> 
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
 def measure_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `farfield measure`."""
+    """Add the options of `farfield measure`."""
     grid_options(parser)
     parser.add_argument(
         "--size",
         type=grid_size,
         action="append",
         metavar="56,56",
-        help="sides of the grid; may be given several times (default: 14,14 28,28 56,56)",
+        help="size of the grid; may be given several times (default: 14,14 28,28 56,56)",
     )
     parser.add_argument(
-        "--repeats", type=number, default=10, help="timed runs, of which the median (default: %(default)s)"
+        "--repeats", type=number, default=10, help="timed runs, whose median is shown (default: %(default)s)"
     )
-    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--backward", action="store_true", help="forward and backward pass")
     parser.add_argument("--device", default="cpu", help="such as cuda (default: %(default)s)")
 
 
 def measure_table(arguments: argparse.Namespace) -> Table:
-    """Measure time and peak memory of the operators on this machine, against softmax attention."""
-    from farfield.cli.measured import measured_rows
+    """Measure time and peak memory of the operators on this machine, compared with softmax attention."""
+    from farfield.cli.measured import measure_all
 
-    rows = measured_rows(arguments, chosen(arguments))
+    rows = measure_all(arguments, select_operators(arguments))
     columns = [Column("size", "positions", joined, left=True), Column("operator", "operator", left=True)]
     columns += [Column("seconds", "time", milliseconds), Column("copies", "copies", "{:,.1f}".format)]
     columns.append(Column("speed_up", "speed-up", ratio))
@@ -287,13 +293,14 @@ def measure_table(arguments: argparse.Namespace) -> Table:
         columns.append(Column("speed_up_printed", "printed"))
     columns += [Column("peak_bytes", "peak memory", megabytes), Column("memory_saving", "saving", percent)]
     if arguments.backward:
-        columns.append(Column("saved_bytes", "kept for backward", megabytes))
-    columns.append(Column("equals", "answers equal", left=True))
+        columns.append(Column("saved_bytes", "saved for backward", megabytes))
+    columns.append(Column("equals", "same output as", left=True))
     what = "forward and backward" if arguments.backward else "forward"
-    title = f"{sentence(arguments)}, batch {arguments.batch}, {what}, {arguments.repeats} runs on {rows[0]['device']}"
+    title = f"{describe_attention(arguments)}, batch {arguments.batch}, {what}, "
+    title += f"{arguments.repeats} runs on {rows[0]['device']}"
     notes = [
-        "Time: the median of turns that all take. Copies: times as long as x.clone(), which reads and writes the grid.",
-        "Peak memory: beyond what was there before. Speed-up and saving: against softmax.",
+        "Time: median; all operators run in turns. Copies: the time divided by that of x.clone() of the grid.",
+        "Peak memory: beyond that allocated before. Speed-up and saving: compared with softmax.",
     ]
     if any(row["speed_up_printed"] for row in rows):
         notes.append("Printed: the papers' speed-ups, on their machines.")
@@ -310,7 +317,7 @@ def info_table(arguments: argparse.Namespace) -> Table:
 
 
 def no_options(parser: argparse.ArgumentParser) -> None:
-    """A command without options of its own."""
+    """Add nothing: the command has no options of its own."""
 
 
 COMMANDS = {

@@ -1,9 +1,10 @@
-"""What attention costs: by formula, by counting what executes, and by measuring it.
+"""The cost of attention: by formula, by counting the MACs that execute, and by measuring.
 
-`predict` answers before anything runs, from a formula for each row; `count` runs a module on tensors without numbers
-and counts the MACs that really execute; `measure` takes seconds and bytes on this machine, `compare` those of
-several modules in turns, `saved_bytes` what one keeps for its gradients. `plan` says which operators fit a memory.
-`predict_module` has FA's modules of `MODULES`, with what stands around their attention.
+`predict` computes it by formula, before anything runs; `count` runs a module on fake tensors, which have shapes and no
+values, and counts the MACs that execute; `measure` measures seconds and bytes on this machine, `compare` those of
+several modules in turns, `saved_bytes` the bytes that a forward pass keeps for its backward pass. `plan` lists which
+operators fit in memory. `predict_module` has the formulas of FA's modules (`MODULES`): attention and the layers around
+it.
 """
 
 from farfield.cost.counting import Cost, count

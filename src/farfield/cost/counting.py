@@ -1,6 +1,6 @@
-"""What really executes in a module: MACs, counted on fake tensors, which have shapes and no numbers.
+"""MACs that execute in a module, counted on fake tensors, which have shapes and no values.
 
-A fake tensor is a meta tensor that says it is on a CPU, so code that asks for a device runs as it is.
+A fake tensor is a meta tensor whose `device` is a CPU, so code that depends on the device runs unchanged.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one forward pass takes.
+    """The cost of one forward pass.
 
     Attributes:
         macs: MACs (one multiply and one add = 1) of the whole batch.
-        parameters: Numbers that are learned, every one.
-        weights: Those of linear maps, convolutions and siamese vectors: parameters without biases and norms, as the
-            papers count.
-        activation_bytes: Bytes of what the pass forms, whole batch; `predict` and `count` say what that covers.
-        coefficients: Numbers of an operator's coefficients (heads × slots × asking positions), whole batch; None for a
-            network. For the softmax and Kronecker rows they are never formed.
-        gathered_bytes: What each process sends where the grid is spread over processes (`farfield.sharding`): a
-            summary, whole batch, in float32, and what asks where sums ask. None where the summary is the grid, and for
-            networks.
-        by_module: Path -> MACs of every module that has any, its children's included; empty for a formula.
+        parameters: The number of all parameters.
+        weights: The number of weights of projections, convolutions and siamese vectors: parameters without biases and
+            norms, as the papers count.
+        activation_bytes: Bytes of the tensors that the pass forms, whole batch; `predict` and `count` define which.
+        coefficients: The number of an operator's coefficients (heads × slots × queries), whole batch; None for a
+            network. The softmax and Kronecker operators never form them.
+        gathered_bytes: What each process sends if the grid is spread over processes (`farfield.sharding`): a summary,
+            whole batch, in float32, and the query sums of operators whose queries are sums. None if the summary is the
+            grid, and for networks.
+        by_module: Path -> MACs of every module that has any, with those of its children; empty for a formula.
     """
 
     macs: int
@@ -58,23 +58,23 @@ class Call(NamedTuple):
 
 
 def count(module: nn.Module, inputs: Inputs) -> Cost:
-    """Count what really executes in one forward pass of a module, without computing it or touching its weights.
+    """Count the MACs that execute in one forward pass of a module, without computing it or changing its weights.
 
-    MACs are those of convolutions, matrix products and scaled dot-product attention, wherever in the pass they
-    are (`torch.utils.flop_counter`, halved). Elementwise work, reductions (means, norms, pooling) and softmax count
-    nothing, as in the papers. The module runs in the mode it is in: in training, batch norm of coefficients costs its
+    MACs are those of convolutions, matrix products and scaled dot-product attention anywhere in the pass
+    (`torch.utils.flop_counter`, halved). Elementwise operations, reductions (means, norms, pooling) and softmax count
+    0, as in the papers. The module runs in the mode it is in: in training, batch norm of coefficients also computes its
     moments; call `.eval()` first for inference.
 
     Args:
         module: Any module whose steps depend on shapes and not on values.
-        inputs: The shape of its input; or a tensor or shape for each input, of which only shape and dtype are read.
+        inputs: The shape of its input; or a tensor or shape for each input, of which only shape and dtype are used.
 
     Returns:
         The cost, with `by_module`. Activation bytes are those of the outputs of all innermost modules (`GridAttention`
-        is one), once a call.
+        is one), added up over all calls.
 
     Raises:
-        RuntimeError: If the module looks at values, or does not take such inputs.
+        RuntimeError: If the module depends on values, or does not accept such inputs.
 
     Example:
         >>> import torch
@@ -83,25 +83,25 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         True
     """
     cost, counter = run(module, inputs)[0], FlopCounterMode(display=False)
-    # Again with nobody listening, as users run it: blocks fold what they otherwise call layer by layer.
+    # Once more without hooks: blocks then fold layers that they otherwise call one by one, as when a user runs them.
     execute(module, inputs, counter)
     return replace(cost, macs=counter.get_total_flops() // 2, by_module=macs_by_module(module, counter))
 
 
 def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None:
-    """Run a forward pass without numbers and count it."""
+    """Run a forward pass on fake tensors and count its operations."""
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         with torch.no_grad(), without_numbers(), counter:
             functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
     except (RuntimeError, NotImplementedError) as error:
-        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} without numbers"
+        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} with fake tensors, which have no values"
         raise RuntimeError(f"cost.count: {what}: {error}") from error
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]:
-    """Count a forward pass layer by layer; also return, for each attention and squeeze-excite, its calls on a grid."""
+    """Count a forward pass layer by layer; also return the calls of each attention and squeeze-excite on a grid."""
     sizes: list[int] = []
     calls: dict[str, list[Call]] = {}
     counter = FlopCounterMode(display=False)
@@ -125,11 +125,11 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]
 
 
 def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Inputs from tensors or shapes, to be made where tensors are fake."""
+    """Yield inputs made from tensors or shapes; call it where new tensors are fake."""
     if isinstance(inputs, Tensor):
         yield empty_like(inputs)
         return
-    shape = [side for side in inputs if isinstance(side, int)]
+    shape = [length for length in inputs if isinstance(length, int)]
     if len(shape) == len(inputs):
         yield torch.empty(shape, dtype=dtype, device="cpu")
         return
@@ -138,13 +138,13 @@ def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def shapes_text(inputs: Inputs) -> str:
-    """The shapes of inputs, for an error."""
+    """Return the shapes of inputs, for an error."""
     with without_numbers():
         return ", ".join(str(tuple(tensor.shape)) for tensor in fake_inputs(inputs, torch.float32))
 
 
 def innermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules without children, and attentions, whose children only hold weights."""
+    """Yield modules without children, and attention modules, whose children only hold weights."""
     children = list(module.children())
     if not children or isinstance(module, GridAttention):
         yield module
@@ -154,28 +154,28 @@ def innermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def bytes_of(output: Any) -> int:
-    """Bytes of the tensors of an output."""
+    """Return the bytes of all tensors in an output."""
     return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[Call]) -> list[RemovableHandle]:
-    """Hooks that note each call of a module which reads one grid, and nothing else."""
+    """Register hooks that record each call of a module on one grid without a context."""
     before: list[int] = []
 
     def start(_: nn.Module, __: tuple[Any, ...]) -> None:
         before.append(counter.get_total_flops())
 
-    def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
+    def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
         flops = counter.get_total_flops() - before.pop()
         grid = inputs[0] if inputs else named["grid"]
         if len(inputs) < 2 and named.get("context") is None:
             calls.append(Call(tuple(grid.shape), flops // 2))
 
-    return [module.register_forward_pre_hook(start), module.register_forward_hook(note, with_kwargs=True)]
+    return [module.register_forward_pre_hook(start), module.register_forward_hook(record, with_kwargs=True)]
 
 
 def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters without biases and without those of norms, each once."""
+    """Yield parameters without biases and without those of norms, each once."""
     seen: set[int] = set()
     for part in module.modules():
         if "norm" in type(part).__name__.lower():
@@ -187,7 +187,7 @@ def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def macs_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
-    """Path -> MACs, in the order in which modules ran."""
+    """Return path -> MACs, in the order in which the modules ran."""
     prefix = f"{type(module).__name__}."
     return {
         name.removeprefix(prefix): sum(flops.values()) // 2

@@ -1,8 +1,8 @@
-"""What each operator costs, one short function a row: the papers' MACs, and the steps that execute here.
+"""The cost of each operator, one short function each: the papers' MACs, and the steps that execute here.
 
-All numbers are for one sample of self-attention. N positions of c channels ask; queries and keys have d channels, values p,
-outputs o; h heads. One multiply and one add are one MACs. A reduction without a product (means, maxima), an
-elementwise step and a softmax count nothing, in the papers and here.
+All numbers are for one sample of self-attention on a grid of N positions and c channels; queries and keys have d
+channels, values p, outputs o; h heads. One multiply and one add are one MAC. A reduction without a product (means,
+maxima), an elementwise step and a softmax count 0, in the papers and here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from farfield.ops.work import Work
 
 
 class Sizes(NamedTuple):
-    """What a formula reads.
+    """The arguments of a formula.
 
     Attributes:
-        size: Of the grid, which asks and answers.
-        channels: Of the grid, c.
+        size: Size of the grid, which queries, keys and values come from.
+        channels: Channels of the grid, c.
         inner: Channels of queries and keys, d.
         width: Channels of values, p.
         heads: Number of heads, h.
-        project: Which linear maps there are: letters of "qkvo".
+        project: Which projections there are: letters of "qkvo".
         biased: Whether a bias or a norm's shift is added to the responses.
     """
 
@@ -44,21 +44,21 @@ class Sizes(NamedTuple):
 
     @property
     def windows(self) -> int:
-        """Positions left by pooling 2 a side in ceil mode."""
-        return math.prod(math.ceil(side / 2) for side in self.size)
+        """The number of windows of pooling by 2 on each axis in ceil mode."""
+        return math.prod(math.ceil(length / 2) for length in self.size)
 
     @property
     def indices(self) -> int:
-        """Indices of all axes, Σ size."""
+        """The number of indices of all axes, Σ size."""
         return sum(self.size)
 
     @property
     def out(self) -> int:
-        """Channels of the response after the output map, if there is one."""
+        """Channels of the response after the output projection, if there is one."""
         return self.channels if "o" in self.project else self.width
 
     def projections(self, queries: int, keys: int) -> int:
-        """MACs of the linear maps, each applied to the positions it reads, before anything else."""
+        """Return the MACs of the projections, each applied to all of its positions, before anything else."""
         c, d, p = self.channels, self.inner, self.width
         return (
             queries * c * d * ("q" in self.project)
@@ -69,18 +69,18 @@ class Sizes(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What one operator does.
+    """The steps of one operator.
 
     Attributes:
         printed: MACs as the papers count them.
-        queries: Positions that ask.
-        keys: Positions that answer, after pooling or averaging.
-        slots: Of the summary, a head.
-        formed: Numbers of the basis or the coefficients (for a softmax of products: of queries and keys, as its kernel
-            reads them) that stand in memory at once.
-        basis: Whether answering positions are weighed into the slots; else each is a slot of its own.
-        scored: Whether queries and keys are read through one vector a head.
-        reads_keys: Whether keys are read at all.
+        queries: The number of queries.
+        keys: The number of keys, after pooling or averaging.
+        slots: Slots of the summary, per head.
+        formed: Numbers of the basis or the coefficients (for a softmax of products: of queries and keys, the inputs of
+            its kernel) that are in memory at once.
+        basis: Whether a basis weighs keys into the slots; otherwise each key is its own slot.
+        scored: Whether queries and keys are reduced to scores by one vector per head.
+        reads_keys: Whether the operator uses its keys at all.
     """
 
     printed: int
@@ -93,9 +93,9 @@ class Steps(NamedTuple):
     reads_keys: bool = True
 
 
-# ---- the rows --------------------------------------------------------------------------------------------------------
+# ---- the operators ---------------------------------------------------------------------------------------------------
 def dense(s: Sizes, queries: int, keys: int) -> Steps:
-    """KᵀQ is asks·answers·d, V times its softmax asks·answers·p; the coefficients are never formed."""
+    """KᵀQ is queries·keys·d, V times its softmax queries·keys·p; the coefficients are never formed."""
     printed = s.projections(queries, keys) + queries * keys * (s.inner + s.width)
     return Steps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
 
@@ -106,17 +106,17 @@ def softmax(s: Sizes) -> Steps:
 
 
 def softmax_pooled(s: Sizes) -> Steps:
-    """KAN Table 2: N·(N/4)·(d + p), K and V of KAN 1 pooled 2 a side in ceil mode."""
+    """KAN Table 2: N·(N/4)·(d + p), K and V of KAN 1 pooled by 2 on each axis in ceil mode."""
     return dense(s, s.positions, s.windows)
 
 
 def kronecker_kv(s: Sizes) -> Steps:
-    """KAN 16: N·Σsides·(d + p) for attn(X, C, C), C the axis means."""
+    """KAN 16: N·Σsize·(d + p) for attn(X, C, C), C the axis means."""
     return dense(s, s.positions, s.indices)
 
 
 def kronecker_qkv(s: Sizes) -> Steps:
-    """KAN 17-18: (Σsides)²·(d + p) for attn(C, C, C) and an outer sum."""
+    """KAN 17-18: (Σsize)²·(d + p) for attn(C, C, C) and an outer sum."""
     return dense(s, s.indices, s.indices)
 
 
@@ -142,14 +142,14 @@ def factorized_gaussian(s: Sizes) -> Steps:
 
 
 def siamese(s: Sizes) -> Steps:
-    """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots a head."""
+    """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots per head."""
     n = s.positions
     printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
     return Steps(printed, n, n, 2, 3 * s.heads * n, scored=True)
 
 
 def siamese_local(s: Sizes) -> Steps:
-    """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot a head."""
+    """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot per head."""
     n = s.positions
     printed = s.projections(n, n) + n * (s.inner + s.width)
     return Steps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
@@ -171,43 +171,46 @@ FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
 }
 
 
-# ---- what executes here: reduce first, project second ----------------------------------------------------------------
-def executed(s: Sizes, steps: Steps) -> int:
-    """MACs of `GridAttention` on one sample: maps of values and outputs act on slots, scores on vectors."""
-    read = reading(s, steps, steps.queries, "q") + reading(s, steps, steps.keys, "k") * steps.reads_keys
-    return read + work(s, steps).macs(steps.slots, basis=steps.basis)
+# ---- the steps that execute here: reduce first, project second -------------------------------------------------------
+def executed_macs(s: Sizes, steps: Steps) -> int:
+    """Return the MACs of `GridAttention` on one sample: projections of values and outputs act on slots."""
+    queries, keys = projection_macs(s, steps, steps.queries, "q"), projection_macs(s, steps, steps.keys, "k")
+    return queries + keys * steps.reads_keys + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
 def work(s: Sizes, steps: Steps) -> Work:
-    """What is multiplied for one sample."""
+    """Return the sizes of the products for one sample."""
     channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
     return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased)
 
 
-def in_order(row: str, s: Sizes, steps: Steps) -> Steps:
-    """The steps in the order that executes: few positions are multiplied with each other and not with slots."""
-    if cheaper_order(OPERATORS[row], work(s, steps)).basis is not None or not steps.basis:
+def in_order(operator: str, s: Sizes, steps: Steps) -> Steps:
+    """Return the steps in the order that executes: for few positions KᵀQ comes first, and no slots are formed."""
+    if cheaper_order(OPERATORS[operator], work(s, steps)).basis is not None or not steps.basis:
         return steps
     return dot(s)._replace(printed=steps.printed)
 
 
-def reading(s: Sizes, steps: Steps, positions: int, letter: str) -> int:
-    """MACs of queries or keys, or of their scores."""
+def projection_macs(s: Sizes, steps: Steps, positions: int, letter: str) -> int:
+    """Return the MACs of projecting queries or keys, or of their scores."""
     projected = letter in s.project
-    if steps.scored:  # one row a head; without maps queries and keys have the same
+    if steps.scored:  # one score per head; without projections queries and keys have the same scores
         again = letter == "k" and "q" not in s.project and "k" not in s.project
         return 0 if again else positions * s.channels * s.heads
     return positions * s.channels * s.inner if projected else 0
 
 
-def once(s: Sizes, steps: Steps) -> int:
-    """MACs that do not grow with the batch: a score's vector times the map it is read through."""
-    maps = ("q" in s.project) + ("k" in s.project)
-    return s.heads * s.channels * s.inner * maps if steps.scored else 0
+def batch_independent_macs(s: Sizes, steps: Steps) -> int:
+    """Return the MACs that do not grow with the batch: the vectors of scores times the projections."""
+    projections = ("q" in s.project) + ("k" in s.project)
+    return s.heads * s.channels * s.inner * projections if steps.scored else 0
 
 
-def held(s: Sizes, steps: Steps) -> int:
-    """Numbers that a forward pass forms on one sample: queries and keys if projected, `formed`, slots, the response."""
+def activation_numbers(s: Sizes, steps: Steps) -> int:
+    """Count the numbers that a forward pass forms on one sample.
+
+    Queries and keys if projected, `formed`, slots and the response.
+    """
     projected = 0 if steps.scored else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
     slots = steps.slots * s.width
     response = s.positions * s.out
@@ -220,37 +223,37 @@ def held(s: Sizes, steps: Steps) -> int:
     return projected + steps.formed + slots + response
 
 
-def gathered(row: str, s: Sizes, steps: Steps) -> int | None:
-    """Numbers of a summary, with the sums that ask: what a process sends where a grid is spread; None for a grid."""
-    operator, values = OPERATORS[row], steps.slots * s.width
-    if not operator.merges_by_adding:
+def gathered_numbers(operator: str, s: Sizes, steps: Steps) -> int | None:
+    """Count the numbers of a summary and of the query sums, which a process sends; None if the summary is the grid."""
+    entry, values = OPERATORS[operator], steps.slots * s.width
+    if not entry.merges_by_adding:
         return None
-    if operator.basis is None:  # a key and a count an index; where sums ask, the grid's again
+    if entry.basis is None:  # per index a key and a count; for queries that are sums also a sum of the grid and a count
         return (
             values
             + steps.slots * (s.inner + 1)
             + 1
-            + (not operator.queries_from.side_by_side) * steps.slots * (s.channels + 1)
+            + (not entry.queries_from.side_by_side) * steps.slots * (s.channels + 1)
         )
     weights = s.heads * steps.slots
-    return values + weights + 1 + weights * (operator.basis is exponentials)
+    return values + weights + 1 + weights * (entry.basis is exponentials)
 
 
-# ---- what the papers say of memory, in bytes -------------------------------------------------------------------------
+# ---- memory as the papers count it, in bytes -------------------------------------------------------------------------
 NUMBER = 4  # bytes of a float32
-# Row -> copies of (N·c, Σsides·c) beside four of the coefficient map, read off the memory column of KAN Table 2.
+# Operator -> copies of (N·c, Σsize·c) in addition to four of the coefficients, from the memory column of KAN Table 2.
 KAN_COPIES = {"softmax": (5, 0), "softmax_pooled": (5, 0), "kronecker_kv": (4, 2)}
 KAN_COPIES |= {"kronecker_qkv": (2, 8), "kronecker_qkv_literal": (2, 8)}
 
 
 def coefficients(s: Sizes, steps: Steps) -> int:
-    """Numbers of the coefficients: one for each head, slot and asking position."""
+    """Count the coefficients: one for each head, slot and query."""
     return s.heads * steps.slots * steps.queries
 
 
-def kan_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
-    """KAN Table 2: four live copies of the coefficient map (KAN §2.1) and a few of the grid and of its axis means."""
-    grids, means = KAN_COPIES[row]
+def kan_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """KAN Table 2: four live copies of the coefficients (KAN §2.1) and a few of the grid and of its axis means."""
+    grids, means = KAN_COPIES[operator]
     return (
         NUMBER
         * batch
@@ -258,34 +261,35 @@ def kan_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
     )
 
 
-def san_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
-    """SAN Table 2: each buffer rounded up to a power of two; twice the grid, and twice what lies between (SAN Table 1).
+def san_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """SAN Table 2: each buffer rounded up to a power of two; twice the grid, and twice the intermediate (SAN Table 1).
 
-    That is the coefficient map (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four vectors).
+    The intermediate is the coefficients (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four
+    vectors).
     """
     total = 2 * power_of_two(NUMBER * batch * s.positions * s.channels)
     if steps.scored:
         vectors = 4 * (NUMBER * batch * s.channels)
         return total + 2 * power_of_two(NUMBER * batch * s.positions) + vectors
-    between = s.inner * s.width if steps.basis else coefficients(s, steps)
-    return total + 2 * power_of_two(NUMBER * batch * between)
+    intermediate = s.inner * s.width if steps.basis else coefficients(s, steps)
+    return total + 2 * power_of_two(NUMBER * batch * intermediate)
 
 
-def fa_bytes(row: str, s: Sizes, steps: Steps, batch: int) -> int:
-    """FA Table 9: the input, each map's result, what lies between (hN² or bm/h numbers) and the output."""
-    between = s.inner * s.width // s.heads if steps.basis else coefficients(s, steps)
-    maps = s.inner * (("q" in s.project) + ("k" in s.project)) + s.width * ("v" in s.project)
-    last = s.channels * ("o" in s.project)
-    return NUMBER * batch * (s.positions * (s.channels + maps + s.width + last) + between)
+def fa_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+    """FA Table 9: the input, the result of each projection, the intermediate (hN² or bm/h numbers) and the output."""
+    intermediate = s.inner * s.width // s.heads if steps.basis else coefficients(s, steps)
+    projected = s.inner * (("q" in s.project) + ("k" in s.project)) + s.width * ("v" in s.project)
+    output = s.channels * ("o" in s.project)
+    return NUMBER * batch * (s.positions * (s.channels + projected + s.width + output) + intermediate)
 
 
 def power_of_two(size: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
 class Paper(NamedTuple):
-    """A paper's account of memory, and the rows that it speaks of."""
+    """How a paper counts memory, and the operators that it covers."""
 
     size: Callable[[str, Sizes, Steps, int], int]
     rows: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a module or function, measured on this machine."""
+"""Seconds and bytes of a module or a function, measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch import nn
 
 from farfield.nn.tracing import LiveBytes, tensors
 
-# Seconds that a turn of `compare` lasts at least: clocks and first runs weigh little then.
+# The least seconds of a turn of `compare`, so that clock resolution and first runs have little influence.
 TURN = 0.05
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run takes on one device.
+    """Time and memory of one run on one device.
 
     Attributes:
         seconds: Median over the repeats.
         fastest: The shortest repeat, in seconds.
-        peak_bytes: Most bytes alive at once beyond those alive at the start. CUDA: what the allocator handed out,
-            scratch of kernels included (`torch.cuda.max_memory_allocated`). Elsewhere: the storages of tensors that
-            PyTorch's operations made, as a dispatch mode sees them; scratch inside one kernel, and what compiled code
-            allocates, is not seen.
+        peak_bytes: Most bytes allocated at once beyond those at the start. CUDA: bytes of the allocator, with the
+            workspace of kernels (`torch.cuda.max_memory_allocated`). Elsewhere: the storages of tensors that PyTorch's
+            operations make, followed by a dispatch mode; without the workspace inside one kernel and the allocations
+            of compiled code.
         repeats: How many runs were timed.
-        device: Name of the processor or GPU, with the threads of a CPU.
+        device: Name of the processor or GPU; for a CPU with the number of threads.
     """
 
     seconds: float
@@ -48,21 +48,21 @@ def measure(
 ) -> Measurement:
     """Measure the seconds and the peak memory of a module or a function on its inputs.
 
-    Runs are timed one by one, after the warm-up, with the device's queue empty before and after; memory is taken in a
-    run of its own, so that watching it does not slow what is timed. Without `backward` no gradients are recorded.
+    Runs are timed one by one, after the warm-up, with the device's queue empty before and after. Memory is measured in
+    a separate run, because following it slows the run down. Without `backward` no gradients are recorded.
 
     Args:
         module: A module, or any function of tensors; a module stays in the mode (training or not) it is in.
-        inputs: Its inputs, on the device that is to be measured.
-        backward: Whether the gradients of the sum of all outputs are computed too; those of parameters are cleared.
+        inputs: Its inputs, on the device to measure.
+        backward: Whether to compute the gradients of the sum of all outputs too; those of parameters are cleared.
         repeats: How many runs are timed.
-        warm_up: How many run before, untimed: caches, compilation, allocator.
+        warm_up: How many untimed runs come first: they fill caches, compile and allocate.
 
     Returns:
         Median and shortest seconds, peak bytes and the device.
 
     Raises:
-        ValueError: If there is nothing to repeat, or nothing to differentiate.
+        ValueError: If `repeats` or `warm_up` is too small, or if no output has a gradient.
 
     Example:
         >>> import torch
@@ -94,30 +94,30 @@ def measure(
 def compare(
     contestants: Mapping[str, Sequence[Any]], *, backward: bool = False, repeats: int = 7, turn_seconds: float = TURN
 ) -> dict[str, Measurement]:
-    """Measure several modules or functions in turns, so that whatever else the machine does hits all of them alike.
+    """Measure several modules or functions in turns, so that other load of the machine affects all of them alike.
 
-    Ratios of these medians can be trusted where those of `measure`, one after the other, cannot. A turn is as many runs
-    as fill `turn_seconds`, of which it is the mean, after as many that are not timed: caches are as others left them.
+    This makes ratios of the medians reliable, which those of several calls of `measure` are not. A turn is the mean of
+    as many runs as fill `turn_seconds`, after the same number of untimed runs, which fill the caches again.
 
     Args:
         contestants: Name -> a module or function, followed by its inputs.
-        backward: Whether gradients are computed too, for a dense gradient of the output: those of the inputs and
-            parameters that want them.
+        backward: Whether to compute gradients too, for a dense gradient of the output: those of the inputs and
+            parameters that require them.
         repeats: How many turns each has.
-        turn_seconds: What a turn lasts at least: clocks and first runs weigh little then.
+        turn_seconds: The least seconds of a turn, so that clock resolution and first runs have little influence.
 
     Returns:
-        Name -> median and shortest turn, in seconds a run; peak bytes of a run of its own; the device.
+        Name -> median and shortest turn, in seconds per run; peak bytes of a separate run; the device.
 
     Raises:
-        ValueError: If there is nothing to repeat, or nothing to differentiate.
+        ValueError: If there are no contestants or no repeats, or if no output has a gradient.
 
     Example:
         >>> import torch
         >>> from farfield import cost
         >>> grid = torch.randn(8, 64, 28, 28)
-        >>> found = cost.compare({"copy": (torch.clone, grid), "sines": (lambda x: x.sin().sin().sin(), grid)})
-        >>> found["sines"].seconds > found["copy"].seconds, found["copy"].peak_bytes == grid.nbytes
+        >>> result = cost.compare({"copy": (torch.clone, grid), "sines": (lambda x: x.sin().sin().sin(), grid)})
+        >>> result["sines"].seconds > result["copy"].seconds, result["copy"].peak_bytes == grid.nbytes
         (True, True)
     """
     if repeats < 1 or not contestants:
@@ -130,8 +130,8 @@ def compare(
 def take_turns(
     runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int, turn_seconds: float = TURN
 ) -> dict[str, Measurement]:
-    """Measure functions of nothing in turns."""
-    # A compiler takes its time in the first run, a cache or an allocator in the second.
+    """Measure functions without arguments in turns."""
+    # The first run may compile, the second may still fill caches or allocate.
     counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
     turns: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
@@ -146,7 +146,7 @@ def take_turns(
 
 
 def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> Callable[[], None]:
-    """One forward pass as a function of nothing; with `backward` also its gradients, which are made anew and left."""
+    """Return a function without arguments that runs a forward pass; with `backward` it also computes gradients."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     leaves = [tensor for tensor in tensors([list(inputs), parameters]) if tensor.requires_grad]
 
@@ -157,22 +157,22 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
     if not backward:
         return forward
     with torch.enable_grad():
-        answers = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
-    if not answers:
+        outputs = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
+    if not outputs:
         raise ValueError("cost.compare: backward=True, but no output has a gradient; fix: input.requires_grad_().")
-    gradients = [torch.randn_like(answer) for answer in answers]
-    del answers
+    grad_outputs = [torch.randn_like(output) for output in outputs]
+    del outputs
 
     def both() -> None:
         with torch.enable_grad():
             outputs = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
-        torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True)
 
     return both
 
 
 def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
-    """Seconds a run, over several in a row after as many that are not timed: caches fill up slowly."""
+    """Return seconds per run of several in a row, after as many untimed runs, which fill the caches."""
 
     def several() -> None:
         for _ in range(runs):
@@ -183,14 +183,14 @@ def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
 
 
 def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.device:
-    """Where the inputs are, or else the module's parameters, or else the default device."""
+    """Return the device of the inputs, or else of the module's parameters, or else the default device."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     first = next(iter(tensors([list(inputs), parameters])), None)
     return torch.get_default_device() if first is None else first.device
 
 
 def differentiate(outputs: Any) -> None:
-    """Compute gradients of the sum of all outputs that have them."""
+    """Compute the gradients of the sum of all outputs that require them."""
     sums = [tensor.sum() for tensor in tensors(outputs) if tensor.requires_grad]
     if not sums:
         raise ValueError("cost.measure: backward=True, but no output has a gradient; fix: input.requires_grad_().")
@@ -198,7 +198,7 @@ def differentiate(outputs: Any) -> None:
 
 
 def clear_gradients(module: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-    """Leave no gradients behind."""
+    """Clear the gradients of parameters and inputs."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     for tensor in tensors([list(inputs), parameters]):
         if tensor.is_leaf:
@@ -206,7 +206,7 @@ def clear_gradients(module: Callable[..., Any], inputs: tuple[Any, ...]) -> None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the queue of the device is empty."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type not in ("cpu", "meta") and torch.accelerator.is_available():
@@ -214,7 +214,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one run, from an empty queue to an empty queue."""
+    """Return the seconds of one run, from an empty queue to an empty queue."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -223,7 +223,7 @@ def timed(run: Callable[[], None], device: torch.device) -> float:
 
 
 def peak_of(run: Callable[[], None], device: torch.device) -> int:
-    """Most bytes alive at once during one run, beyond those alive before it."""
+    """Return the most bytes allocated at once during one run, beyond those allocated before it."""
     if device.type == "cuda":
         gc.collect()
         synchronize(device)
@@ -238,7 +238,7 @@ def peak_of(run: Callable[[], None], device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself; a CPU with the threads that PyTorch uses."""
+    """Return the name of the device; for a CPU with the number of threads that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -247,7 +247,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the name of the processor if the system provides it, otherwise that of the platform."""
     listing = Path("/proc/cpuinfo")
     if listing.is_file():
         for line in listing.read_text(encoding="utf-8").splitlines():

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
-    """Count the bytes that a forward pass keeps for its backward pass: what training holds of it meanwhile.
+    """Count the bytes that a forward pass keeps in memory for its backward pass.
 
-    Every storage counts once and whole, however many tensors look at it; those of parameters and buffers do not, those
-    of the inputs do where they are kept.
+    Every storage counts once and whole, however many tensors share it. Storages of parameters and buffers do not count;
+    those of the inputs count if they are kept.
 
     Args:
         module: A module, or any function of tensors.
-        inputs: Its inputs; the gradients of those that require them, and of the parameters, are what is kept for.
+        inputs: Its inputs; set `requires_grad` on those whose gradients are needed.
 
     Returns:
-        Bytes of all storages that `torch.autograd` packed.
+        Bytes of all storages that `torch.autograd` saves.
 
     Example:
         >>> import torch
@@ -31,7 +31,7 @@ def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
     """
     own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     kept = {tensor.untyped_storage()._cdata for tensor in own}
-    # Alive until the count is over: an address is not given out twice.
+    # Kept alive until the end, so that no address is used twice.
     storages: list[torch.UntypedStorage] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
         if storage._cdata not in kept:
             kept.add(storage._cdata)
             storages.append(storage)
-        # An output that held itself would never be freed.
+        # Without detach an output would hold a reference to itself and would never be freed.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -1,7 +1,7 @@
-"""FA's modules with all that stands around the attention, by formula: residuals, heads, feed-forward layers.
+"""The cost of FA's modules by formula: attention with residuals, heads and feed-forward layers.
 
-Tables 8 to 12 of the paper, with the factors that its print lacks (`docs/printed-numbers.md` lists those). The paper
-counts memory in numbers, of 4 bytes, and one multiplication or one addition as a MACC: two are a MACs.
+Tables 8 to 12 of the paper, with the factors that are missing in print (`docs/printed-numbers.md` lists those). The
+paper counts memory in numbers, of 4 bytes each, and one multiplication or one addition as a MACC: two are one MAC.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from farfield._checks import check_heads, unknown
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS, NUMBER, Sizes, fa_bytes
-from farfield.cost.prediction import check_positive, learned
+from farfield.cost.prediction import check_positive, count_parameters
 
 # A feed-forward layer of a Transformer has this many times the channels.
 WIDENING = 4
@@ -21,13 +21,13 @@ class Architecture(NamedTuple):
     """A column of FA Table 8.
 
     Attributes:
-        row: What attends, `"factorized"` or `"dot"`; None for convolutions.
-        bottleneck: Whether values have fewer channels, and an output map brings them back.
+        operator: The operator, `"factorized"` or `"dot"`; None for convolutions.
+        bottleneck: Whether values have fewer channels than the grid, and an output projection restores them.
         multi_head: Whether there is more than one head.
-        feedforward: Whether each position is mapped afterwards, as in a Transformer.
+        feedforward: Whether a feed-forward layer follows, as in a Transformer.
     """
 
-    row: str | None
+    operator: str | None
     bottleneck: bool = False
     multi_head: bool = False
     feedforward: bool = False
@@ -50,7 +50,7 @@ MODULES = {
 def predict_module(
     name: str, *, channels: int, positions: int, basis: int | None = None, width: int | None = None, heads: int = 1
 ) -> Cost:
-    """Predict by formula what one of FA's modules costs on one sample, as the paper counts.
+    """Predict by formula the cost of one of FA's modules on one sample, as the paper counts it.
 
     | module | memory, in numbers | MACs |
     |---|---|---|
@@ -64,11 +64,11 @@ def predict_module(
 
     Args:
         name: A name of `MODULES`.
-        channels: Of the grid, c.
-        positions: s, the product of the sides.
-        basis: Channels of basis and coefficients, or keys and queries, b or k; half the grid's by default.
-        width: Channels of the values, m, where there is a bottleneck; half the grid's by default.
-        heads: h, read by the multi-head modules.
+        channels: Channels of the grid, c.
+        positions: Positions of the grid, s.
+        basis: Channels of basis and coefficients, or keys and queries, b or k; by default half the grid's.
+        width: Channels of the values, m, of modules with a bottleneck; by default half the grid's.
+        heads: Heads of the multi-head modules, h.
 
     Returns:
         The cost; `activation_bytes` is the paper's memory.
@@ -92,16 +92,16 @@ def predict_module(
     architecture, c = MODULES[name], channels
     b, m = (max(1, c // 2) if given is None else given for given in (basis, width))
     check_positive("cost.predict_module", basis=b, width=m)
-    if architecture.row is None:
+    if architecture.operator is None:
         return convolutions(c, m if architecture.bottleneck else None, positions)
     h = heads if architecture.multi_head else 1
     check_heads("cost.predict_module", h, b, "basis")
     check_heads("cost.predict_module", h, m, "values")
     project = "qkvo" if architecture.bottleneck else "qkv"
     sizes = Sizes((positions,), c, b, m if architecture.bottleneck else c, h, project)
-    steps = FORMULAS[architecture.row](sizes)
-    macs, size = steps.printed, fa_bytes(architecture.row, sizes, steps, 1)
-    weights, biases = learned(architecture.row, sizes)
+    steps = FORMULAS[architecture.operator](sizes)
+    macs, size = steps.printed, fa_bytes(architecture.operator, sizes, steps, 1)
+    weights, biases = count_parameters(architecture.operator, sizes)
     if architecture.feedforward:
         matrices = 2 * WIDENING * c**2
         macs, size = macs + matrices * positions, size + NUMBER * WIDENING * c * positions
@@ -110,7 +110,7 @@ def predict_module(
 
 
 def convolutions(channels: int, width: int | None, positions: int) -> Cost:
-    """A block of two 3x3 convolutions, or of a 1x1, a 3x3 of fewer channels and a 1x1, with norms and a residual."""
+    """Return the cost of a residual block: two 3x3 convolutions; or, with `width`, a 1x1, a 3x3 and a 1x1."""
     c = channels
     if width is None:
         weights, held, norms = 2 * 9 * c**2, 5 * c, 4 * c

@@ -1,4 +1,4 @@
-"""Which operators fit a memory, what each takes, and from how many positions on it is cheaper than regular attention."""
+"""Which operators fit in memory, their cost, and the grid size from which each is cheaper than softmax attention."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from farfield.nn import GridAttention
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
-# A grid is replayed without numbers with so many positions that ask at most, and timed on so many MACs and bytes.
+# Limits of what runs: queries of a pass on fake tensors; MACs and bytes of a timed pass. Larger grids are scaled down.
 REPLAYED_POSITIONS, TIMED_MACS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
-# An estimate needs no more.
+# Short, since an estimate needs no precision.
 TURN_SECONDS = 0.01
-# Regular attention takes years at so many positions: what is not cheaper by then never is.
+# Softmax attention takes years at this many positions: an operator that is not cheaper here never is.
 MOST_POSITIONS = 1 << 40
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a pass takes, whole batch.
+    """The cost of a pass, whole batch.
 
     Attributes:
         macs: MACs.
-        bytes: Most bytes alive at once: the grid, the parameters, and all that the pass makes.
-        seconds: On the device that was asked about; None without one.
+        bytes: Most bytes allocated at once: the grid, the parameters, and all tensors of the pass.
+        seconds: Seconds on the `device` given to `plan`; None without one.
     """
 
     macs: int
@@ -45,16 +45,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an operator takes on a grid.
+    """The cost of an operator on a grid.
 
     Attributes:
-        operator: The row's name.
-        forward: Of a forward pass without gradients.
-        training: Of a forward and a backward pass, with gradients of the grid and of all parameters.
-        fits: Whether it fits the memory that was asked about; None without one.
-        cheaper_macs: From how many positions on, on a grid of equal sides, a forward pass takes fewer MACs than
-            regular attention (softmax); None if it never does.
-        cheaper_bytes: The same for the bytes that it forms.
+        operator: The name of the operator.
+        forward: The cost of a forward pass without gradients.
+        training: The cost of a forward and a backward pass, with gradients of the grid and of all parameters.
+        fits: Whether it fits in the `memory` given to `plan`; None without one.
+        cheaper_macs: The number of positions from which a forward pass takes fewer MACs than softmax attention, on a
+            grid of the same length on all axes; None if it never does.
+        cheaper_bytes: The same for the bytes of its activations.
     """
 
     operator: str
@@ -67,9 +67,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setting:
-    """What attends, and on which grid."""
+    """An operator with its options, and the grid that it attends on."""
 
-    row: str
+    operator: str
     channels: int
     heads: int
     project: str
@@ -77,9 +77,9 @@ class Setting:
     size: tuple[int, ...]
 
     def cost(self) -> Cost:
-        """What a forward pass takes, by formula."""
+        """Return the cost of a forward pass by formula."""
         return predict(
-            self.row,
+            self.operator,
             channels=self.channels,
             size=self.size,
             batch=self.batch,
@@ -88,11 +88,11 @@ class Setting:
         )
 
     def attention(self) -> GridAttention:
-        """The module, in eval mode."""
-        return GridAttention(self.channels, self.row, heads=self.heads, project=self.project).eval()
+        """Return the module in eval mode."""
+        return GridAttention(self.channels, self.operator, heads=self.heads, project=self.project).eval()
 
     def grid(self) -> Tensor:
-        """A grid that wants its gradient."""
+        """Return a grid that requires its gradient."""
         return torch.randn(self.batch, self.channels, *self.size, requires_grad=True)
 
 
@@ -107,30 +107,30 @@ def plan(
     backward: bool = False,
     device: str | torch.device | None = None,
 ) -> list[Plan]:
-    """Plan self-attention on a grid: what each operator takes, which fit a memory, and where crossovers lie.
+    """Plan self-attention on a grid: the cost of each operator, which ones fit in memory, and the crossovers.
 
-    MACs and bytes are those of a pass that is replayed on tensors without numbers, so they are what the code
-    does, temporaries included, in float32. A grid in which more than 16,384 positions ask is replayed as a smaller one of
-    the same proportions, in proportion to `predict`, which is right to some percent. Seconds are measured on a smaller
-    grid and scaled by the time that MACs and bytes would take at the device's measured rates: an estimate, and
-    on a GPU, which a small grid does not fill, one from above.
+    MACs and bytes are counted in a pass on fake tensors, so they are those of the code that runs, temporaries included,
+    in float32. A grid with more than 16,384 queries is replaced by a smaller one of the same proportions, and its
+    numbers are scaled as those of `predict`, which is right to a few percent. Seconds are measured on a smaller grid
+    and scaled by the time that the MACs and bytes take at the measured rates of the device: an estimate. A small grid
+    does not fill a GPU, so there the estimate is too high.
 
     Args:
-        channels: Of the grid.
-        size: Of the grid.
+        channels: Channels of the grid.
+        size: Size of the grid.
         batch: How many samples.
-        heads: Of the operators.
-        project: Which linear maps there are, letters of "qkvo"; a row that reads no keys goes without "k".
-        memory: Bytes that there are; what else the memory holds is not known here.
-        backward: Whether a training step must fit, and not a forward pass alone.
-        device: Where time is measured; None measures none.
+        heads: Heads of the operators.
+        project: Which projections there are, letters of "qkvo"; an operator that does not read keys has no "k".
+        memory: Available bytes; `plan` does not know what else is in memory.
+        backward: Whether a training step must fit, and not only a forward pass.
+        device: Where time is measured; None measures no time.
 
     Returns:
-        A plan for each row of `ops.OPERATORS`, in that order.
+        A plan for each operator of `ops.OPERATORS`, in that order.
 
     Raises:
         ShapeError: If heads do not divide the channels.
-        ValueError: If a number is not positive, or the maps are not letters of "qkvo".
+        ValueError: If a number is not positive, or the projections are not letters of "qkvo".
 
     Example:
         >>> from farfield import cost
@@ -141,8 +141,8 @@ def plan(
         81
     """
     if not size:
-        raise ValueError("cost.plan: sides must have one number a side, got none.")
-    check_positive("cost.plan", **{f"sides[{axis}]": side for axis, side in enumerate(size)})
+        raise ValueError("cost.plan: size must have one number per spatial dim, got none.")
+    check_positive("cost.plan", **{f"size[{axis}]": length for axis, length in enumerate(size)})
     check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
     if memory is not None:
         check_positive("cost.plan", memory=memory)
@@ -150,8 +150,8 @@ def plan(
     check_heads("cost.plan", heads, channels, "the grid")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'cost.plan: {device=}, but PyTorch sees no CUDA device; fix: device="cpu".')
-    projections = {row: OPERATORS[row].projections(project) for row in FORMULAS}
-    settings = [Setting(row, channels, heads, letters, batch, tuple(size)) for row, letters in projections.items()]
+    projections = {name: OPERATORS[name].projections(project) for name in FORMULAS}
+    settings = [Setting(name, channels, heads, letters, batch, tuple(size)) for name, letters in projections.items()]
     regular = settings[list(FORMULAS).index("softmax")]
     passes = [needs(settings, training=training, device=device) for training in (False, True)]
     plans = []
@@ -159,64 +159,64 @@ def plan(
         judged = training if backward else forward
         crossovers = [crossover(setting, regular, number) for number in (macs_of, formed_of)]
         plans.append(
-            Plan(setting.row, forward, training, None if memory is None else judged.bytes <= memory, *crossovers)
+            Plan(setting.operator, forward, training, None if memory is None else judged.bytes <= memory, *crossovers)
         )
     return plans
 
 
-# ---- what a pass takes -----------------------------------------------------------------------------------------------
+# ---- the cost of a pass ----------------------------------------------------------------------------------------------
 def needs(settings: list[Setting], *, training: bool, device: str | torch.device | None) -> list[Needs]:
-    """What one pass of each setting takes."""
-    found = [replayed(setting, training=training) for setting in settings]
+    """Return the cost of one pass of each setting."""
+    counted = [replayed(setting, training=training) for setting in settings]
     if device is None:
-        return found
+        return counted
     seconds = timed(settings, device, training=training)
-    return [replace(each, seconds=time) for each, time in zip(found, seconds, strict=True)]
+    return [replace(each, seconds=time) for each, time in zip(counted, seconds, strict=True)]
 
 
 def replayed(setting: Setting, *, training: bool) -> Needs:
-    """MACs and bytes of a pass; of a large grid those of a smaller one, in proportion to the formulas."""
-    small = reduced(setting, lambda each: each.batch * asking(each) <= REPLAYED_POSITIONS)
-    found = replay(small, training=training)
+    """Return MACs and bytes of a pass; for a large grid those of a smaller one, scaled as the formulas."""
+    small = reduced(setting, lambda each: each.batch * query_count(each) <= REPLAYED_POSITIONS)
+    counted = replay(small, training=training)
     if small == setting:
-        return found
+        return counted
     part, whole = small.cost(), setting.cost()
-    size = found.bytes * whole.activation_bytes // part.activation_bytes
-    return Needs(found.macs * whole.macs // part.macs, size)
+    size = counted.bytes * whole.activation_bytes // part.activation_bytes
+    return Needs(counted.macs * whole.macs // part.macs, size)
 
 
-def asking(setting: Setting) -> int:
-    """Positions that ask, which a pass takes in blocks: all of the grid's, or one an index of each axis."""
-    return math.prod(setting.size) if OPERATORS[setting.row].queries_from.side_by_side else sum(setting.size)
+def query_count(setting: Setting) -> int:
+    """Return the number of queries of a sample: all positions, or all indices of all axes."""
+    return math.prod(setting.size) if OPERATORS[setting.operator].queries_from.side_by_side else sum(setting.size)
 
 
 def timed(settings: list[Setting], device: str | torch.device, *, training: bool) -> list[float]:
-    """Seconds of a pass; of a large grid those of a smaller one, in proportion to what its formulas take at best."""
+    """Return the seconds of a pass; for a large grid those of a smaller one, scaled by the least time by formula."""
     with torch.device(device):
         samples = [reduced(setting, is_quick) for setting in settings]
-        contestants = {sample.row: (sample.attention(), sample.grid()) for sample in samples}
+        contestants = {sample.operator: (sample.attention(), sample.grid()) for sample in samples}
         measured = compare(contestants, backward=training, repeats=3, turn_seconds=TURN_SECONDS)
         macs_a_second, bytes_a_second = rates()
 
-    def at_best(cost: Cost) -> float:
+    def least_seconds(cost: Cost) -> float:
         return cost.macs / macs_a_second + cost.activation_bytes / bytes_a_second
 
     return [
-        measured[sample.row].seconds * at_best(setting.cost()) / at_best(sample.cost())
+        measured[sample.operator].seconds * least_seconds(setting.cost()) / least_seconds(sample.cost())
         for sample, setting in zip(samples, settings, strict=True)
     ]
 
 
 def is_quick(setting: Setting) -> bool:
-    """Whether a pass takes a small part of a second."""
+    """Whether a pass takes a small fraction of a second."""
     cost = setting.cost()
     return cost.macs <= TIMED_MACS and cost.activation_bytes <= TIMED_BYTES
 
 
 def reduced(setting: Setting, enough: Callable[[Setting], bool]) -> Setting:
-    """The same on one sample, and on half the sides, until it is small enough or one position."""
+    """Return the setting with one sample, then with its size halved until it is small enough or one position."""
     while not enough(setting):
-        size = setting.size if setting.batch > 1 else tuple(math.ceil(side / 2) for side in setting.size)
+        size = setting.size if setting.batch > 1 else tuple(math.ceil(length / 2) for length in setting.size)
         if (1, size) == (setting.batch, setting.size):
             break
         setting = replace(setting, batch=1, size=size)
@@ -224,7 +224,7 @@ def reduced(setting: Setting, enough: Callable[[Setting], bool]) -> Setting:
 
 
 def replay(setting: Setting, *, training: bool) -> Needs:
-    """Run a pass on tensors without numbers; count MACs and the most bytes that are alive at once."""
+    """Run a pass on fake tensors; count MACs and the most bytes that are allocated at once."""
     with FakeTensorMode(), torch.device("cpu"):
         attention, grid = setting.attention(), setting.grid()
         leaves = [grid, *attention.parameters()]
@@ -237,41 +237,42 @@ def replay(setting: Setting, *, training: bool) -> Needs:
 
 
 def rates() -> tuple[float, float]:
-    """MACs a second of a matrix product, and bytes a second of a copy, on the default device."""
+    """Return MACs per second of a matrix product and bytes per second of a copy, on the default device."""
     matrix, positions = torch.randn(768, 768), torch.randn(1 << 22)
-    found = compare({"product": (torch.mm, matrix, matrix), "copy": (torch.clone, positions)}, repeats=3)
-    return 768**3 / found["product"].seconds, positions.nbytes / found["copy"].seconds
+    measured = compare({"product": (torch.mm, matrix, matrix), "copy": (torch.clone, positions)}, repeats=3)
+    return 768**3 / measured["product"].seconds, positions.nbytes / measured["copy"].seconds
 
 
 # ---- crossovers ------------------------------------------------------------------------------------------------------
 def macs_of(setting: Setting) -> int:
-    """MACs of a forward pass."""
+    """Return the MACs of a forward pass."""
     return setting.cost().macs
 
 
 def formed_of(setting: Setting) -> int:
-    """Bytes that a forward pass forms."""
+    """Return the activation bytes of a forward pass."""
     return setting.cost().activation_bytes
 
 
 def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], int]) -> int | None:
-    """From how many positions on a setting has a smaller number than regular attention, on equal sides; None if never.
+    """Return the number of positions from which a setting's number is smaller than that of softmax attention.
 
-    An order of steps that depends on the size can make the answer change several times: it is sought from above.
+    On a grid of the same length on all axes; None if it never is. The order of steps depends on the size, so there can
+    be several crossovers: the search starts from above and returns the largest.
     """
     spatial_dims = len(setting.size)
 
-    def cheaper(side: int) -> bool:
-        ours, theirs = (replace(each, batch=1, size=(side,) * spatial_dims) for each in (setting, regular))
+    def cheaper(length: int) -> bool:
+        ours, theirs = (replace(each, batch=1, size=(length,) * spatial_dims) for each in (setting, regular))
         return number(ours) < number(theirs)
 
-    side = math.floor(MOST_POSITIONS ** (1 / spatial_dims))
-    if not cheaper(side):
+    length = math.floor(MOST_POSITIONS ** (1 / spatial_dims))
+    if not cheaper(length):
         return None
-    dearer = side * 9 // 10
+    dearer = length * 9 // 10
     while dearer and cheaper(dearer):
-        side, dearer = dearer, dearer * 9 // 10
-    while side - dearer > 1:
-        middle = (dearer + side) // 2
-        dearer, side = (dearer, middle) if cheaper(middle) else (middle, side)
-    return side**spatial_dims
+        length, dearer = dearer, dearer * 9 // 10
+    while length - dearer > 1:
+        middle = (dearer + length) // 2
+        dearer, length = (dearer, middle) if cheaper(middle) else (middle, length)
+    return length**spatial_dims

@@ -1,4 +1,4 @@
-"""Transforms for classification by name: what is random in training, and what is done to every image in evaluation.
+"""Transforms for classification, by name: the random ones of training and the fixed ones of evaluation.
 
 All return `uint8` images `(3, side, side)`; normalising is done by the data module on whole batches, on the device.
 """
@@ -88,7 +88,7 @@ def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
     ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
 
     Args:
-        augmentation: What the training images go through.
+        augmentation: The augmentation of the training images.
         side: Height and width of the result, in pixels.
 
     Returns:
@@ -103,7 +103,7 @@ def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
 
 
 def _steps(*transforms: torch.nn.Module) -> v2.Compose:
-    # A tensor passes the first step as it is.
+    # PILToTensor leaves tensors unchanged.
     return v2.Compose([v2.PILToTensor(), *transforms])
 
 

@@ -23,12 +23,12 @@ Colours = tuple[float, float, float]
 # Mean and standard deviation of red, green and blue over ImageNet, for pixels in 0..1.
 IMAGENET: tuple[Colours, Colours] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# Share of the images that is held out where the data come in one piece.
+# Share of the images that is held out where there is no validation folder.
 HELD_OUT = 0.2
 
 
 class _Classification(Loading):
-    """What both data modules share: normalising on the device. Their loaders give `uint8` images.
+    """Base class of both data modules: normalises on the device. The loaders return `uint8` images.
 
     A batch is `(images, labels)`; a batch to predict is `(images, names)`.
     """
@@ -44,27 +44,27 @@ class _Classification(Loading):
 
 
 class ImageFolders(_Classification):
-    """Read images from folders, one a class: `root/train/<class>/*`, `root/val/<class>/*` and, if there, `root/test`.
+    """Read images from one folder per class: `root/train/<class>/*`, `root/val/<class>/*`, optionally `root/test`.
 
     Without `root/val` a fifth of each class is held out of the training images, always the same for one seed; the
-    classes may then also lie in `root` itself. Without `root/test` what validates is tested. All files are decoded once
-    before the first epoch.
+    classes may then also lie in `root` itself. Without `root/test` the validation images are the test images. All files
+    are decoded once before the first epoch.
 
     Args:
         root: The folder. May be left out to predict with a checkpoint.
-        image_size: Height and width of what the network gets, in pixels.
-        batch_size: Images a batch, on each device.
+        image_size: Height and width of the network's input, in pixels.
+        batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
-        augmentation: What training images go through, see `data.augment.training`.
+        augmentation: Augmentation of the training images, see `data.augment.training`.
         subset: Number of training images to use, drawn with the same share of each class; None uses all.
-        seed: Seed of split and subset (the run's own seed, `seed_everything`, leaves them alone).
+        seed: Seed of split and subset, independent of the run's seed (`seed_everything`).
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
-        colours: Mean and standard deviation of red, green and blue, for pixels in 0..1; the network gets 0 and 1.
+        colours: Mean and standard deviation of red, green and blue, for pixels in 0..1, to normalise by.
 
     Raises:
         FolderError: In `prepare_data` and `setup`: no folder, no images, one class, a damaged file, or classes that
-            differ between train and val; it names the folder or the files.
+            differ between train and val; the error names the folder or the files.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ImageFolders(_Classification):
         if stage == "predict":
             self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
         if stage == "test" and "test" not in folders and "val" in self.parts:
-            rank_zero_info(f"ImageFolders: {self.root} has no folder test; testing on what validates.")
+            rank_zero_info(f"ImageFolders: {self.root} has no folder test: using val.")
             self.parts["test"] = self.parts["val"]
         wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
@@ -137,7 +137,7 @@ class ImageFolders(_Classification):
         return classes
 
     def _training_parts(self, folder: Path) -> dict[str, Dataset[Any]]:
-        """Return the training images, fewer if `subset` says so, and a fifth that was held out of them."""
+        """Return the training images, reduced to `subset`, and the held-out fifth if there is no folder val."""
         train = ClassFolders(folder, self.training_transform)
         kept, held = np.arange(len(train)), np.arange(0)
         if "val" not in self.folders:
@@ -160,14 +160,14 @@ class ImageFolders(_Classification):
 class Digits(_Classification):
     """Read scikit-learn's 1,797 handwritten digits, 8x8 pixels, enlarged to three channels; nothing is downloaded.
 
-    A fifth of each class is held out, always the same images for one seed; it is validation and test set in one.
+    A fifth of each class is held out, always the same images for one seed; it is both validation and test set.
 
     Args:
-        image_size: Height and width of what the network gets, in pixels.
-        batch_size: Images a batch, on each device.
+        image_size: Height and width of the network's input, in pixels.
+        batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process, which is the fastest here.
-        augmentation: What training images go through, see `data.augment.training`; flips are no digits, so `"shift"`
-            here only shifts.
+        augmentation: Augmentation of the training images; `"shift"` only shifts here, as a mirrored digit is not a
+            digit.
         subset: Number of training images to use, drawn with the same share of each class; None uses all.
         seed: Seed of split and subset.
     """

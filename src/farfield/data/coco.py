@@ -1,4 +1,4 @@
-"""Annotations in COCO's format: reading them, finding their faults, and turning polygons and RLE into masks."""
+"""Annotations in COCO's format: read them, check them, and turn polygons and RLE into masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from farfield.data.entries import (
 from farfield.data.folders import SHOWN, FolderError, images_of, read_utf8
 from farfield.data.rle import fault_of_rle
 
-# By how many pixels a box may stick out of its image: annotators' coordinates are rounded.
+# Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
 ROUNDING = 1.0
 
 
@@ -40,7 +40,7 @@ class Annotated:
         file: The file of annotations.
         folder: Where its images lie.
         images: Entries of its images: `id`, `file_name`, `width`, `height`.
-        objects: Of each image's id, the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
+        objects: Image id -> the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
         categories: Names by id, in the order of the ids.
     """
 
@@ -84,7 +84,7 @@ def read_annotated(root: Path, name: str) -> Annotated:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that has all sections of COCO's format; what they hold is not looked at.
+    """Read a file that has all sections of COCO's format; their content is not checked.
 
     Raises:
         FolderError: If it is not JSON, or has no such sections.
@@ -109,7 +109,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images, with entries that lack what they need or have it of another kind, or point nowhere.
+    """Refuse a file without images, or whose entries lack keys, have wrong types or refer to entries that do not exist.
 
     Raises:
         FolderError: With the first few faults.
@@ -146,7 +146,7 @@ def check_entries(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_files(part: Annotated) -> None:
-    """Refuse listed images that are not there, and images of the split's own folder that are not listed.
+    """Refuse listed images that do not exist, and images of the split's own folder that are not listed.
 
     Raises:
         FolderError: With the first few.
@@ -162,16 +162,16 @@ def check_files(part: Annotated) -> None:
 
 
 def faults_of_boxes(part: Annotated) -> Iterator[str]:
-    """Say which boxes have no size or lie outside their image."""
+    """Yield a text for each box that has no size or lies outside its image."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            found = fault_of_box(each["bbox"], image["width"], image["height"])
-            if found:
-                yield f"annotation {each['id']} in {image['file_name']}: {found}"
+            fault = fault_of_box(each["bbox"], image["width"], image["height"])
+            if fault:
+                yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
 def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
-    """Say what is wrong with a box `(x, y, width, height)`, None if nothing.
+    """Return what is wrong with a box `(x, y, width, height)`, None if nothing.
 
     Example:
         >>> fault_of_box([90, 10, 20, 5], 100, 50)
@@ -186,16 +186,16 @@ def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
 
 
 def faults_of_masks(part: Annotated) -> Iterator[str]:
-    """Say which segmentations are not polygons of three points and more, or RLE of their image's size."""
+    """Yield a text for each segmentation that is neither polygons of at least three points nor valid RLE."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            found = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
-            if found:
-                yield f"annotation {each['id']} in {image['file_name']}: {found}"
+            fault = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
+            if fault:
+                yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
 def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
-    """Say what is wrong with a segmentation, None if nothing."""
+    """Return what is wrong with a segmentation, None if nothing."""
     if isinstance(segmentation, Mapping):
         return fault_of_rle(segmentation, width, height)
     if not segmentation:
@@ -205,20 +205,20 @@ def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
     short = [polygon for polygon in segmentation if len(polygon) < 6 or len(polygon) % 2]
     if short:
         return f"a polygon has {len(short[0])} numbers, and three points have 6"
-    # pycocotools takes memory for each pixel that the outline of a polygon passes.
+    # pycocotools allocates memory for each pixel on the outline of a polygon.
     most = 2 * max(width, height)
     stray = [polygon for polygon in segmentation if not are_numbers(polygon, most)]
     return f"the polygon {reprlib.repr(stray[0])} has points far outside the image, or no numbers" if stray else None
 
 
 def has_masks(part: Annotated) -> bool:
-    """Whether the objects have masks: not if none has one, or if each is no more than the rectangle of its box."""
+    """Whether the objects have masks: no if none has one, or if each mask is only the rectangle of its box."""
     objects = [each for several in part.objects.values() for each in several]
     return not objects or any(each.get("segmentation") and not is_rectangle(each) for each in objects)
 
 
 def is_rectangle(each: Mapping[str, Any]) -> bool:
-    """Whether the segmentation of an object is the rectangle of its box, as in files that were made of boxes alone."""
+    """Whether the segmentation of an object is the rectangle of its box, as in files that were made from boxes."""
     segmentation = each["segmentation"]
     polygon = segmentation[0] if isinstance(segmentation, list) and len(segmentation) == 1 else None
     if not (isinstance(polygon, list) and len(polygon) == 8 and are_numbers(polygon)):

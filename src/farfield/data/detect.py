@@ -27,7 +27,7 @@ from farfield.data.folders import Check, FolderError, check_each, check_images, 
 from farfield.data.loading import Loading, read_entry
 from farfield.data.objects import Labelled, LeftOut, Unlabelled, fault_of_image, trained
 
-# Width over height of an image, which are batched together between two of these: seven groups, as torchvision's.
+# Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
 SHAPES = 2 ** np.linspace(-1, 1, 7)
 
 
@@ -36,7 +36,7 @@ class CocoFolders(Loading):
 
     Category ids may be any numbers: in order they become the labels 1 to K, 0 is the background, and predictions have
     the file's own ids again. Segmentations may be polygons or RLE. Regions marked `iscrowd` are not trained on; in
-    evaluation what is found in them is neither right nor wrong, as in COCO's own evaluation. Images without objects
+    evaluation detections in them count as neither right nor wrong, as in COCO's own evaluation. Images without objects
     are trained on as background.
 
     A batch is `(images, targets)`, two lists: images `(3, height, width)` with values from 0 to 1, and for each
@@ -44,19 +44,19 @@ class CocoFolders(Loading):
 
     Args:
         root: The folder. Not read, and may be left out, where `predict` is given and predicted.
-        splits: Names for training, validation and test; without a file for the last, validation is tested.
-        masks: Whether there are masks; None looks: not where no object has one, or each is its box's rectangle.
-        leave_out: What of the training images is left out: "images_without_objects", "faulty_boxes". Without the latter
+        splits: Names for training, validation and test; without a file for the last, the validation split is used.
+        masks: Whether there are masks; None decides: no if no object has one, or if each is its box's rectangle.
+        leave_out: What is left out of the training images: "images_without_objects", "faulty_boxes". Without the latter
             boxes of no size or outside their image are an error.
-        group_by_shape: Whether images of like width over height are batched together, which pads them less.
-        batch_size: Training images a batch, on each device; evaluated one by one.
+        group_by_shape: Whether images of similar aspect ratio are batched together, which reduces padding.
+        batch_size: Training images per batch, on each device; evaluation has batches of one image.
         workers: Loader processes; 0 loads in the main process.
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
         FolderError: In `prepare_data` and `setup`: files that are missing, damaged or not in COCO's format, images
-            without entries or the reverse, unknown categories, faulty boxes and masks; it names them.
+            without entries or the reverse, unknown categories, faulty boxes and masks; the error names them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CocoFolders(Loading):
         self.category_ids: list[int] = []
 
     def prepare_data(self) -> None:
-        """Check annotations and files, and decode these; runs in one process of each machine."""
+        """Check the annotations and decode all files; runs in one process of each machine."""
         if self.predict is not None:
             check_images([self.predict], self.check, "CocoFolders")
             return
@@ -119,7 +119,7 @@ class CocoFolders(Loading):
         self.parts |= {name: Labelled(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
-                rank_zero_info(f"CocoFolders: {self.root} has no split {self.splits[2]}; testing on {self.splits[1]}.")
+                rank_zero_info(f"CocoFolders: {self.root} has no split {self.splits[2]}: using {self.splits[1]}.")
             self.parts["test"] = self.parts["val"]
         if stage == "predict":
             part = parts.get("test", parts["val"])
@@ -127,23 +127,23 @@ class CocoFolders(Loading):
             self.parts["predict"] = Unlabelled(paths, names, [image["id"] for image in part.images])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images, one a batch."""
+        """Return the validation images, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images, one a batch."""
+        """Return the test images, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, one a batch."""
+        """Return the images to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data: also the ids of the categories."""
+        """Return the data entries of a checkpoint, the ids of the categories included."""
         return super().state_dict() | {"category_ids": list(self.category_ids)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a run; other images to predict have the categories that it was trained on."""
+        """Restore the entries of a checkpoint; other images to predict get the categories it was trained on."""
         super().load_state_dict(state_dict)
         self.category_ids = list(read_entry(state_dict, "category_ids", list, "CocoFolders"))
 
@@ -181,15 +181,15 @@ class CocoFolders(Loading):
 
 
 class GroupedSampler(EpochSampler):
-    """Shuffle samples so that those of one group follow each other, a batch at a time.
+    """Shuffle samples so that each batch has samples of one group.
 
     Args:
-        samples: The dataset; only its length is read.
+        samples: The dataset; only its length is used.
         groups: The group of each sample.
-        batch_size: How many follow each other; at the end of an epoch what is left of all groups.
+        batch_size: Samples per batch; the incomplete batches of all groups come at the end of an epoch.
         seed: Seed of the run.
         ranks: Number of processes that share the samples.
-        rank: Which of them this is.
+        rank: Number of this process.
 
     Example:
         >>> sampler = GroupedSampler(range(8), [0, 1] * 4, 2, seed=0)
@@ -216,5 +216,5 @@ class GroupedSampler(EpochSampler):
 
 
 def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Batch samples of different sizes: a list of each of their parts."""
+    """Batch samples of different sizes: one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

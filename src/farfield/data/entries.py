@@ -1,4 +1,4 @@
-"""The values that entries of COCO's format have, and what is wrong with those of a file."""
+"""The keys and values of entries in COCO's format, and checks of those of a file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# What a JPEG file can have. Every object has a mask of its image's size, so that a false one takes all memory.
+# The largest side of a JPEG file. Every object has a mask of its image's size, so a wrong size would take all memory.
 LARGEST_SIDE = 65_535
-# Beyond this a coordinate has no place in float32, as which boxes are trained on.
+# The largest coordinate: boxes are float32 in training.
 LARGEST = 1e9
 
 
 class Field(NamedTuple):
-    """What the value of a key has to be.
+    """The values that a key may have.
 
     Attributes:
-        fits: Whether a value is.
-        kind: The same for people.
+        fits: Returns whether a value is allowed.
+        kind: The allowed values in words, for errors.
         needed: Whether an entry must have the key.
     """
 
@@ -28,12 +28,12 @@ class Field(NamedTuple):
 
 
 def is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Whether a value is a whole number between two others, and no truth value."""
+    """Whether a value is a whole number from `least` to `most`, and not a bool."""
     return type(value) is int and least <= value <= most
 
 
 def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
-    """Whether all values are finite numbers, none further from 0 than the last argument.
+    """Whether all values are finite numbers of magnitude `most` or less.
 
     Example:
         >>> are_numbers([1, 2.5]), are_numbers([1, float("nan")]), are_numbers([True]), are_numbers([10**400])
@@ -43,7 +43,7 @@ def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
 
 
 def is_box(box: Any) -> bool:
-    """Whether something is a list of four finite numbers."""
+    """Whether a value is a list of four finite numbers."""
     return isinstance(box, list) and len(box) == 4 and are_numbers(box)
 
 
@@ -60,7 +60,7 @@ SIDE = Field(lambda value: is_whole(value, 1, LARGEST_SIDE), f"a whole number fr
 NAME = Field(is_text, "a text that names something")
 FLAG = Field(lambda value: value in (0, 1), "0 or 1", needed=False)
 AREA = Field(lambda value: are_numbers([value], LARGEST**2) and value >= 0, "a number from 0", needed=False)
-# Of boxes there is more to say, so they are looked at apart.
+# Boxes are checked separately, see `is_box`.
 ANY = Field(lambda value: True, "anything")
 FIELDS: dict[str, dict[str, Field]] = {
     "images": {"id": ID, "file_name": NAME, "width": SIDE, "height": SIDE},
@@ -70,7 +70,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 
 
 def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
-    """Say which sections are no lists, and which entries of them are no objects with keys."""
+    """Yield a text for each section that is not a list, and for each entry that is not an object with keys."""
     for section in FIELDS:
         if not isinstance(content[section], list):
             yield f"{section} is {reprlib.repr(content[section])}, not a list"
@@ -81,7 +81,7 @@ def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
-    """Say which entries lack what they need."""
+    """Yield a text for each key that an entry must have and lacks."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):
             lacking = (key for key, field in fields.items() if field.needed and key not in entry)
@@ -89,7 +89,7 @@ def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def faults_of_values(content: Mapping[str, Any]) -> Iterator[str]:
-    """Say which values of entries are of another kind than they must be."""
+    """Yield a text for each value of an entry that is not allowed."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):
             for key, field in fields.items():

@@ -1,7 +1,7 @@
-"""Epochs that can be played again: order and augmentation depend on seed, epoch and sample, on nothing else.
+"""Reproducible epochs: order and augmentation depend only on the seed, the epoch and the sample.
 
-A run that was killed in the middle of an epoch starts that epoch over and sees the same images, cut and flipped in the
-same way, with any number of loader workers. So no state of a random generator has to be stored.
+A run that was killed in the middle of an epoch starts that epoch over and sees the same images, cropped and flipped in
+the same way, with any number of loader workers. So no state of a random generator has to be stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 
 class Draw(NamedTuple):
-    """Which sample, and the seed of whatever is random about reading it."""
+    """The index of a sample, and the seed of its augmentation."""
 
     place: int
     seed: int
@@ -24,21 +24,21 @@ class Draw(NamedTuple):
 class EpochSampler(DistributedSampler[Draw]):
     """Shuffle the samples by seed and epoch, and give each a seed of its own.
 
-    A `DistributedSampler` of one replica is the ordinary shuffled order. Being one, it is not wrapped by Lightning when
-    a run has several processes, and its `set_epoch` is called before every epoch.
+    A `DistributedSampler` of one replica gives the ordinary shuffled order. As it is one, Lightning does not wrap it
+    when a run has several processes, and calls its `set_epoch` before every epoch.
 
     Args:
-        samples: The dataset; only its length is read.
+        samples: The dataset; only its length is used.
         seed: Seed of the run.
         ranks: Number of processes that share the samples.
-        rank: Which of them this is.
-        draws: Samples an epoch on each replica, all samples in one order after the other; None for every sample once.
+        rank: Number of this process.
+        draws: Samples per epoch and replica, drawn from repeated shuffles of all samples; None for every sample once.
     """
 
     def __init__(
         self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0, draws: int | None = None
     ) -> None:
-        # The base class adds seed and epoch: mixed, the second epoch of seed 1 is not the first of seed 2.
+        # The base class adds seed and epoch: with the plain seed, the second epoch of seed 1 would be the first of 2.
         super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mixed(seed))
         self.draws = draws
         if draws is not None:
@@ -60,7 +60,7 @@ class EpochSampler(DistributedSampler[Draw]):
 
 
 class DrawnSamples(Dataset[Any]):
-    """Read a dataset by `Draw`: the sample is then read with a random generator that starts at the draw's seed.
+    """Index a dataset by `Draw`: each sample is read with the random generator seeded by its draw.
 
     Args:
         samples: Any dataset with `__len__` and `__getitem__`.
@@ -74,8 +74,8 @@ class DrawnSamples(Dataset[Any]):
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, draw: Draw) -> Any:
-        """Read one sample; the process's own random state is left as it was found."""
-        # With no loader workers this runs between two training steps, where dropout reads the same generator.
+        """Read one sample; the random state of the process is restored afterwards."""
+        # With no loader workers this runs between two training steps, where dropout uses the same generator.
         state = torch.get_rng_state()
         try:
             torch.default_generator.manual_seed(draw.seed)

@@ -1,4 +1,4 @@
-"""Finding and checking image files: every fault of a folder is named, with its path, before the first epoch."""
+"""Find and check image files: an error before the first epoch names every damaged file of a folder."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 Check = Literal["once", "always", "never"]
 T = TypeVar("T")
 
-# What file managers leave behind; hidden files are passed over too.
+# Files that file managers leave behind; they are skipped, as hidden files are.
 CLUTTER = frozenset({"thumbs.db", "desktop.ini"})
 SHOWN = 10
-# On how many ways links may lead to one folder: without a limit, twenty folders with two links each make a million.
+# The most paths by which links may lead to one folder: twenty folders with two links each would make a million.
 WAYS = 100
 
 
 class FolderError(ValueError):
-    """A folder of images that cannot be trained on; the text names the folder or the files."""
+    """A folder that cannot be trained on; the text names the folder or the files."""
 
 
 def classes_of(folder: Path) -> list[str]:
     """List the class folders of a folder in sorted order.
 
     Args:
-        folder: A folder with one folder a class.
+        folder: A folder with one folder per class.
 
     Returns:
         The names of the class folders.
@@ -58,7 +58,7 @@ def classes_of(folder: Path) -> list[str]:
 
 
 def is_image(path: str | Path) -> bool:
-    """Tell image files, by their suffix, from hidden and other files."""
+    """Whether a file is an image, by its suffix, and not hidden."""
     path = Path(path)
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
 
@@ -66,14 +66,14 @@ def is_image(path: str | Path) -> bool:
 def files_of(folder: Path) -> list[Path]:
     """List all files below a folder in sorted order, without hidden files and file managers' clutter.
 
-    Links to folders are followed. One that leads back to a folder on the way to it is passed over with a warning: what
-    it shows is listed already.
+    Links to folders are followed. A link that leads back to one of its parent folders is skipped with a warning: its
+    files are listed already.
 
     Raises:
-        FolderError: If links lead to one folder over and over, on ever more ways.
+        FolderError: If links lead to one folder by more than `WAYS` paths.
     """
-    found = (Path(place) / name for place, names in walk(folder) for name in names)
-    return sorted(path for path in found if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
+    paths = (Path(place) / name for place, names in walk(folder) for name in names)
+    return sorted(path for path in paths if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
@@ -101,20 +101,20 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def identity_of(folder: Path | str) -> tuple[int, int]:
-    """What tells a folder from all others, on whatever way it is reached."""
+    """Return the device and inode of a folder, which are the same by every path to it."""
     status = os.stat(folder)
     return status.st_dev, status.st_ino
 
 
 def read_utf8(path: Path, caller: str) -> str:
-    """Read a text file, without the mark that some editors put before its first character.
+    """Read a text file, without the byte order mark of some editors.
 
     Args:
         path: The file.
-        caller: Who asks, for the message.
+        caller: Name of the caller, for the error.
 
     Raises:
-        FolderError: If it cannot be read, is not UTF-8, or is no text; it names the file and the byte.
+        FolderError: If it cannot be read, is not UTF-8, or is not text; the error names the file and the byte.
     """
     try:
         content = path.read_bytes()
@@ -130,17 +130,17 @@ def read_utf8(path: Path, caller: str) -> str:
         ) from error
     if "\0" in text:
         place = content.index(b"\0")
-        raise FolderError(f"{caller}: {path} is no text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
+        raise FolderError(f"{caller}: {path} is not text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
     return text.removeprefix("\ufeff")
 
 
 def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
-    """Refuse inputs of one name, whose outputs would be one file.
+    """Refuse inputs of the same name, whose outputs would be written to the same file.
 
     Args:
-        names: Of the inputs, as their outputs will have them.
-        problem: Who asks, and what several of them are, for the error.
-        outputs: What would be one file, for the error.
+        names: Names of the inputs, without what the outputs drop.
+        problem: Start of the error: the caller, and what shares a name.
+        outputs: What would be written to the same file, for the error.
 
     Raises:
         FolderError: With the first few names.
@@ -155,7 +155,7 @@ def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order.
 
     Raises:
-        FolderError: If there is none.
+        FolderError: If there are none.
     """
     images = [path for path in files_of(folder) if is_image(path)]
     if not images:
@@ -167,7 +167,7 @@ def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
     """Read an image file as RGB.
 
     Raises:
-        FolderError: If it cannot be read; it names the file.
+        FolderError: If it cannot be read; the error names the file.
     """
     try:
         return pil_loader(path)
@@ -183,9 +183,9 @@ def check_classes(
     Args:
         folder: The folder whose classes are checked.
         classes: Its classes.
-        expected: The classes there should be.
-        owner: Whose classes those are, for the message.
-        caller: Who asks, for the message.
+        expected: The expected classes.
+        owner: The owner of the expected classes, for the error.
+        caller: Name of the caller, for the error.
 
     Raises:
         FolderError: If the two lists differ.
@@ -204,17 +204,17 @@ def check_classes(
 def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "ImageFolders") -> None:
     """Decode every file below the folders and refuse those that are not whole images.
 
-    JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder whose
-    list of files, sizes and times was found good before is not read again; the note of that is a file of some bytes in
-    the user's cache folder.
+    JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder that
+    passed the check is not read again until its list of files, sizes and times changes; the note of a passed check is
+    an empty file in the user's cache folder.
 
     Args:
         folders: Folders to read, with all folders below them.
         check: `"once"`, `"always"` or `"never"`.
-        caller: Who asks, for the message.
+        caller: Name of the caller, for the error.
 
     Raises:
-        FolderError: If a file is truncated, empty or not an image; it names the files.
+        FolderError: If a file is truncated, empty or not an image; the error names the files.
     """
     if check == "never":
         return
@@ -233,15 +233,15 @@ def check_each(
     problem: str,
     fix: str,
 ) -> None:
-    """Refuse items in which something is wrong, all at once, and leave a note where there is nothing.
+    """Check all items, then raise one error for the faulty ones, or write a note if there are none.
 
     Args:
-        caller: Who asks, for the error.
-        items: What to look at.
-        fault: Says what is wrong with an item, None if nothing.
-        check: `"once"` passes where the note is there.
-        note: Where to leave it.
-        problem: What the faulty ones are, for the error.
+        caller: Name of the caller, for the error.
+        items: The items to check.
+        fault: Returns what is wrong with an item, None if nothing.
+        check: With `"once"` nothing is checked if the note exists.
+        note: Path of the note.
+        problem: What is wrong with the faulty items, for the error.
         fix: Last line of the error.
 
     Raises:
@@ -250,7 +250,7 @@ def check_each(
     if check == "once" and note.exists():
         return
     with ThreadPoolExecutor() as pool:
-        faults = [found for found in pool.map(fault, items, chunksize=64) if found]
+        faults = [text for text in pool.map(fault, items, chunksize=64) if text]
     if faults:
         shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
         raise FolderError(f"{caller}: {len(faults)} of the {len(items)} {problem}.\n  {shown}\n  fix: {fix}")
@@ -262,20 +262,20 @@ def fault_of(path: Path) -> str | None:
     try:
         if not is_image(path):
             return f"{path}: not an image by its suffix"
-        # A pipe would be waited for.
+        # A pipe would block.
         if not path.is_file():
             return f"{path}: not a file"
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")
             image.draft(image.mode, (1, 1))
             image.load()
-    except Exception as error:  # noqa: BLE001  Pillow's readers raise whatever a damaged file makes them.
+    except Exception as error:  # noqa: BLE001  Pillow's readers raise all kinds of errors for damaged files.
         return f"{path}: {str(error).replace(f' {str(path)!r}', '') or type(error).__name__}"
     return None
 
 
 def note_of(folder: Path, files: Iterable[Path], also: str = "") -> Path:
-    """Name the note that says these files are good: their names, sizes and times, the folder's place, and what else."""
+    """Return the path of the note that these files passed: a hash of names, sizes and times, the folder and `also`."""
     digest = hashlib.sha256(f"{folder.resolve()}{also}".encode())
     for path in files:
         status = path.stat()
@@ -288,7 +288,7 @@ def _cache_folder() -> Path:
 
 
 def _leave(note: Path) -> None:
-    """Leave an empty file as a note; without the permission to, the folder is read again next time."""
+    """Write an empty file as a note; where that is not permitted, the folder is checked again next time."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()

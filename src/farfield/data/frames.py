@@ -1,4 +1,4 @@
-"""Frames of stereo sets: where each layout keeps its images and disparities, and what can be wrong with them."""
+"""Frames of stereo sets: where each layout keeps its images and disparities, and checks of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from farfield.data.folders import SHOWN, Check, FolderError, check_each, fault_o
 from farfield.data.pairs import sized
 
 CALLER = "StereoFrames"
-# Folders whose pairs are for tests alone, in Scene Flow, KITTI and Middlebury.
+# Folders of test pairs in Scene Flow, KITTI and Middlebury.
 TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
-# KITTI's PNG files hold 256 times the disparity.
+# KITTI's PNG files store 256 times the disparity.
 KITTI_FACTOR = 256
-# Width, height and scale of a PFM file; no side has ten digits, and no header as many bytes as are looked at.
+# Width, height and scale of a PFM file. A width has at most nine digits, a header at most LONGEST_HEADER bytes.
 PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
 LONGEST_HEADER = 4096
 
@@ -31,9 +31,9 @@ class Layout(NamedTuple):
     """Where a set keeps the parts of a frame, as regular expressions on paths.
 
     Attributes:
-        left: What paths of left images are like.
-        right: The path of the right one, from its groups.
-        disparities: Where the disparities may be; the first that is there.
+        left: The pattern of the paths of left images.
+        right: The path of the right image, with references to the groups of `left`.
+        disparities: Possible paths of the disparities, in the same way; the first that exists is used.
     """
 
     left: re.Pattern[str]
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     disparities: tuple[str, ...]
 
 
-# A path belongs to the first row that it is like. FlyingThings3D's TRAIN and TEST are told apart by their folders.
+# A path belongs to the first layout that it matches. `Frame.is_test` separates FlyingThings3D's TRAIN and TEST.
 LAYOUTS = {
     "Scene Flow": Layout(
         re.compile(r"(.*/)?frames_cleanpass/(.+)/left/([^/]+)\.(png|webp)"),
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
     Attributes:
         left: The left image.
         right: The right image.
-        disparity: Of the left image's pixels; None where there is none.
+        disparity: The disparities of the left image's pixels; None where there are none.
         name: The left image's path below the folder, without suffix.
     """
 
@@ -78,12 +78,12 @@ class Frame(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """What it may be held out by: the folders of its path, and its own name."""
+        """The names by which it can be held out: the folders of its path, and its own name."""
         return set(self.name.split("/"))
 
     @property
     def is_test(self) -> bool:
-        """Whether it lies in a folder of tests."""
+        """Whether it lies in a folder of test pairs."""
         return not TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
@@ -91,17 +91,17 @@ def frames_in(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order.
 
     Raises:
-        FolderError: If the folder is not there, holds no pairs, or right images are missing.
+        FolderError: If the folder does not exist, holds no pairs, or right images are missing.
     """
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
     there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
     frames, missing = [], []
     for path in sorted(there):
-        found = layout_of(path)
-        if found is None:
+        matched = layout_of(path)
+        if matched is None:
             continue
-        layout, match = found
+        layout, match = matched
         right = match.expand(layout.right)
         if right not in there:
             missing.append(f"{folder / right}")
@@ -120,16 +120,16 @@ def frames_in(folder: Path) -> list[Frame]:
 
 
 def layout_of(path: str) -> tuple[Layout, re.Match[str]] | None:
-    """Find the layout that a path of a left image is of; None for other files."""
+    """Return the layout of the path of a left image, with the match; None for other files."""
     matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
     return next(((layout, match) for layout, match in matches if match), None)
 
 
 def read_disparity(path: Path) -> NDArray[np.float32]:
-    """Read the disparities of a PFM file, or of a 16-bit PNG file as KITTI writes them, 256 times as large.
+    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity.
 
     Raises:
-        FolderError: If the file is damaged or of another kind; it names it.
+        FolderError: If the file is damaged or of another kind; the error names it.
     """
     if path.suffix.lower() == ".pfm":
         return read_pfm(path)
@@ -140,7 +140,7 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
         raise FolderError(f"{CALLER}: cannot read {path}: {error}") from error
     if not mode.startswith("I"):
         raise FolderError(
-            f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit nobody knows.\n"
+            f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
             f"  fix: 16-bit PNG files of {KITTI_FACTOR} times the disparity in pixels, or PFM files."
         )
     return (values / KITTI_FACTOR).astype(np.float32)
@@ -149,10 +149,10 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
 def read_pfm(path: Path) -> NDArray[np.float32]:
     """Read a PFM file of one channel, little-endian or big-endian by the sign of its scale, last row first.
 
-    Pillow reads such files too, but none whose scale has more than ten digits.
+    Pillow reads such files too, but not those whose scale has more than ten digits.
 
     Raises:
-        FolderError: If it is damaged or of another kind; it names it.
+        FolderError: If it is damaged or of another kind; the error names it.
     """
     try:
         with path.open("rb") as file:
@@ -168,7 +168,9 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
             if held != wanted or not wanted:
                 raise FolderError(f"{CALLER}: cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
             if scale == 0 or not math.isfinite(scale):
-                raise FolderError(f"{CALLER}: cannot read {path}: its scale is {scale}, whose sign says nothing.")
+                raise FolderError(
+                    f"{CALLER}: cannot read {path}: its scale is {scale}, whose sign gives no byte order."
+                )
             file.seek(header.end())
             rows = np.frombuffer(file.read(wanted), "<f4" if scale < 0 else ">f4").reshape(height, width)
     except OSError as error:
@@ -180,12 +182,12 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
     """Decode every frame and refuse those that cannot be trained on, all at once.
 
     Args:
-        frames: What to read.
-        root: The folder of the data; the note of what was found good before is kept for it.
+        frames: The frames to read.
+        root: The folder of the data, for which the note of a passed check is kept.
         check: `"once"`, `"always"` or `"never"`.
 
     Raises:
-        FolderError: If a file is damaged, or not of the left image's size; it names the files.
+        FolderError: If a file is damaged, or not of the left image's size; the error names the files.
     """
     if check == "never":
         return

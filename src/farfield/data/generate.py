@@ -1,4 +1,4 @@
-"""Images to learn to draw, from the folders that classification reads."""
+"""Training images for generative networks, from the same folders as for classification."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from farfield.data.classify import ImageFolders
 
 
 class RealImages(ImageFolders):
-    """Read images from folders, one a class, as `ImageFolders` does; pixels between -1 and 1, some images mirrored.
+    """Read images from folders, one per class, as `ImageFolders` does; pixels between -1 and 1, some images mirrored.
 
-    To predict is to draw samples: a batch is their numbers, and no folder is read.
+    `predict` draws samples: a batch is the numbers of samples, and no folder is read.
 
     Args:
         root: The folder.
-        image_size: Height and width of the network's images: the shorter side becomes it, then the centre is cut.
-        batch_size: Images a batch, on each device.
+        image_size: Height and width of the network's images: the shorter side is resized to it, then the centre is cut.
+        batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
         mirror: Whether half the training images are mirrored.
         subset: Number of training images to use, drawn with the same share of each class; None uses all.
-        samples: How many samples `predict` draws.
+        samples: Number of samples that `predict` draws.
         seed: Seed of split and subset.
 
     Raises:
@@ -65,5 +65,5 @@ class RealImages(ImageFolders):
         return self._loader(numbers, num_workers=0, persistent_workers=False)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise images on the device; numbers stay what they are."""
+        """Normalise images on the device; the numbers of samples stay unchanged."""
         return batch if isinstance(batch, Tensor) else super().on_after_batch_transfer(batch, dataloader_idx)

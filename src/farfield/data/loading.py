@@ -1,4 +1,4 @@
-"""What every data module here shares: its loaders, and epochs that a resumed run plays again."""
+"""The base class of the data modules: loaders, and epochs that a resumed run repeats exactly."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Value = TypeVar("Value")
 
 
 def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str) -> Value:
-    """Read what a checkpoint keeps of the data; the file may have been sent, or written for other data.
+    """Read a data entry of a checkpoint, which may come from elsewhere or belong to other data.
 
     Raises:
-        FolderError: If it is not there, or of another kind.
+        FolderError: If it is missing, or of another type.
     """
     value = state.get(name)
     if not isinstance(value, kind):
@@ -35,9 +35,9 @@ class Loading(LightningDataModule):
     """Load the samples of `parts`, which `setup` fills: "train", "val", "test" and "predict".
 
     Args:
-        batch_size: Images a batch, on each device.
+        batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
-        seed: Seed of the epochs where `seed_everything` gave none.
+        seed: Seed of the epochs where `seed_everything` set none.
     """
 
     def __init__(self, batch_size: int, workers: int, seed: int) -> None:
@@ -46,7 +46,7 @@ class Loading(LightningDataModule):
         self.classes: list[str] = []
         self._run_seed: int | None = None
         self.parts: dict[str, Dataset[Any]] = {}
-        # Samples an epoch on each device; None for every sample once.
+        # Samples per epoch on each device; None for every sample once.
         self.draws: int | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -55,11 +55,11 @@ class Loading(LightningDataModule):
         ranks, rank, epoch = 1, 0, 0
         if self.trainer is not None:
             ranks, rank = self.trainer.world_size, self.trainer.global_rank
-            # A resumed run asks for its loader before it sets the sampler's epoch.
+            # A resumed run builds its loader before it sets the sampler's epoch.
             epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         order = self._order(samples, ranks, rank)
         order.set_epoch(epoch)
-        # A last batch of one image has no batch statistics; there is no last batch to drop where there is only one.
+        # A last batch of one image has no batch statistics, so the last batch is dropped, unless it is the only one.
         return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -75,11 +75,11 @@ class Loading(LightningDataModule):
         return self._loader(self.parts["predict"])
 
     def inputs(self) -> list[Path]:
-        """Return the files that are read to predict, which nothing may be written over."""
+        """Return the input files of `predict`, which must not be overwritten."""
         return list(getattr(self.parts.get("predict"), "paths", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data: the seed of the epochs and the names of the classes."""
+        """Return the data entries of a checkpoint: the seed of the epochs and the names of the classes."""
         return {"run_seed": self.run_seed, "classes": list(self.classes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -103,6 +103,6 @@ class Loading(LightningDataModule):
         return EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        # Workers can stay from epoch to epoch: what is random about a sample comes with its draw.
+        # Workers can persist between epochs, as each draw brings the seed of its sample.
         usual = {"batch_size": self.batch_size, "num_workers": self.workers, "persistent_workers": self.workers > 0}
         return DataLoader(samples, pin_memory=torch.cuda.is_available(), **usual | options)

@@ -1,4 +1,4 @@
-"""Text for masked language models: plain text files from a folder, tokens of which some are hidden."""
+"""Text for masked language models: plain text files from a folder, as tokens, some of them masked."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ Unit = Literal["blocks", "documents", "lines"]
 class TextFolder(Loading):
     """Read text files, UTF-8, from a folder: `train/*.txt` and `val/*.txt`, or any `.txt` files below it.
 
-    With folders `train` and `val` (and `test`, where there is one) the files are parted by them; without, the last
-    `val_share` of every file is kept out of training, and `test` measures it too. The tokenizer is one that was saved
-    before, or WordPiece that is trained on the training text: nothing is downloaded. A checkpoint keeps it, so that
-    `test` and `predict` read text as `fit` did. All tokens are held in memory, four bytes each.
+    Folders `train` and `val` (and optionally `test`) are the splits; without them, the last `val_share` of every file
+    is held out of training, for both `validate` and `test`. The tokenizer is a saved one, or WordPiece trained on the
+    training text: nothing is downloaded. A checkpoint contains it, so that `test` and `predict` use the tokenizer of
+    `fit`. All tokens are held in memory, four bytes each.
 
-    A batch is `Batch(words, mask, labels, names)`. Training tokens are masked anew in every epoch; those that are
-    measured always in the same way.
+    A batch is `Batch(words, mask, labels, names)`. Training tokens are masked anew in every epoch; validation and test
+    tokens are always masked in the same way.
 
     Args:
         root: The folder. Not read, and may be left out, where `predict` is given and predicted from a checkpoint.
         tokenizer: A folder that a tokenizer's `save_pretrained` wrote; None trains one.
-        vocabulary: Words of a tokenizer that is trained, at most.
-        length: Tokens of a sample at most, its first and last word included; not more than the network's positions.
+        vocabulary: Largest number of words of a tokenizer that is trained.
+        length: Largest number of tokens of a sample, first and last word included; at most the network's positions.
         unit: What a sample is: `"blocks"` of that length, across lines, of which only a file's last has padding;
-            `"lines"`; or `"documents"`, which blank lines part.
-        too_long: What becomes of a line or document that is longer: `"split"` or `"refuse"`.
-        share: Of the tokens that are hidden.
-        val_share: Of the text of each file that is kept out of training.
-        batch_size: Samples a batch, on each device.
-        predict: A file of lines in which `[MASK]` stands where words are wanted; None predicts the test samples.
+            `"lines"`; or `"documents"`, which blank lines separate.
+        too_long: What happens to a line or document that is longer: `"split"` or `"refuse"`.
+        share: Share of the tokens that are masked.
+        val_share: Share of the text of each file that is held out of training.
+        batch_size: Samples per batch, on each device.
+        predict: A file of lines with `[MASK]` for the words to predict; None predicts the test samples.
 
     Raises:
-        FolderError: In `setup` or when a loader is asked for: no folder, no text in it, a file that is not UTF-8 (with
-            the byte), a line that is too long, a tokenizer that has no mask; it names the files.
+        FolderError: In `setup` or when a loader is built: no folder, no text in it, a file that is not UTF-8 (with the
+            byte), a line that is too long, a tokenizer that has no mask; the error names the files.
         ImportError: If transformers is not installed.
     """
 
@@ -86,7 +86,7 @@ class TextFolder(Loading):
         self.length, self.share, self.val_share = length, share, val_share
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
         self.texts: dict[str, list[Text]] = {}
-        # Not before a checkpoint has been read, which may bring the tokenizer.
+        # Samples are made on first access, after a checkpoint has been read, which may contain the tokenizer.
         self.parts = Parts(self.samples)
         self._tokenizer: Any = None
 
@@ -103,12 +103,12 @@ class TextFolder(Loading):
             raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files.")
         self._read()
         if stage == "test" and "test" not in self.texts:
-            rank_zero_info(f"{CALLER}: {self.root} has no folder test; testing on what validates.")
+            rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
         self.texts.setdefault("test", self.texts["val"])
         self.texts.setdefault("predict", self.texts["test"])
 
     def inputs(self) -> list[Path]:
-        """Return the files that are read to predict, which nothing may be written over."""
+        """Return the input files of `predict`, which must not be overwritten."""
         return [text.file for text in self.texts.get("predict", [])]
 
     def _read(self) -> None:
@@ -117,7 +117,7 @@ class TextFolder(Loading):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer: a checkpoint's, or the saved one, or one that is trained now on the training text."""
+        """The tokenizer: a checkpoint's, or the saved one, or one that is trained on the training text on first use."""
         if self._tokenizer is None and self.saved is not None:
             self._tokenizer = saved_tokenizer(self.saved)
         if self._tokenizer is None:
@@ -132,12 +132,12 @@ class TextFolder(Loading):
         return self._tokenizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data: the seed of the epochs and the tokenizer."""
+        """Return the data entries of a checkpoint: the seed of the epochs and the tokenizer."""
         text = self.tokenizer.backend_tokenizer.to_str()
         return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed and the tokenizer of a checkpoint, and refuse another tokenizer than that."""
+        """Take the seed and the tokenizer of a checkpoint; refuse a given tokenizer with another vocabulary."""
         super().load_state_dict(state_dict)
         try:
             kept = from_text(state_dict["tokenizer"], state_dict["special"])
@@ -159,17 +159,17 @@ class TextFolder(Loading):
         if part == "predict" and self.predict is not None:
             return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
-        found = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
-        if not len(found):
+        samples = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
+        if not len(samples):
             raise FolderError(f"{CALLER}: the tokenizer finds no token in the {part} part of {self.root}.")
-        return found if part == "train" else Fixed(found)
+        return samples if part == "train" else Fixed(samples)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> Any:
         return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
 
 
 class Parts(dict[str, Dataset[Any]]):
-    """Parts of the data that are made when they are first asked for."""
+    """Parts of the data, each made on first access."""
 
     def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:
         super().__init__()

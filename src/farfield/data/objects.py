@@ -1,4 +1,4 @@
-"""Images with the objects in them, read as training, evaluation and prediction need them."""
+"""Datasets of images with their objects, for training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
 
 class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """Images with their objects: mirrored every second time and without crowds in training, as they are otherwise."""
+    """Images with their objects; in training without crowds, and mirrored with probability 1/2."""
 
     def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
         self.part, self.masks, self.training = part, masks, training
         self.labels = {category: label for label, category in enumerate(part.categories, 1)}
-        # Boxes that stick out are cut; what is smaller than a pixel then is left out.
+        # Boxes are clipped to the image; those that are then smaller than a pixel are removed.
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
@@ -60,7 +60,7 @@ class Labelled(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         if self.masks:
             target["masks"] = masks_of(objects, *size)
         if self.training:
-            # As what they are, they are mirrored and left out together.
+            # As tv_tensors, boxes and masks are mirrored and removed together.
             box: Any = tv_tensors.BoundingBoxes
             target["boxes"] = box(boxes, format="XYXY", canvas_size=size)
             return target | ({"masks": tv_tensors.Mask(target["masks"])} if self.masks else {})
@@ -89,7 +89,7 @@ class Unlabelled(Dataset[tuple[Tensor, str, str, int]]):
 
 
 def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
-    """Leave out of the training images what is not to be trained on."""
+    """Remove from the training images what `leave_out` names."""
     kept, objects = part.images, part.objects
     if "faulty_boxes" in leave_out:
         objects = {
@@ -108,13 +108,13 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
 def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
     """Decode an image and compare its size with that in its entry; return what is wrong, None if nothing."""
     path = part.path(image)
-    found = fault_of(path)
-    if found is None:
+    fault = fault_of(path)
+    if fault is None:
         with Image.open(path) as opened:
             if opened.size != (image["width"], image["height"]):
                 sizes = "x".join(map(str, opened.size)), f"{image['width']}x{image['height']}"
                 return f"{path}: has {sizes[0]} pixels, and {sizes[1]} by its entry"
-    return found
+    return fault
 
 
 def read(path: Path) -> tv_tensors.Image:
@@ -123,5 +123,5 @@ def read(path: Path) -> tv_tensors.Image:
 
 
 def labels_in(sample: Any) -> Tensor:
-    """The labels of a sample, which are left out with their boxes."""
+    """Return the labels of a sample, which are removed with their boxes."""
     return sample[1]["labels"]

@@ -1,4 +1,4 @@
-"""Images and their masks: PASCAL VOC's folders and lists, SBD's, and what can be wrong with a pair."""
+"""Images and their masks: PASCAL VOC's folders and lists, SBD's, and checks of a pair."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-# The label of pixels that count nowhere: not in the loss, not in the measures.
+# The label of pixels that the loss and the metrics ignore.
 VOID = 255
-# Pillow's modes of an image with one number a pixel: a palette, or grey.
+# Pillow's modes of an image with one number per pixel: a palette, or grey.
 INDEXED = ("P", "L")
 LISTS = Path("ImageSets", "Segmentation")
 IMAGES, MASKS = "JPEGImages", "SegmentationClass"
@@ -37,18 +37,18 @@ class Pair(NamedTuple):
 
 
 def classes_of_masks(root: Path) -> list[str]:
-    """Read the names of the classes from `root/classes.txt`, one a line in the order of their labels; else VOC's 21.
+    """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
 
-    A line may begin with the label itself; void, 255, is passed over.
+    A line may begin with the label itself; void, 255, is skipped.
 
     Raises:
-        FolderError: If the file is no text or holds no names, or its labels do not count up from 0.
+        FolderError: If the file is not text or holds no names, or its labels do not count up from 0.
     """
     path = root / "classes.txt"
     if not path.is_file():
         return list(VOC_CLASSES)
     lines = [line.split(maxsplit=1) for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
-    # int() reads no longer ones; they are names.
+    # Longer strings of digits are names: int() limits their length.
     if lines and all(line[0].isdecimal() and len(line[0]) < 10 and len(line) == 2 for line in lines):
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
@@ -67,7 +67,7 @@ def names_in(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words.
 
     Raises:
-        FolderError: If there is no such list, or it is empty or no text.
+        FolderError: If there is no such list, or it is empty or not text.
     """
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
@@ -79,14 +79,14 @@ def names_in(path: Path) -> list[list[str]]:
 
 
 def pairs_in(root: Path, path: Path) -> list[Pair]:
-    """List the pairs of a list: names of images (VOC), or two paths a line below the root (`train_aug` lists).
+    """List the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists).
 
     Args:
         root: The folder with `JPEGImages` and `SegmentationClass`.
         path: The list.
 
     Raises:
-        FolderError: If the list is not there or empty, or files of it are missing.
+        FolderError: If the list does not exist or is empty, or files of it are missing.
     """
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
@@ -100,11 +100,11 @@ def pairs_in(root: Path, path: Path) -> list[Pair]:
 def train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images with SBD's masks: (SBD train and val, and VOC train) without VOC val.
 
-    VOC's own masks take precedence where there are both.
+    VOC's own masks take precedence where both exist.
 
     Args:
         root: The folder of VOC 2012.
-        sbd: The folder of SBD with `cls`, `train.txt` and `val.txt`, or the one above, of which it is `dataset`.
+        sbd: The folder of SBD with `cls`, `train.txt` and `val.txt`, or its parent, in which it is `dataset`.
 
     Raises:
         FolderError: If lists or files are missing.
@@ -186,14 +186,14 @@ def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check
     """Decode every pair and refuse those that cannot be trained on, all at once.
 
     Args:
-        pairs: What to read.
+        pairs: The pairs to read.
         classes: The names of the labels.
-        root: The folder of the data; the note of what was found good before is kept for it.
+        root: The folder of the data, for which the note of a passed check is kept.
         check: `"once"`, `"always"` or `"never"`.
 
     Raises:
         FolderError: If a file is damaged, a mask has colours or labels that are no class, or its size is not the
-            image's; it names the files.
+            image's; the error names the files.
     """
     if check == "never":
         return
@@ -226,5 +226,5 @@ def fault_of_pair(pair: Pair, classes: int) -> str | None:
 
 
 def sized(size: Sequence[int]) -> str:
-    """Word the sides of an image as width x height, as image viewers do."""
+    """Format the size of an image as width x height, as image viewers do."""
     return f"{size[1]}x{size[0]}"

@@ -1,4 +1,4 @@
-"""Patches of pairs of stacks, drawn where there is something to see and normalised by percentiles that vary."""
+"""Patches of pairs of stacks, drawn near bright positions and normalised by random percentiles."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch.utils.data import Dataset
 
 from farfield.data.folders import FolderError
 
-# What the largest value near a patch's centre must exceed: this share of this percentile of the clean stack.
+# The largest value near a patch's centre must exceed this share of this percentile of the clean stack.
 SHARE, PERCENTILE = 0.4, 99.9
 LOW, HIGH = (1.0, 3.0), (99.5, 99.9)
-# Added to the distance of two percentiles (CARE's value).
+# Added to the difference of two percentiles (CARE's value).
 EPSILON = 1e-20
 
 
 class Patches(Dataset[tuple[Tensor, Tensor]]):
-    """Patches of one pair of stacks, drawn once; cut and normalised when they are asked for.
+    """Patches of one pair of stacks, drawn once; cut and normalised on access.
 
-    A patch's centre has, within half a patch, a position of the clean stack above 0.4 of its 99.9th percentile. Each patch
+    Within half a patch of a patch's centre, the clean stack exceeds 0.4 of its 99.9th percentile somewhere. Each patch
     has its own pair of percentiles, low from 1 to 3 and high from 99.5 to 99.9, the same for source and target; their
     grey levels are those of the whole source and of the whole target: `(x - low) / (high - low)`, nothing clipped.
 
     Args:
-        name: What errors call the pair.
+        name: Name of the pair in errors.
         source: `(z, y, x)`, or `(y, x)`.
         target: The same, or `(y, x)` for a projection.
-        patch: Sides of a patch of the source.
-        number: How many patches; fewer if there are no more.
-        seed: Of the draw.
+        patch: Size of a patch of the source.
+        number: Number of patches; fewer if there are not as many.
+        seed: Seed of the draw.
 
     Raises:
         FolderError: If the stack is smaller than a patch or nowhere bright enough, or its percentiles are equal.
@@ -60,8 +60,8 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
             )
         random = np.random.default_rng(seed)
         self.corners = drawn_corners(name, target, source.shape, self.patch, number, random)
-        ranks = np.stack([random.uniform(*LOW, len(self.corners)), random.uniform(*HIGH, len(self.corners))])
-        self.levels = [np.percentile(stack, ranks).T for stack in (source, target)]
+        percentiles = np.stack([random.uniform(*LOW, len(self.corners)), random.uniform(*HIGH, len(self.corners))])
+        self.levels = [np.percentile(stack, percentiles).T for stack in (source, target)]
         for what, levels in zip(("source", "target"), self.levels, strict=True):
             if (levels[:, 1] <= levels[:, 0]).any():
                 raise FolderError(
@@ -91,10 +91,10 @@ def drawn_corners(
     number: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw first positions of patches, none twice, whose centres are near something bright."""
+    """Draw the first positions of patches whose centres are near a bright position, none twice."""
     near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
     bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
-    # A projection's target says nothing of the depth.
+    # A projection's target has no depth.
     bright = np.broadcast_to(bright, size)
     inside = tuple(slice(cut // 2, cut // 2 + side - cut + 1) for side, cut in zip(size, patch, strict=True))
     places = np.flatnonzero(bright[inside])

@@ -16,9 +16,9 @@ from farfield.data.loading import Loading
 from farfield.data.patches import Patches
 from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
 
-# Share of the patches that is held out, the last ones, where there is no folder for it.
+# Share of the patches, the last ones, that is held out where there is no validation folder.
 HELD_OUT = 0.1
-# The draw of patches does not change with the run's seed: what is held out stays held out.
+# Patches are drawn with a fixed seed, so that the held-out ones do not change with the run's seed.
 DRAW = 0
 
 
@@ -27,12 +27,12 @@ def as_it_is(sample: Any) -> Any:
     return sample
 
 
-# Whole stacks come one after the other, and are read in this process: sent from another they would be copied.
+# Whole stacks are loaded one by one, in the main process: loader processes would copy them.
 ONE_BY_ONE: dict[str, Any] = {"batch_size": None, "num_workers": 0, "persistent_workers": False, "collate_fn": as_it_is}
 
 
 class Several(NamedTuple):
-    """A file of several stacks, and which of them is meant."""
+    """A file of several stacks, and the index of one of them."""
 
     path: Path
     place: int
@@ -41,26 +41,26 @@ class Several(NamedTuple):
 class StackPairs(Loading):
     """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), laid out as CARE's.
 
-    A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder a condition and
-    one with the clean stacks, `train/low/a.tif` and `train/GT/a.tif`; or, as Tribolium's tests, TIFF files of several
-    stacks: the clean one last, before it the conditions from the last to the first. Without `root/val` the last tenth
-    of the patches is held out. A stack of which the target has one plane is a projection.
+    A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder per condition
+    and one with the clean stacks, `train/low/a.tif` and `train/GT/a.tif`; or, as Tribolium's tests, TIFF files of
+    several stacks: the clean one last, before it the conditions from the last to the first. Without `root/val` the last
+    tenth of the patches is held out. A pair whose target has one plane is a projection.
 
-    Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks as they were written.
+    Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
     Args:
         root: The folder, or an npz file; to predict also a TIFF file, or a folder of them.
-        patch: Sides of a training patch, `[z, y, x]`, or `[y, x]` for images.
-        batch_size: Patches a batch, on each device.
-        steps_per_epoch: Batches an epoch, on each device; None for every patch once.
+        patch: Size of a training patch, `[z, y, x]`, or `[y, x]` for images.
+        batch_size: Patches per batch, on each device.
+        steps_per_epoch: Batches per epoch, on each device; None for every patch once.
         patches_per_stack: Patches drawn from each pair of TIFF files.
         sources: Folders of the stacks to be restored.
         target: Folder of the clean stacks.
-        axes: Of the TIFF files, e.g. "ZYX", where they do not say it, or say it wrongly.
+        axes: Axes of the TIFF files, e.g. "ZYX", where the files give none or wrong ones.
         workers: Loader processes; 0 loads in the main process.
 
     Raises:
-        FolderError: In `setup`, for a folder or file that cannot be trained on or predicted; it names it.
+        FolderError: In `setup`, for a folder or file that cannot be trained on or predicted; the error names it.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class StackPairs(Loading):
     ) -> None:
         super().__init__(batch_size, workers, DRAW)
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
-            raise FolderError(f"StackPairs: patch must be two or three sides, [y, x] or [z, y, x], got {list(patch)}.")
+            raise FolderError(
+                f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
+            )
         self.root, self.patch = Path(root), patch
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
@@ -104,12 +106,12 @@ class StackPairs(Loading):
         return self._loader(self.parts["predict"], **ONE_BY_ONE)
 
     def inputs(self) -> list[Path]:
-        """Return the stacks that are read to predict, which nothing may be written over."""
+        """Return the input stacks of `predict`, which must not be overwritten."""
         listed: Any = self.parts["predict"]
         return [path for path, _ in listed.entries]
 
     def _folder(self, *names: str) -> Path | None:
-        """The first of some folders of the root that is there."""
+        """Return the first of the named folders of the root that exists."""
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)
 
     def _read_training(self) -> None:
@@ -152,7 +154,7 @@ class StackPairs(Loading):
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
-        """Read a stack and its clean counterpart, which has the same size, or one plane of them."""
+        """Read a stack and its clean counterpart, which has the same size, or one plane of it."""
         spatial_dims = len(self.patch)
         stack, truth = (
             checked(source, stack_of(source, spatial_dims, self.axes)),
@@ -167,12 +169,12 @@ class StackPairs(Loading):
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
         several = stacks_in(folder)
         if several:
-            # The clean stack is the last, before it the first source, and so on.
+            # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
             pairs = [(path.name, name, Several(path, -2 - place)) for path in several for place, name in names]
             return Listed(pairs, self._test)
-        found = pairs_in(folder, self.sources, self.target)
-        return Listed([(pair.source.name, pair.condition, pair) for pair in found], self._test)
+        files = pairs_in(folder, self.sources, self.target)
+        return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
@@ -199,7 +201,7 @@ class StackPairs(Loading):
 
 
 class Listed(Dataset[Any]):
-    """Entries of a list, each opened when it is asked for."""
+    """Entries of a list, each opened on access."""
 
     def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any]) -> None:
         self.entries, self.read = entries, read
@@ -228,10 +230,10 @@ def target_of(path: Path, spatial_dims: int, axes: str | None) -> NDArray[Any]:
 
 
 def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
-    """Return a clean stack of the sides of its source; one plane of it as an image.
+    """Check that a clean stack has the size of its source; return a single plane as an image.
 
     Raises:
-        FolderError: If the sides do not fit.
+        FolderError: If the sizes differ.
     """
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]

@@ -1,4 +1,4 @@
-"""Run-length encoded masks as COCO writes them: their runs, and what is wrong with them."""
+"""Run-length encoded masks as COCO writes them: their runs, and checks of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-# Digits of 5 bits, of which a run of 32 bits has at most so many.
+# The most digits of 5 bits that a run of 32 bits has.
 DIGITS = 7
 
 
 def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
-    """Say what is wrong with the RLE of an image, None if nothing.
+    """Return what is wrong with the RLE of an image, None if nothing.
 
-    pycocotools decodes into memory of the stated size whatever the runs are, so they have to be known to fit.
+    pycocotools decodes into memory of the given size without checking the runs, so they are checked here.
 
     Args:
         segmentation: `size`, height and width, and `counts`, a list of runs or COCO's string of them.
-        width: Of the image.
-        height: Of the image.
+        width: Width of the image.
+        height: Height of the image.
 
     Example:
         >>> fault_of_rle({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
@@ -44,14 +44,15 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
 def runs_of(counts: Any) -> list[int]:
     """Return the runs of background and object in turn, from a list or from COCO's string.
 
-    A number is written in digits of 5 bits, the lowest first, each a character from "0" on; 32 says that another
-    follows, 16 in the last that it is negative. From the fourth run on it is the difference to the run before the last.
+    A number is written in digits of 5 bits, the lowest first, each a character from "0" on; bit 32 means that another
+    digit follows, bit 16 of the last digit that the number is negative. From the fourth run on it is the difference to
+    the run before the last.
 
     Args:
-        counts: Of RLE.
+        counts: The `counts` of RLE.
 
     Raises:
-        ValueError: If it is neither; the text goes on after "its RLE".
+        ValueError: If it is neither; the text continues "its RLE".
 
     Example:
         >>> runs_of("848"), runs_of([8, 4, 8])

@@ -1,4 +1,4 @@
-"""Which samples are trained on and which are held out, and how each is read."""
+"""Splits into training and held-out samples, and datasets of images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
 
     Args:
         labels: The class of each sample.
-        fraction: Share of the second part, or its number of samples if a whole number.
+        fraction: Share of the second part, or its number of samples if it is an int.
         seed: The same seed gives the same parts.
 
     Returns:
@@ -84,11 +84,11 @@ class ClassFolders(ImageFolder):
         is_valid_file: Any = None,
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
-        """List the images of each class; torchvision's own way of doing so never ends where links lead in a circle."""
+        """List the images of each class; torchvision's own version does not end where links form a circle."""
         return [
             (str(path), place)
             for name, place in sorted(class_to_idx.items())
-            # In torchvision's order, a folder's files before the folders in it: splits stay what they were.
+            # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
             for path in sorted(images_of(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
         ]
 

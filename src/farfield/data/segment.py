@@ -1,4 +1,4 @@
-"""Images and a label for each of their pixels, in PASCAL VOC's layout: VOC itself, VOC with SBD, or your own."""
+"""Images with a label for each pixel, in PASCAL VOC's layout: VOC itself, VOC with SBD, or your own."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class VOCFolders(Loading):
     """Read `root/JPEGImages/*.jpg` and `root/SegmentationClass/*.png` by the lists of `root/ImageSets/Segmentation`.
 
     Masks are index images: palette or grey PNG files whose numbers are the labels, 255 for void. The classes are
-    VOC's 21, or those of `root/classes.txt`, one name a line. A list has one name a line, or two paths below the
-    root, `/JPEGImages/<id>.jpg /SegmentationClassAug/<id>.png`. `val` is measured by `validate`, and `test` by `test`
-    where there is such a list.
+    VOC's 21, or those of `root/classes.txt`, one name per line. A list has one name per line, or two paths below the
+    root, `/JPEGImages/<id>.jpg /SegmentationClassAug/<id>.png`. `validate` uses the list `val`, and `test` the list
+    `test`, or `val` if there is none.
 
-    A training batch is `(images, labels)` of one size. In evaluation a batch is one whole image, with its labels at
-    their own size, or with its path, its name and its sides to predict.
+    A training batch is `(images, labels)` of one size. In evaluation a batch is one whole image with its labels at
+    their original size; to predict, it is one whole image with its path, its name and its original size.
 
     Args:
         root: The folder. Not read, and may be left out, where `predict` is given and predicted.
@@ -41,17 +41,16 @@ class VOCFolders(Loading):
             whose masks and VOC's are train_aug, 10,582 images.
         crop: Height and width of the training images, in pixels.
         scales: Range of the random factor by which a training image is resized before it is cropped.
-        jitter: By how much brightness, contrast and saturation of a training image are changed at most; 0 is the
-            papers'.
-        shorter_side: What the shorter side of every image is resized to first, in pixels; None leaves it.
-        batch_size: Training images a batch, on each device.
+        jitter: Largest relative change of brightness, contrast and saturation of a training image; 0 as in the papers.
+        shorter_side: Length to which the shorter side of every image is resized first, in pixels; None leaves it.
+        batch_size: Training images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
         FolderError: In `prepare_data` and `setup`: no folder or list, an empty one, missing or damaged files, masks of
-            another size than their image, with colours, or with labels that are no class; it names the files.
+            another size than their image, with colours, or with labels that are no class; the error names the files.
     """
 
     def __init__(
@@ -104,29 +103,29 @@ class VOCFolders(Loading):
             self.parts[name] = Labelled(part, self.random_view if name == "train" else self._whole_view)
         if "test" not in pairs:
             if stage == "test":
-                rank_zero_info(f"VOCFolders: {self.root} has no list test; testing on val.")
+                rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
             self.parts["test"] = self.parts["val"]
         if stage == "predict":
             listed = [pair.image for pair in pairs.get("test", pairs["val"])]
-            # Lists may lead anywhere, with `..` or by links; names are those below the folder that has all images.
+            # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
             self.parts["predict"] = Unlabelled(folder, paths, self.shorter_side)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images, one a batch."""
+        """Return the validation images, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images, one a batch."""
+        """Return the test images, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, one a batch."""
+        """Return the images to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a whole image, and its labels at their own size."""
+        """Return a whole image, and its labels at their original size."""
         return normalized(shortened(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
@@ -134,17 +133,17 @@ class VOCFolders(Loading):
         root = self.folder
         named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
         if given.is_dir() and not named.is_file():
-            found = {"train": train_aug(root, given)}
+            parts = {"train": train_aug(root, given)}
         else:
-            found = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
-        found["val"] = pairs_in(root, root / LISTS / "val.txt")
+            parts = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
+        parts["val"] = pairs_in(root, root / LISTS / "val.txt")
         if (root / LISTS / "test.txt").is_file():
-            found["test"] = pairs_in(root, root / LISTS / "test.txt")
-        return found
+            parts["test"] = pairs_in(root, root / LISTS / "test.txt")
+        return parts
 
 
 class RandomView:
-    """Resize by a random factor, crop at random, mirror every second time.
+    """Resize by a random factor, crop at random, mirror with probability 1/2.
 
     An image smaller than the crop is padded at the bottom and on the right, with the mean colour, which is 0 after
     normalising, and its labels with void.
@@ -152,8 +151,8 @@ class RandomView:
     Args:
         crop: Height and width of the result, in pixels.
         scales: Range of the factor, from which it is drawn uniformly.
-        jitter: By how much brightness, contrast and saturation are changed at most.
-        shorter_side: What the shorter side is resized to first, in pixels; None leaves it.
+        jitter: Largest relative change of brightness, contrast and saturation.
+        shorter_side: Length to which the shorter side is resized first, in pixels; None leaves it.
 
     Reference:
         KAN §4.1; Chen et al. 2017
@@ -201,7 +200,7 @@ class Labelled(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Unlabelled(Dataset[tuple[Tensor, str, str, Tensor]]):
-    """Images to predict: the normalised image, its path, its name below the folder, and its own sides."""
+    """Images to predict: the normalised image, its path, its name below the folder, and its original size."""
 
     def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
         self.paths, self.shorter_side = paths, shorter_side

@@ -1,4 +1,4 @@
-"""Microscopy stacks as files: TIFF by its axes, CARE's npz; every fault names its file."""
+"""Microscopy stacks from files: TIFF files by their axes, and CARE's npz files; every error names the file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from farfield.data.folders import CLUTTER, SHOWN, FolderError, check_names
 
 SUFFIXES = (".tif", ".tiff")
-# Letters by which tifffile says that it does not know an axis.
+# Letters that tifffile gives to unknown axes.
 UNNAMED = "QI"
-# A larger share of positions at the largest value is worth a word.
+# The share of positions at the largest value above which there is a warning.
 SATURATED = 0.001
 
 
 class PairOfFiles(NamedTuple):
-    """A file and its clean counterpart of the same name, and the folder (condition) the first lies in."""
+    """A file, its clean counterpart of the same name, and the folder (condition) of the first."""
 
     source: Path
     target: Path
@@ -32,12 +32,12 @@ def stacks_in(folder: Path) -> list[Path]:
     """List the TIFF files of a folder in sorted order, without hidden ones.
 
     Raises:
-        FolderError: If two of them have one name but for the suffix, by which pairs are found and outputs named.
+        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without it.
     """
-    found = folder.iterdir() if folder.is_dir() else ()
+    entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
         path
-        for path in found
+        for path in entries
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
     )
     check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
@@ -48,7 +48,7 @@ def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFi
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
 
     Raises:
-        FolderError: If a folder is not there or empty, or a file has no counterpart.
+        FolderError: If a folder does not exist or is empty, or a file has no counterpart.
     """
     truths = {path.stem: path for path in stacks_in(folder / target)}
     pairs = []
@@ -71,10 +71,10 @@ def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFi
 
 
 def check_depths(*groups: Sequence[Path]) -> None:
-    """Refuse sources, or targets, of different bit depths; only the files' heads are read.
+    """Refuse sources, or targets, of different bit depths; only the files' headers are read.
 
     Raises:
-        FolderError: If there are; it names a file of each.
+        FolderError: If there are any; the error names a file of each depth.
     """
     for files in groups:
         first: dict[str, Path] = {}
@@ -93,25 +93,25 @@ def opened(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file.
 
     Raises:
-        FolderError: If it is none, or holds nothing.
+        FolderError: If it is not a TIFF file, or holds no images.
     """
     try:
         file = tifffile.TiffFile(path)
         if not file.series:
             raise tifffile.TiffFileError("no images in it")
-    # tifffile raises whatever a damaged file makes it.
+    # tifffile raises all kinds of errors for damaged files.
     except Exception as error:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
     return file
 
 
 def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[Any]:
-    """Open a stack `(z, y, x)` or an image `(y, x)` without reading it, where the file allows that.
+    """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
 
     Args:
         path: A TIFF file: OME, ImageJ, or plain.
         spatial_dims: 3 for stacks, 2 for images.
-        axes: What the sides are, e.g. "ZYX"; None asks the file.
+        axes: The axes, e.g. "ZYX"; None takes those that the file gives.
 
     Returns:
         A memory map; an array of a compressed file.
@@ -120,13 +120,13 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[
         FolderError: If it cannot be read, or its axes are not those of one stack.
     """
     with opened(path) as file:
-        shape, found = file.series[0].shape, axes or file.series[0].axes
-    keep = kept_axes(path, shape, found.upper(), spatial_dims)
+        shape, letters = file.series[0].shape, axes or file.series[0].axes
+    keep = kept_axes(path, shape, letters.upper(), spatial_dims)
     return array_of(path).reshape([shape[axis] for axis in keep])
 
 
 def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
-    """Open a file of several stacks, or images, side by side: the first side says which.
+    """Open a file of several stacks, or images, along its first axis.
 
     Raises:
         FolderError: If it cannot be read, or holds another number of them.
@@ -161,18 +161,18 @@ def array_of(path: Path) -> NDArray[Any]:
 
 
 def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) -> list[int]:
-    """Which sides of an array are z, y and x; the others must have one position.
+    """Return which axes of an array are z, y and x; the others must have length 1.
 
     Raises:
-        FolderError: If they cannot be told.
+        FolderError: If the letters do not determine them.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: one grey stack a file with the axes {wanted}, or say what they are: --data.axes {wanted}."
+    fix = f"fix: one grey stack a file with the axes {wanted}, or give its axes: --data.axes {wanted}."
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
-        raise FolderError(f'StackPairs: {path} has {len(shape)} sides {tuple(shape)}, the axes "{axes}".\n  {fix}')
+        raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
     named = "".join(axes[place] for place in many)
-    # A first side without a name can only be z.
+    # An unnamed first axis can only be z.
     if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
         named = "Z" + named[1:]
     if spatial_dims == 3 and named == "YX":
@@ -186,10 +186,10 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     """Return a stack that can be trained on.
 
     Raises:
-        FolderError: If there are no positions, or some are no numbers, or all are equal.
+        FolderError: If there are no positions, or some are not finite, or all are equal.
     """
     if not stack.size:
-        raise FolderError(f"StackPairs: {path}: it has no positions, its sides are {stack.shape}.")
+        raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
         faults = int((~np.isfinite(stack)).sum())
         raise FolderError(
@@ -198,7 +198,9 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
         )
     largest = stack.max()
     if stack.min() == largest:
-        raise FolderError(f"StackPairs: {path}: all positions are {largest:g}; a constant stack teaches nothing.")
+        raise FolderError(
+            f"StackPairs: {path}: all positions are {largest:g}; nothing can be learned from a constant stack."
+        )
     if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
         share = float((stack == largest).mean())
         if share > SATURATED:
@@ -209,11 +211,11 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
 
-    Floating-point patches are taken as they are, for CARE normalises before it saves; of whole numbers the percentiles
-    2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
+    Floating-point patches are left unchanged, as CARE normalises before it saves; those of whole numbers are scaled so
+    that the percentiles 2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
 
     Returns:
-        Sources `(samples, 1, z, y, x)` and targets, `(samples, 1, y, x)` where those have one plane only.
+        Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
 
     Raises:
         FolderError: If it cannot be read, lacks an entry, or its axes or samples do not fit.
@@ -226,7 +228,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
             source, target, axes = file["X"], file["Y"], str(file["axes"])
     except FolderError:
         raise
-    # NumPy, zipfile and zlib raise whatever a damaged file makes them.
+    # NumPy, zipfile and zlib raise all kinds of errors for damaged files.
     except Exception as error:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
     for name, part in (("X", source), ("Y", target)):
@@ -246,13 +248,13 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or target.shape[1] != 1
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
-        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are no pairs of one channel.")
+        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
     source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
 
 def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
-    """Bring patches of whole numbers to 0..1, by percentiles of all of them."""
+    """Scale patches of whole numbers to 0..1, by percentiles of all of them."""
     checked(name, patches)
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)

@@ -17,36 +17,36 @@ from farfield.data.frames import CALLER, Frame, check_frames, frames_in, read_di
 from farfield.data.loading import Loading
 from farfield.data.segment import normalized, read
 
-# Of pixels whose disparity is not known: above every largest disparity, so that one comparison leaves them out.
+# The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.
 UNKNOWN = float("inf")
 
 
 class StereoFrames(Loading):
     """Read pairs and their disparities from a folder of Scene Flow, KITTI, Middlebury, or of your own.
 
-    The layouts are those of `frames.LAYOUTS`; the folder may hold several of them, in any folders. Frames below a
-    folder that says so (`TEST`, `testing`) are measured by `test`; the scenes of `held_out` by `validate`. Where there
-    are none of one kind the other is taken. All others are trained on.
+    The layouts are those of `frames.LAYOUTS`; the folder may hold several of them, in any folders. `test` uses the
+    frames below a folder of test pairs (`TEST`, `testing`, ...), `validate` the scenes of `held_out`; if one of the two
+    has no frames, both use the other's. All other frames are trained on.
 
     A training batch is `(left, right, disparity)` of one size, disparities `inf` where they are not known. In
-    evaluation a batch is one whole pair, with its disparities, or with its path and name to predict.
+    evaluation a batch is one whole pair with its disparities; to predict, it is one whole pair with its path and name.
 
     Args:
         root: The folder. Not read, and may be left out, where `predict` is given and predicted.
-        held_out: Names of scenes, or of single frames, that are not trained on but validated: folders in a path of the
+        held_out: Names of scenes, or of single frames, for validation and not for training: folders in the path of the
             left image, or its name without suffix.
         crop: Height and width of the training crops, in pixels.
-        zero_is_unknown: Whether a disparity of 0 says that it is not known, as in KITTI and Middlebury. In Scene Flow
+        zero_is_unknown: Whether a disparity of 0 means that it is not known, as in KITTI and Middlebury. In Scene Flow
             every disparity is known.
-        batch_size: Training pairs a batch, on each device.
-        steps_per_epoch: Batches an epoch, on each device; None for every pair once.
+        batch_size: Training pairs per batch, on each device.
+        steps_per_epoch: Batches per epoch, on each device; None for every pair once.
         workers: Loader processes; 0 loads in the main process.
         predict: A folder of pairs to predict, with or without disparities; None predicts the test or validation pairs.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
         FolderError: In `prepare_data` and `setup`: no folder or pairs, missing or damaged files, images or disparities
-            of another size than the left image, unknown scenes; it names the files.
+            of another size than the left image, unknown scenes; the error names the files.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StereoFrames(Loading):
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
 
     def prepare_data(self) -> None:
-        """Check that all files are there and decode them; runs in one process of each machine."""
+        """Check that all files exist and decode them; runs in one process of each machine."""
         if self.predict is not None:
             check_frames(frames_in(self.predict), self.predict, self.check)
         elif self.root is not None:
@@ -93,15 +93,15 @@ class StereoFrames(Loading):
         self.parts["predict"] = Unmeasured(frames["test"])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation pairs, one a batch."""
+        """Return the validation pairs, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test pairs, one a batch."""
+        """Return the test pairs, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the pairs to predict, one a batch."""
+        """Return the pairs to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def _frames(self) -> dict[str, list[Frame]]:
@@ -117,7 +117,7 @@ class StereoFrames(Loading):
                 "  fix: names of folders, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
-        # KITTI and Middlebury keep the disparities of their tests; those pairs can only be predicted.
+        # KITTI and Middlebury do not publish the disparities of their test pairs, which can only be predicted.
         tests = tests if any(frame.disparity for frame in tests) else []
         others = [frame for frame in frames if not frame.is_test]
         held = [frame for frame in others if not frame.names.isdisjoint(self.held_out)]
@@ -161,14 +161,14 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read one pair as `uint8` images, and its disparities."""
         frame = self.frames[index]
-        # Some renderers write disparities as the shift to the left, below 0.
+        # Some renderers write disparities as negative shifts to the left.
         disparity = np.abs(read_disparity(self.truths[index]))
         known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
         return read(frame.left), read(frame.right), torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN)))
 
 
 class Cropped(Measured):
-    """The same through a random crop."""
+    """Random crops of pairs, normalised, with their disparities."""
 
     def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
         super().__init__(frames, zero_is_unknown)
@@ -200,12 +200,12 @@ class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
 class RandomCrop:
     """Crop a pair and its disparities at one random place, and normalise the images.
 
-    What is smaller than the crop is padded at the top and on the right, as pairs are in evaluation: with the mean
+    Images smaller than the crop are padded at the top and on the right, as pairs are in evaluation: with the mean
     colour, which is 0 after normalising, and with unknown disparities.
 
     Args:
-        height: Of the crop, in pixels.
-        width: Of the crop, in pixels.
+        height: Height of the crop, in pixels.
+        width: Width of the crop, in pixels.
 
     Example:
         >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)

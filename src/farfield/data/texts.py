@@ -1,4 +1,4 @@
-"""Finding and reading text files: every fault is named, with its file and place, before the first epoch."""
+"""Find and read text files: an error before the first epoch names every faulty file and the place in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALLER = "TextFolder"
 
 
 class Piece(NamedTuple):
-    """A stretch of text, and where it stands: its file and the number of its first line, from 1."""
+    """A piece of text, its file, and the number of its first line, from 1."""
 
     text: str
     file: Path
@@ -27,7 +27,7 @@ class Text(NamedTuple):
     first: int = 1
 
     def cut(self, share: float) -> tuple[Text, Text]:
-        """Part it in two at a line: the second has about that share of the characters."""
+        """Split it in two at a line: the second part has about that share of the characters."""
         lengths = [len(line) + 1 for line in self.lines]
         kept, place, wanted = 0, 0, (1 - share) * sum(lengths)
         while place < len(lengths) and kept + lengths[place] <= wanted:
@@ -39,7 +39,7 @@ class Text(NamedTuple):
         )
 
     def pieces(self, unit: str) -> Iterator[Piece]:
-        """The lines that are not blank, or the documents, which blank lines part; `"blocks"` are cut from lines."""
+        """Yield the lines that are not blank (`"lines"`, `"blocks"`), or the documents, which blank lines separate."""
         if unit != "documents":
             for place, line in enumerate(self.lines, self.first):
                 if line.strip():
@@ -58,7 +58,7 @@ def texts_of(folder: Path) -> list[Text]:
     """Read all `.txt` files below a folder, in sorted order.
 
     Raises:
-        FolderError: If there is no such folder or no such file in it, or one is not UTF-8; it names the byte.
+        FolderError: If there is no such folder or no such file in it, or one is not UTF-8; the error names the byte.
     """
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
@@ -82,13 +82,13 @@ def read_text(path: Path) -> Text:
     """Read a text file.
 
     Raises:
-        FolderError: If it cannot be read, is not UTF-8 or no text; it names the byte.
+        FolderError: If it cannot be read, is not UTF-8 or not text; the error names the byte.
     """
     return Text(path, read_utf8(path, CALLER).splitlines())
 
 
 def parted(root: Path, share: float) -> dict[str, list[Text]]:
-    """Read the parts of a folder: `train`, `val` and `test` below it, or all its files, each cut at a share.
+    """Read the parts of a folder: `train`, `val` and `test` below it, or all its files, each split at a share.
 
     Raises:
         FolderError: If a file or a folder is missing, or there is no text in a part.
@@ -106,7 +106,7 @@ def parted(root: Path, share: float) -> dict[str, list[Text]]:
 
 
 def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
-    """Refuse a part in which there is nothing to read."""
+    """Refuse a part without text."""
     if not any(line.strip() for text in texts for line in text.lines):
         raise FolderError(
             f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "

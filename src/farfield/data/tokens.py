@@ -1,4 +1,4 @@
-"""Tokenizers: a saved one, or WordPiece trained on the text; and samples of tokens, masked when they are read."""
+"""Tokenizers, saved or trained (WordPiece) on the text; and samples of tokens, masked on access."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from farfield.data.folders import SHOWN, FolderError
 from farfield.data.texts import CALLER, Piece
 
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-# Label of tokens that count nowhere, transformers' and torch's.
+# Label of ignored tokens, as in transformers and torch.
 IGNORED = -100
-# Characters that a trained tokenizer knows, the most frequent ones; words with others are unknown.
+# Number of characters, the most frequent ones, that a trained tokenizer knows; words with others are unknown.
 CHARACTERS = 1000
-# Pieces that are tokenised at a time.
+# Number of pieces that are tokenised at a time.
 MANY = 8192
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
-    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text: the same for the same text.
+    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; deterministic.
 
     Args:
         lines: The text.
-        vocabulary: Words at most, the five special ones included.
+        vocabulary: Largest number of words, the five special ones included.
 
     Returns:
         A tokenizer of transformers.
@@ -51,8 +51,8 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
         return made
 
     lines, tokenizer = list(lines), tokenizer_of(None)
-    # The trainer numbers what it finds inside words in the order of a hash map, another one in every process, and by
-    # these numbers it decides between pairs that are equally frequent. Given first, they have an order.
+    # The trainer numbers the characters inside words in the order of a hash map, which differs between processes, and
+    # breaks ties between equally frequent pairs by these numbers. Passed as special tokens, they have a fixed order.
     counts = Counter(itertools.chain.from_iterable(map(tokenizer.normalizer.normalize_str, lines)))
     ranked = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
     alphabet = sorted(ranked[:CHARACTERS])
@@ -69,7 +69,7 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
 
 
 def from_text(text: str, special: dict[str, str]) -> Any:
-    """Build a tokenizer of transformers from what `tokenizers` writes, and its special words."""
+    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def saved_tokenizer(folder: Path) -> Any:
         raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
-    # transformers and tokenizers raise whatever damaged files make them, also a plain Exception.
+    # transformers and tokenizers raise all kinds of errors for damaged files, even a plain Exception.
     except Exception as error:
         raise FolderError(f"{CALLER}: {folder} holds no tokenizer: {error}") from error
     missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
@@ -119,8 +119,8 @@ class Batch(NamedTuple):
     Attributes:
         words: `(b, n)`, numbers of the vocabulary, some of them masked.
         mask: `(b, n)`, True where a token is valid.
-        labels: `(b, n)`, the words there were where they are to be found again, elsewhere -100.
-        names: Of the samples.
+        labels: `(b, n)`, the original words where they are to be predicted, elsewhere -100.
+        names: The names of the samples.
     """
 
     words: Tensor
@@ -148,17 +148,17 @@ class Collate:
 
 
 class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
-    """Stretches of a long row of tokens, each between a first and a last word, masked anew whenever it is read.
+    """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
 
     `DataCollatorForLanguageModeling` of transformers masks: `share` of the tokens, of which 80 % become the mask, 10 %
     a random word, and 10 % stay.
 
     Args:
         tokens: All tokens, `int32`.
-        bounds: First token of each sample, and one behind its last.
-        names: Of the samples.
-        tokenizer: Of transformers.
-        share: Of the tokens that are to be found again.
+        bounds: Start and end of each sample, the end exclusive.
+        names: The names of the samples.
+        tokenizer: A tokenizer of transformers.
+        share: Share of the tokens to predict.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
 
 
 class Fixed(Dataset[Any]):
-    """Samples that are masked in the same way whenever they are read: what is measured on them can be compared."""
+    """Samples that are masked in the same way on each access, so that metrics on them can be compared."""
 
     def __init__(self, samples: Dataset[Any]) -> None:
         self.drawn = DrawnSamples(samples)
@@ -199,19 +199,20 @@ class Fixed(Dataset[Any]):
 
 
 class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
-    """Lines in which somebody has written the mask, to be filled; no labels."""
+    """Lines of a user that contain masks to fill in; without labels."""
 
     def __init__(self, lines: Sequence[Piece], tokenizer: Any, length: int) -> None:
         self.lines = lines
-        found = tokenizer([piece.text for piece in lines])["input_ids"]
-        blank = [piece.line for piece, words in zip(lines, found, strict=True) if tokenizer.mask_token_id not in words]
+        encoded = tokenizer([piece.text for piece in lines])["input_ids"]
+        mask = tokenizer.mask_token_id
+        blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
         if blank:
             raise FolderError(
                 f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
                 f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
             )
-        check_lengths(lines, [len(words) - 2 for words in found], length)
-        self.words = [torch.tensor(words) for words in found]
+        check_lengths(lines, [len(words) - 2 for words in encoded], length)
+        self.words = [torch.tensor(words) for words in encoded]
 
     def __len__(self) -> int:
         return len(self.words)
@@ -227,27 +228,27 @@ def tokenised(
     """Tokenise pieces of text and cut them into samples.
 
     Args:
-        pieces: Of the texts, in order.
-        tokenizer: Of transformers.
-        length: Tokens of a sample at most, the first and the last word included.
-        unit: `"blocks"` join the pieces of a file, and are all full but its last; else a piece is a sample.
-        too_long: What becomes of a piece that is no block and longer: `"split"` or `"refuse"`.
+        pieces: Pieces of the texts, in order.
+        tokenizer: A tokenizer of transformers.
+        length: Largest number of tokens of a sample, the first and the last word included.
+        unit: `"blocks"` join the pieces of a file, and all but its last are full; otherwise a piece is a sample.
+        too_long: What happens to a piece that is longer, except for blocks: `"split"` or `"refuse"`.
 
     Returns:
         All tokens, the bounds of the samples, and their names.
 
     Raises:
-        FolderError: For a piece that is too long, if that is refused.
+        FolderError: For a piece that is too long, with `"refuse"`.
     """
     room, tokens = length - 2, array("i")
     bounds: list[tuple[int, int]] = []
     names: list[str] = []
     stretches: list[tuple[Piece, int, int]] = []
     while some := list(itertools.islice(pieces, MANY)):
-        found = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        encodings = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
         if unit != "blocks" and too_long == "refuse":
-            check_lengths(some, [len(encoding.ids) for encoding in found], length)
-        for piece, encoding in zip(some, found, strict=True):
+            check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
+        for piece, encoding in zip(some, encodings, strict=True):
             if not encoding.ids:
                 continue
             start, end = len(tokens), len(tokens) + len(encoding.ids)
@@ -267,16 +268,16 @@ def tokenised(
 
 def check_lengths(pieces: Sequence[Piece], lengths: Sequence[int], length: int) -> None:
     """Refuse pieces of more tokens than a sample has room for."""
-    found = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
-    if found:
-        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in found[:SHOWN]]
-        lines = "\n  ".join(shown + ["..."] * (len(found) > SHOWN))
+    longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
+    if longer:
+        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer[:SHOWN]]
+        lines = "\n  ".join(shown + ["..."] * (len(longer) > SHOWN))
         raise FolderError(
-            f"{CALLER}: {len(found)} texts are longer than length={length} tokens.\n  {lines}\n"
+            f"{CALLER}: {len(longer)} texts are longer than length={length} tokens.\n  {lines}\n"
             f"  fix: a larger length, as far as the network has positions, or too_long=split."
         )
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """The first few of some numbers."""
+    """Format the first few numbers of a list."""
     return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

@@ -1,9 +1,9 @@
-"""Global attention in other people's models: added where they are, without touching a weight that they have.
+"""Global attention in existing models, without changing or renaming their weights.
 
-`insert` puts a module after any place of a model and leaves its output as it was; `remove` takes it out again.
-`detector_places` and `resnet_places` translate the papers' names of places into paths. `replace_attention` puts a row
-of the table in the place of the softmax attention that a transformer has; `register_transformers` offers the rows to
-Hugging Face's transformers by name.
+`insert` puts a module after any place of a model and leaves the output as it was; `remove` takes it out again.
+`detector_places` and `resnet_places` translate the papers' names of places into module paths. `replace_attention`
+replaces the softmax attention of a transformer by another operator of `ops.OPERATORS`; `register_transformers`
+registers the operators with Hugging Face's transformers by name.
 """
 
 from farfield.insertion.hugging_face import register_transformers

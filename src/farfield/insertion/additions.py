@@ -1,4 +1,4 @@
-"""The addition itself: how it hangs in its host, so that what the host has keeps its name."""
+"""The inserted module ("addition") as a child of the module it follows ("host"), whose own names stay as they are."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from farfield.insertion.places import CHILD, Place, join
 
 
 class ChannelsLast(nn.Module):
-    """Show a module for grids `(batch, channels, *size)` to a host that keeps `(batch, *size, channels)`."""
+    """Adapt a module for grids `(batch, channels, *size)` to a host that returns `(batch, *size, channels)`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Move the channels forward for the module and back again."""
+        """Move the channels to dimension 1 for the module, and back to the end."""
         return self.module(grid.movedim(-1, 1)).movedim(1, -1)
 
 
 class Entries(nn.ModuleDict):
-    """The additions of a place that returns several grids: one for each chosen entry."""
+    """The additions of a host that returns several grids: one for each chosen entry."""
 
     def forward(self, outputs: Any) -> Any:
-        """Return the outputs with the chosen entries replaced; the host's own tuple, list or dict stays as it was."""
+        """Return a copy of the outputs with the chosen entries replaced; the host's own container is not modified."""
         for name, module in self.items():
             key = key_of(outputs, name)
             outputs = with_entry(outputs, key, module(outputs[key]))
@@ -35,7 +35,7 @@ class Entries(nn.ModuleDict):
 
 
 def key_of(outputs: Any, entry: str) -> Any:
-    """The key of a dict, or the index into a tuple or list, that an entry's name stands for.
+    """Return the key of a dict, or the index into a tuple or list, for the name of an entry.
 
     Raises:
         LookupError: If there is no such entry.
@@ -55,12 +55,12 @@ def key_of(outputs: Any, entry: str) -> Any:
 
 
 def grid_of(outputs: Any, entry: str | None) -> Any:
-    """What an addition is given of what its host returns."""
+    """Return the part of a host's outputs that its addition receives."""
     return outputs if entry is None else outputs[key_of(outputs, entry)]
 
 
 def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
-    """A copy of a tuple, list or dict with one entry replaced."""
+    """Return a copy of a tuple, list or dict with one entry replaced."""
     if hasattr(outputs, "_fields"):
         return outputs._replace(**{outputs._fields[key]: grid})
     if isinstance(outputs, tuple):
@@ -71,20 +71,23 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
 
 
 def additions(model: nn.Module) -> dict[Place, nn.Module]:
-    """The host of every addition in a model, in the order of the model's modules; then those that were replaced."""
+    """Map each place that has an addition to its host.
+
+    First the hosts in the model, in the order of its modules, then hosts that another layer has replaced.
+    """
     hosts = dict(model.named_modules())
-    there = set(hosts.values())
-    for around, _, found in watches(model):
-        for path, host in found.hosts.items():
+    present = set(hosts.values())
+    for around, _, watch in watches(model):
+        for path, host in watch.hosts.items():
             at = join(around, path)
-            # What is not in the model any more; a shared layer is, by its first path.
-            if host not in there and (hosts.get(at) is None or CHILD not in hosts[at]._modules):
+            # A host that is no longer in the model. A shared layer still is, under its first path.
+            if host not in present and (hosts.get(at) is None or CHILD not in hosts[at]._modules):
                 hosts[at] = host
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 
 
 def places_of(path: str, host: nn.Module) -> list[Place]:
-    """The places of a host that have additions."""
+    """Return the places of a host that have additions."""
     child = host._modules.get(CHILD)
     if isinstance(child, Entries):
         return [Place(path, entry) for entry in child]
@@ -92,7 +95,7 @@ def places_of(path: str, host: nn.Module) -> list[Place]:
 
 
 def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
-    """Hang an addition into its host."""
+    """Add an addition to its host."""
     module.__module__ = CALLED
     module.train(host.training)
     if entry is None:
@@ -106,10 +109,10 @@ def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
 
 
 def detach(host: nn.Module, entry: str | None) -> None:
-    """Take an addition, or that of one entry, out of its host."""
+    """Remove the addition, or that of one entry, from its host."""
     addition = host.get_submodule(CHILD)
     module = cast(Entries, addition).pop(entry) if entry is not None else addition
-    # Its class has the true one.
+    # Uncovers the class's own `__module__`.
     del module.__module__
     if module is addition or not len(cast(Entries, addition)):
         del host._modules[CHILD]

@@ -1,4 +1,4 @@
-"""Whether what a place returns reaches what the model returns, and where else it would."""
+"""Check whether the output of a place affects the output of the model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from farfield.nn.tracing import tensors
 
 
 class Effects:
-    """A model and an example, and what the model returns as it is.
+    """A model, an example, and the unmodified outputs of the model for it.
 
-    What a place returns is disturbed, by noise of its own size and, if that does not show, by numbers that are none,
-    which no scale and no saturation hides. A detector may still drop all that came from there, or find nothing at all:
-    then it counts what the first module that takes it, and does not only pass it on, does to the model.
+    The output of a place is disturbed by noise of its own magnitude and, if the model's output does not change, by NaN,
+    which no scale and no saturation hides. A detector may still drop everything that depends on the place, or detect
+    nothing at all. Then the test is repeated on the first module that takes the disturbed grid as input and does more
+    than pass it on.
     """
 
     def __init__(self, model: nn.Module, example: Any, outputs: Any) -> None:
         self.model, self.example, self.outputs = model, example, outputs
 
     def reaches(self, place: Place, module: Place | None = None) -> bool:
-        """Whether the model returns something else when a place does, or the module that is added to it."""
+        """Whether the model's output changes when the output of a place, or of the module added to it, changes."""
         path, entry = module or place
         if self.moves(path, partial(disturb_entry, entry=entry)):
             return True
@@ -37,7 +38,7 @@ class Effects:
         disturbed: list[Tensor] = []
 
         def disturb(grid: Tensor) -> Tensor:
-            disturbed.append(noisy(grid))
+            disturbed.append(add_noise(grid))
             return disturbed[-1]
 
         change = {path: partial(disturb_entry, entry=entry, disturb=disturb)}
@@ -45,12 +46,12 @@ class Effects:
         taker = next((other for other in before if takes(before[other], after.get(other), disturbed)), None)
         if taker is None:
             return False
-        finds = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
-        return not finds or self.moves(taker, disturb_all)
+        detects = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
+        return not detects or self.moves(taker, disturb_all)
 
     def moves(self, path: str, change: Callable[..., Any]) -> bool:
-        """Whether the model returns something else when a module does; what makes it fail has reached it."""
-        for disturb in (noisy, undefined):
+        """Whether the model's output changes when that of a module does; an error of the model counts as a change."""
+        for disturb in (add_noise, fill_with_nan):
             try:
                 after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
             except Exception:  # noqa: BLE001
@@ -61,19 +62,19 @@ class Effects:
 
 
 def takes(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
-    """Whether a module returns something else when grids are disturbed, and not only those grids."""
+    """Whether a module's output changes when grids are disturbed, beyond containing the disturbed grids themselves."""
     pairs = itertools.zip_longest(tensors(before), tensors(after))
     moved = [two for one, two in pairs if not same(one, two)]
     return any(not any(same(two, grid) for grid in disturbed) for two in moved)
 
 
 def related(path: str, place: str) -> bool:
-    """Whether a module is a place, or lies around or inside it."""
+    """Whether one path is the other, an ancestor of it, or a descendant."""
     return not path or not place or f"{place}.".startswith(f"{path}.") or f"{path}.".startswith(f"{place}.")
 
 
 def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns, with one grid of it disturbed."""
+    """Return the outputs of a module with one grid disturbed."""
     if entry is None:
         return disturb(outputs)
     key = key_of(outputs, entry)
@@ -81,7 +82,7 @@ def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], T
 
 
 def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns, with all its floats disturbed."""
+    """Return the outputs of a module with all floating-point tensors disturbed."""
     if isinstance(outputs, Mapping | tuple | list):
         for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
             outputs = with_entry(outputs, key, disturb_all(outputs[key], disturb))
@@ -89,20 +90,20 @@ def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
     return disturb(outputs) if floats else outputs
 
 
-def noisy(grid: Tensor) -> Tensor:
-    """A grid with noise of its own size; the model's random numbers are left alone."""
-    # The generator is the CPU's, and the default device may be another.
+def add_noise(grid: Tensor) -> Tensor:
+    """Return a grid plus noise of its own magnitude, without advancing the global random state."""
+    # The generator is on the CPU; the default device may be another.
     noise = torch.randn(grid.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(grid)
     return grid + noise * (grid.abs().mean() + 1)
 
 
-def undefined(grid: Tensor) -> Tensor:
-    """A grid without one number that is defined."""
+def fill_with_nan(grid: Tensor) -> Tensor:
+    """Return a grid of NaN."""
     return torch.full_like(grid, torch.nan)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two outputs hold equal numbers; those that are undefined in both are equal."""
+    """Whether two outputs hold equal numbers; NaN equals NaN."""
     pairs = list(zip(tensors(one), tensors(other), strict=False))
     return len(tensors(one)) == len(tensors(other)) and all(
         a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs

@@ -1,4 +1,4 @@
-"""How an addition is called: by a forward hook that comes first, so that whoever else looks at a place sees it done."""
+"""Call an addition by a forward hook that runs before all others, so that other hooks see its output."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import nn
 
 from farfield.insertion.places import CHILD, join
 
-# torch.fx asks a module, not its class, for `__module__`: it calls what is of torch.nn and traces all else. So an
-# addition stays one call (and is known as ours by this mark), and a layer of torch.nn that hosts one is traced, hook
-# included: quantization would put one without it in its place.
+# torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
+# traced. So an addition stays one call (and this value marks it as ours), and a layer of torch.nn that hosts one is
+# traced together with its hook; otherwise quantization would replace the layer by one without the hook.
 CALLED, TRACED = "torch.nn.farfield", "farfield.host"
 
 
 def forward_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """The forward hooks of a module, by numbers and by names."""
+    """Return the forward hooks of a module, whose keys are numbers and our names."""
     return cast("OrderedDict[Any, Any]", module._forward_hooks)
 
 
 def pre_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """What is called before a module, by numbers and by names."""
+    """Return the forward pre-hooks of a module, whose keys are numbers and our names."""
     return cast("OrderedDict[Any, Any]", module._forward_pre_hooks)
 
 
 def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Pass what a host returns through its addition, as a forward hook; a plain function, so that it pickles."""
+    """Apply the addition of a host to its output: a forward hook, and a plain function, so that it pickles."""
     return getattr(host, CHILD)(outputs)
 
 
 class ApplyBehind:
-    """Pass what the last block of a sequence returns through the addition of the sequence, as its forward hook."""
+    """Apply the addition of a sequence to the output of its last block: a forward hook of that block."""
 
     def __init__(self, sequence: nn.Module) -> None:
         self.sequence = sequence
@@ -45,24 +45,24 @@ class ApplyBehind:
 
 
 def hang(host: nn.Module) -> None:
-    """Have a host call the addition that is its child, before any other forward hook runs."""
+    """Make a host call the addition that is its child, before any other forward hook runs."""
     if runs_in_order(host):
         host.__class__ = hosting(cast(Any, type(host)))
     block, depth = last_block(host)
     if block is host:
-        # A name and no number for a key: numbers of hooks start anew in the process that loads a saved model, where
-        # the first hook that anyone registers would take this one's place.
+        # The key is a name because hook numbers restart in the process that loads a saved model: the first hook
+        # registered there would overwrite a numbered one.
         forward_hooks(host)[CHILD] = apply_addition
         host.__module__ = TRACED
     else:
         forward_hooks(block)[f"{CHILD}{depth}"] = ApplyBehind(host)
-    # The addition of a block runs before those of the sequences that end with it, and all run before foreign hooks.
+    # The addition of a block runs before those of the sequences that end with it, and all run before other hooks.
     for key in sorted((key for key in forward_hooks(block) if str(key).startswith(CHILD)), reverse=True):
         forward_hooks(block).move_to_end(key, last=False)
 
 
 def unhang(host: nn.Module) -> None:
-    """Take back what `hang` did."""
+    """Undo `hang`."""
     kind = type(host)
     if issubclass(kind, Hosting):
         host.__class__ = plain(kind)
@@ -75,20 +75,20 @@ def unhang(host: nn.Module) -> None:
 
 
 class Watch:
-    """See, before a module runs, that the layers in it still call their additions.
+    """Check, before a module runs, that the layers in it still call their additions.
 
-    `convert_sync_batchnorm` puts another layer in the place of one, with its children and without its hooks: that
-    layer gets the hook. `fuse_modules` and others leave no addition behind: this is said.
+    `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks: the new layer gets
+    the hook. `fuse_modules` and others drop the addition: this raises an error.
     """
 
     def __init__(self) -> None:
         self.hosts: dict[str, nn.Module] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Look at each host, as a forward hook.
+        """Check each host, as a forward pre-hook.
 
         Raises:
-            RuntimeError: If another module, or none, is in the place of a host, without its addition.
+            RuntimeError: If a host was replaced by a module without its addition, or removed.
         """
         for path, host in self.hosts.items():
             if CHILD not in host._modules:
@@ -106,37 +106,37 @@ class Watch:
 
     @staticmethod
     def find(module: nn.Module, path: str) -> nn.Module | None:
-        """The module that is now at a path."""
-        found: nn.Module | None = module
+        """Return the module that is now at a path."""
+        child: nn.Module | None = module
         for name in path.split("."):
-            found = found._modules.get(name) if found is not None else None
-        return found
+            child = child._modules.get(name) if child is not None else None
+        return child
 
 
 def watch(around: nn.Module, path: str, host: nn.Module) -> None:
-    """Have the module around a host see that it calls its addition."""
+    """Make the module around a host check that the host calls its addition."""
     pre_hooks(around).setdefault(CHILD, Watch()).hosts[path] = host
 
 
 def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
-    """The watches in a model, with the modules that have them and their paths."""
+    """Iterate over the watches in a model: path, module, watch."""
     for path, module in model.named_modules():
-        found = pre_hooks(module).get(CHILD)
-        if isinstance(found, Watch):
-            yield path, module, found
+        hook = pre_hooks(module).get(CHILD)
+        if isinstance(hook, Watch):
+            yield path, module, hook
 
 
 def tidy(model: nn.Module, removed: Iterable[str]) -> None:
-    """Take away what looks for additions that were removed from some paths: watches, and hooks that were handed on."""
+    """Delete the watches of additions that were removed, and hooks that copies of their hosts inherited."""
     gone = set(removed)
-    for around, module, found in list(watches(model)):
-        for path, host in list(found.hosts.items()):
-            now = found.find(module, path)
-            # A shared layer was removed by another path.
+    for around, module, watched in list(watches(model)):
+        for path, host in list(watched.hosts.items()):
+            now = watched.find(module, path)
+            # A shared layer may have lost its addition under another path.
             removed_here = join(around, path) in gone or CHILD not in host._modules
             if removed_here and (now is None or CHILD not in now._modules):
-                del found.hosts[path]
-        if not found.hosts:
+                del watched.hosts[path]
+        if not watched.hosts:
             del pre_hooks(module)[CHILD]
     for module in model.modules():
         for key, hook in list(forward_hooks(module).items()):
@@ -151,10 +151,11 @@ def runs_in_order(host: nn.Module) -> bool:
 
 
 def last_block(host: nn.Module) -> tuple[nn.Module, int]:
-    """The module whose call ends that of a host, and how deep it lies: the last block of a sequence, or the host.
+    """Return the module that runs last in a host and its depth: the last block of a sequence, or the host itself.
 
-    Many run the blocks of a sequence one by one, as `forward_intermediates` of timm does: an addition that the last
-    block calls runs there too. A layer of torch.nn at the end is left alone, since it may be shared, fused or replaced.
+    Some callers run the blocks of a sequence one by one, as `forward_intermediates` of timm does; an addition that the
+    last block calls runs there too. A layer of torch.nn at the end is not used, since it may be shared, fused or
+    replaced.
     """
     block, depth = host, 0
     while runs_in_order(block) and len(cast(nn.Sequential, block)):
@@ -163,7 +164,7 @@ def last_block(host: nn.Module) -> tuple[nn.Module, int]:
 
 
 class Hosting(nn.Sequential):
-    """A sequence that has an addition: who counts, iterates, indexes or slices it meets its own modules alone."""
+    """A sequence that has an addition: its length, iteration, indexing and slicing skip the addition."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over the modules of the sequence."""
@@ -174,7 +175,7 @@ class Hosting(nn.Sequential):
         return len(self._modules) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """Give one module, or a part; the part that has the last module has the addition."""
+        """Return one module, or a part; the part with the last module has the addition."""
         if not isinstance(index, slice):
             return list(self)[index]
         last, addition = self[-1], self._modules[CHILD]
@@ -186,12 +187,12 @@ class Hosting(nn.Sequential):
         return part
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class of the sequence, because that of a host is made when it is needed."""
+        """Pickle by the original class, because the class of a host is created at run time."""
         return revive, (plain(type(self)),), vars(self).copy()
 
 
 def change(name: str) -> Any:
-    """A method that changes a sequence, of a host: its addition is behind the sequence as it is then."""
+    """Return a method that changes a host as a sequence; the addition then follows the changed sequence."""
 
     def changed(self: Hosting, *arguments: Any) -> Any:
         with without_addition(self):
@@ -206,7 +207,7 @@ for method in ("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "
 
 @contextmanager
 def without_addition(host: nn.Module) -> Iterator[None]:
-    """Make a sequence what it was before it became a host, for a while."""
+    """Turn a host back into a plain sequence inside the context."""
     addition = host._modules.pop(CHILD)
     unhang(host)
     try:
@@ -218,18 +219,18 @@ def without_addition(host: nn.Module) -> Iterator[None]:
 
 @cache
 def hosting(kind: Any) -> type[Hosting]:
-    """The class of a host, of the class of a sequence."""
+    """Return the host class for the class of a sequence."""
     if issubclass(kind, Hosting):
         return kind
     return cast(type[Hosting], type(kind.__name__, (Hosting, kind), {"__module__": kind.__module__}))
 
 
 def plain(kind: type[Hosting]) -> type[nn.Sequential]:
-    """The class of a sequence, of the class of a host."""
+    """Return the class of the sequence for a host class."""
     return cast(type[nn.Sequential], kind.__bases__[1])
 
 
 def revive(kind: type[nn.Sequential]) -> Hosting:
-    """An empty host for the state of one that was copied or saved."""
+    """Return an empty host, for the state of one that was copied or pickled."""
     made = hosting(cast(Any, kind))
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""What a host must be to take an addition: open, run once, and return a grid."""
+"""Checks of a host: it can be changed, runs once per call of its parent, and returns a grid."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield.insertion.additions import Entries, grid_of
 from farfield.insertion.effects import Effects, tensors
-from farfield.insertion.layouts import Elsewhere, batches, changes, look_elsewhere, repeated
+from farfield.insertion.layouts import Elsewhere, batches, changes, look_elsewhere, repeat_batch
 from farfield.insertion.places import CHILD, Place, join
 from farfield.insertion.probing import Seen, probe
 
-# They share or shard the gradients of the weights that they find, and later ones would go without. By name, because an
-# import of theirs is slow.
+# They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
+# Compared by name, because importing them is slow.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
-    """Refuse a place in what cannot change any more: compiled, scripted or wrapped.
+    """Refuse a place in a model that is compiled, scripted or wrapped.
 
     Raises:
         TypeError: If the model is no module.
-        ValueError: With what to do instead.
+        ValueError: If it is compiled, scripted or wrapped; the text has the fix.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -47,24 +47,24 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
 
 
 def check_free(place: Place, host: nn.Module) -> None:
-    """Refuse a place that has an addition already, or whose host uses the name.
+    """Refuse a place that has an addition already, or whose host uses the name "farfield".
 
     Raises:
-        ValueError: With what to do instead.
+        ValueError: If so; the text has the fix.
     """
-    there = host._modules.get(CHILD)
-    if isinstance(there, Entries) and place.entry is not None and place.entry not in there:
-        there = None
-    elif there is None and hasattr(host, CHILD):
+    addition = host._modules.get(CHILD)
+    if isinstance(addition, Entries) and place.entry is not None and place.entry not in addition:
+        addition = None
+    elif addition is None and hasattr(host, CHILD):
         raise ValueError(f'insert: {place} has an attribute "{CHILD}" of its own; fix: insert at another module.')
-    if there is not None:
+    if addition is not None:
         raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{place}") first.')
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
         raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
 
 
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
-    """Run the model once and watch each place, what is around it, what is in it and what is in the whole model.
+    """Run the model once and record each place, its parents, its children and the children of the model.
 
     Raises:
         ValueError: If the model refuses the example or returns no tensor for it, or a place does not run once each time
@@ -77,7 +77,7 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
-            f"insert: {type(model).__name__} refuses example {described(example)}: {type(error).__name__}: {error}\n"
+            f"insert: {type(model).__name__} refuses example {describe(example)}: {type(error).__name__}: {error}\n"
             f"  its weights are {weights}."
         ) from error
     if not tensors(seen.outputs[""]):
@@ -105,54 +105,56 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
 
 
 def caller_of(seen: Seen, path: str) -> str:
-    """The nearest module around a place that is called."""
+    """Return the path of the nearest module around a place that is called."""
     return next((name for name in parents(path) if seen.calls[name]), "")
 
 
 def parents(path: str) -> list[str]:
-    """The paths of all modules around one, from the nearest to the model itself, which is ""."""
+    """Return the paths of all modules around one, from the nearest to the model itself, which is ""."""
     names = path.split(".") if path else []
     return [".".join(names[:end]) for end in reversed(range(len(names)))]
 
 
 def children(model: nn.Module, path: str) -> list[str]:
-    """The paths of a module's children, and of the children of those that are only lists."""
-    found = []
+    """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
+    paths = []
     for name, child in model.get_submodule(path).named_children():
         inside = join(path, name)
-        found.append(inside)
+        paths.append(inside)
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += children(model, inside)
-    return found
+            paths += children(model, inside)
+    return paths
 
 
 def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
-    """The grid at a place, of what its module returns.
+    """Return the grid at a place: the output of its module, or an entry of it.
 
     Raises:
         LookupError: If there is no such entry.
-        ShapeError: If there is nothing to attend over.
-        TypeError: If there is no grid of floats, or the entry is not chosen.
+        ShapeError: If the output has no spatial dims.
+        TypeError: If there is no floating-point grid, or no entry is chosen.
     """
     path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
-        near = instead(model, place, seen, example)
-        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else use(near)
-        raise TypeError(f"insert: {path} returns several things, {described(outputs)}; fix: {fix}.")
+        near = find_alternatives(model, place, seen, example)
+        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else fix_text(near)
+        raise TypeError(f"insert: {path} returns several things, {describe(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
-        raise TypeError(f'insert: {path} returns {described(outputs)} and has no entries; fix: "{place.path}".')
+        raise TypeError(f'insert: {path} returns {describe(outputs)} and has no entries; fix: "{place.path}".')
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
     if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
-        near = instead(model, place, seen, example)
-        raise TypeError(f"insert: {place} must return a grid of floats, got {described(grid)}.\n  fix: {use(near)}.")
+        near = find_alternatives(model, place, seen, example)
+        raise TypeError(
+            f"insert: {place} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
+        )
     if grid.dim() < 3:
         raise ShapeError(
-            f"insert: {place} returns {tuple(grid.shape)}, which has no sides to attend over.\n"
-            f"  fix: insert before what takes them away, pooling or flattening for example."
+            f"insert: {place} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
+            f"  fix: insert before the layer that removes them, pooling or flattening for example."
         )
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
     if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
@@ -164,7 +166,7 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
 
     Raises:
-        ShapeError: With what to do instead.
+        ShapeError: If so; the text has the fix.
     """
     shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
     if changes(shape, elsewhere.batches):
@@ -179,28 +181,28 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     raise ShapeError(
         f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its "
         f"first dimension is not the batch but parts of it, windows for example, and an addition would attend within "
-        f"each part alone.\n  fix: {use(instead(model, place, seen, example))}."
+        f"each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
     )
 
 
 def keeps_batch(length: int, elsewhere: Elsewhere, example: Any) -> bool:
-    """Whether a first dimension is the batch: also for twice the batch, and for the same batch of other sizes."""
+    """Whether a first dimension is the batch: for this example, for twice the batch, and at other sizes."""
     lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
-    return length in batches(example) and lengths <= batches(repeated(example)) and sizes <= {length}
+    return length in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {length}
 
 
-def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
-    """Up to three places that can take an addition where one cannot: of its entries, of what is around it or in it.
+def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
+    """Return up to three places to insert at instead: entries of a place, modules in it or around it.
 
-    Each returns a grid of floats with the batch first, is called once, and reaches what the model returns.
+    Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
     candidates: dict[Place, int] = {}  # the length of its first dimension
     for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[caller_of(seen, path)]:
             output = seen.outputs.get(path)
             several = isinstance(output, Mapping | tuple | list)
-            found: Iterable[tuple[str | None, Any]] = entries(output).items() if several else [(None, output)]
-            candidates |= {Place(path, entry): len(grid) for entry, grid in found if is_grid(grid, batches(example))}
+            grids: Iterable[tuple[str | None, Any]] = entries(output).items() if several else [(None, output)]
+            candidates |= {Place(path, entry): len(grid) for entry, grid in grids if is_grid(grid, batches(example))}
     candidates = {other: length for other, length in candidates.items() if other != place and str(other)}
     elsewhere = look_elsewhere(model, candidates, example)
     effects = Effects(model, example, seen.outputs[""])
@@ -208,37 +210,37 @@ def instead(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Pl
     return list(islice(filter(effects.reaches, fitting), 3))
 
 
-def use(places: list[Place]) -> str:
-    """Word what to do instead: insert at one of some places."""
+def fix_text(places: list[Place]) -> str:
+    """Return the text of a fix: insert at one of some places."""
     if not places:
         return "insert at a module that returns one grid"
     return "insert at " + " or ".join(f'"{place}"' for place in places)
 
 
 def is_grid(value: Any, batch: set[int]) -> bool:
-    """Whether something is a tensor of floats with its batch first, and with several channels at several positions."""
+    """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
         return False
     return value.dim() >= 3 and len(value) in batch and sum(length > 1 for length in value.shape[1:]) > 1
 
 
 def entries(outputs: Any) -> dict[str, Any]:
-    """What a tuple, list or dict holds, by the names that `insert` takes."""
+    """Return the entries of a tuple, list or dict under the names that `insert` takes."""
     return {
         str(name): value for name, value in (outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs))
     }
 
 
-def described(value: Any) -> str:
-    """A value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
+def describe(value: Any) -> str:
+    """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping | tuple | list):
-        inside = ", ".join(f"{name}: {described(part)}" for name, part in entries(value).items())
+        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
         return f"{type(value).__name__}({inside})"
     return type(value).__name__
 
 
 def times(count: int) -> str:
-    """`once`, `3 times`."""
+    """Return a count as text: `once`, `3 times`."""
     return {0: "never", 1: "once"}.get(count, f"{count} times")

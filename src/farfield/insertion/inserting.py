@@ -12,7 +12,17 @@ from farfield._checks import ShapeError
 from farfield.insertion.additions import ChannelsLast, additions, attach, detach
 from farfield.insertion.effects import Effects
 from farfield.insertion.hooks import tidy, watch
-from farfield.insertion.hosts import caller_of, check_batch, check_free, check_open, grid_at, instead, look, times, use
+from farfield.insertion.hosts import (
+    caller_of,
+    check_batch,
+    check_free,
+    check_open,
+    find_alternatives,
+    fix_text,
+    grid_at,
+    look,
+    times,
+)
 from farfield.insertion.layouts import LAYOUTS, Layout, channel_axis, check_layouts, look_elsewhere
 from farfield.insertion.places import CHILD, Place, find_places
 from farfield.insertion.probing import Seen, probe
@@ -28,42 +38,43 @@ def insert(
     example: Any,
     layout: Layout | None = None,
 ) -> dict[str, nn.Module]:
-    """Put a new module after each place of a model, and leave everything that the model has as it is.
+    """Put a new module after each place of a model; weights, their names and the output stay as they are.
 
     `place(x)  →  made(place(x))`
 
-    The addition is a child named `farfield` of its place: no weight of the model changes its name, so a checkpoint from
-    before still loads (`strict=False` misses `*.farfield.*` and nothing else). A module that is the identity at first,
-    as `GridAttention(…, project="qkvo", residual=True)` is, leaves the output as it was, `torch.equal`, so training
-    starts from where the model stands. Any other module that keeps shape and dtype is welcome too, and changes it.
+    The new module ("addition") is a child named `farfield` of its place: no weight of the model changes its name, so an
+    earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). A module that is the identity
+    at initialization, as `GridAttention(…, project="qkvo", residual=True)` is, leaves the output exactly as it was
+    (`torch.equal`), so training starts from the model as it is. Any other module that keeps shape and dtype is accepted
+    too, and changes the output at once.
 
-    The model runs a few times with the example, in eval, without gradients: to see how many channels a place has, at
-    other sizes to see that these are the channels, with two batches to see that the batch comes first, and with the
-    additions in place to see that each is called as often as its host and moves what the model returns. If one does
-    not, all are taken out again. Flags, buffers, hooks and random numbers are as before.
+    The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
+    place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
+    first, and with the additions in place to verify that each is called as often as its host and affects the output of
+    the model. If one fails, all are removed again. Flags, buffers, hooks and random numbers are restored.
 
     An addition is called before all other forward hooks of its place. A sequence that has one does not count it among
     its modules; its last block calls it.
 
     Args:
-        model: Changed in place. To compile, export or wrap it comes after.
+        model: Changed in place. Compile, export or wrap it afterwards.
         where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
             place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
-        make: Given the number of channels of a place, returns its module; called once a place. `GridAttention` with
-            `functools.partial`, for example.
+        make: Function from the number of channels of a place to a new module, called once per place; for example
+            `functools.partial(GridAttention, …)`.
         example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
         layout: Where the places keep their channels: "channels_first" `(batch, channels, *size)`, or "channels_last",
             as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
-            Swin. By default "channels_first", and refused where nothing shows that it is; one that is said is refused
-            only where something contradicts it.
+            Swin. The default is "channels_first", which is refused where neither another input size nor the weights
+            confirm it. A layout that is given is refused only where one of them contradicts it.
 
     Returns:
-        The path of each place and its new module, on the device and in the dtype of what the place returns.
+        The path of each place and its new module, on the device and in the dtype of the place's output.
 
     Raises:
         LookupError: If a path matches nothing, or a place returns no such entry.
         ShapeError: If the layout does not fit, the batch is not first, or an addition does not keep the shape.
-        TypeError: If a place returns no grid of floats, `make` no module, or an addition another dtype.
+        TypeError: If a place returns no floating-point grid, `make` no module, or an addition another dtype.
         ValueError: If a place never runs, runs several times, has an addition already, has no effect, or lies in a
             compiled, scripted or wrapped model; or if the model refuses the example.
 
@@ -107,12 +118,11 @@ def insert(
 
 
 def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
-    """Take additions out of a model, which is then what it was before `insert`, to the bit.
+    """Remove additions from a model, which is then exactly what it was before `insert`.
 
     Args:
         model: Changed in place.
-        where: Paths as `insert` reads them; a path without an entry means each entry of the place. All additions by
-            default.
+        where: Paths as in `insert`; a path without an entry means each entry of the place. All additions by default.
 
     Raises:
         LookupError: If there is no addition at a path, or none at all.
@@ -128,27 +138,27 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
         ['0.weight', '0.bias']
     """
     check_open("remove", model)
-    there = additions(model)
-    if not there:
+    present = additions(model)
+    if not present:
         raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
-    chosen = list(there) if where is None else []
+    chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
-        # What was replaced may be nowhere in the model.
-        gone = [place for place in there if str(place) == pattern]
-        wanted = gone or find_places("remove", model, pattern)
-        matched = [place for place in there if place in wanted or Place(place.path) in wanted]
+        # A host that another layer has replaced is not in the model any more, so exact paths come first.
+        exact = [place for place in present if str(place) == pattern]
+        wanted = exact or find_places("remove", model, pattern)
+        matched = [place for place in present if place in wanted or Place(place.path) in wanted]
         if not matched:
-            raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, there))}.')
+            raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
-        detach(there[place], place.entry)
+        detach(present[place], place.entry)
     tidy(model, [place.path for place in chosen])
 
 
 def make_all(
     make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
 ) -> dict[Place, nn.Module]:
-    """A new module for each place, on the device and in the dtype of its grid."""
+    """Make a new module for each place, on the device and in the dtype of its grid."""
     made: dict[Place, nn.Module] = {}
     for place, grid in grids.items():
         channels = grid.shape[channel_axis(grid.dim(), layout or LAYOUTS[0])]
@@ -166,7 +176,7 @@ def make_all(
 
 
 def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
-    """Have what calls a layer see that it keeps its addition: layers are fused, and put in the place of others."""
+    """Make the caller of each layer check that it keeps its addition: layers may be fused or replaced later."""
     for place, host in places.items():
         if place.path and set(host._modules) == {CHILD}:
             around = caller_of(seen, place.path)
@@ -174,13 +184,13 @@ def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen
 
 
 def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
-    """Run with the additions in place: each must be called as often as its host, keep what the host returns and count.
+    """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect.
 
     Raises:
         ShapeError: If an addition returns another shape.
         TypeError: If it returns no tensor, or another dtype or device.
         ValueError: If the model fails, calls an addition more or less often than its host, or returns the same whatever
-            an addition returns; or if numbers overflow.
+            an addition returns; or if an addition returns non-finite numbers for finite inputs.
     """
     children = {place: ".".join(filter(None, (place.path, CHILD, place.entry))) for place in grids}
     try:
@@ -204,22 +214,22 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, exampl
             raise ValueError(
                 f"insert: {place} has no effect: whatever its addition returns, {type(model).__name__} returns the "
                 f"same for this example, so all additions were taken out again.\n"
-                f"  fix: {use(instead(model, place, before, example))}."
+                f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
             )
 
 
-def check_kept(place: Place, grid: Tensor, answer: Any) -> None:
-    """Refuse an addition that does not return what it was given: one grid of that shape, dtype and device."""
-    if not isinstance(answer, Tensor):
-        raise TypeError(f"insert: the addition at {place} must return a tensor, got {type(answer).__name__}.")
-    if answer.shape != grid.shape:
+def check_kept(place: Place, grid: Tensor, output: Any) -> None:
+    """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
+    if not isinstance(output, Tensor):
+        raise TypeError(f"insert: the addition at {place} must return a tensor, got {type(output).__name__}.")
+    if output.shape != grid.shape:
         raise ShapeError(
-            f"insert: the addition at {place} must keep the shape {tuple(grid.shape)}, got {tuple(answer.shape)}."
+            f"insert: the addition at {place} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
         )
-    if (answer.dtype, answer.device) != (grid.dtype, grid.device):
+    if (output.dtype, output.device) != (grid.dtype, grid.device):
         raise TypeError(
-            f"insert: the addition at {place} must keep {grid.dtype} on {grid.device}, got {answer.dtype} on "
-            f"{answer.device}."
+            f"insert: the addition at {place} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
+            f"{output.device}."
         )
-    if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(answer).all():
-        raise ValueError(f"insert: the addition at {place} answers {grid.dtype} with numbers that are not finite.")
+    if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
+        raise ValueError(f"insert: the addition at {place} returns non-finite numbers for finite {grid.dtype} inputs.")

@@ -1,4 +1,4 @@
-"""Where a host keeps its channels: the dimension assumed, against other inputs and the weights."""
+"""Find which dimension holds the channels: compare the assumed layout with other input sizes and with the weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LAYOUTS = get_args(Layout)
 
 
 def channel_axis(dimensions: int, layout: Layout) -> int:
-    """The dimension that holds the channels of a batch."""
+    """Return the dimension that holds the channels of a batch."""
     return 1 if layout == "channels_first" else dimensions - 1
 
 
-def resized(example: Any) -> Iterator[Any]:
-    """The example at other sizes: for each length that a side of its tensors has, all sides of that length changed.
+def resize(example: Any) -> Iterator[Any]:
+    """Yield the example at other sizes: for each length of its spatial axes, with all axes of that length changed.
 
-    Of three dimensions of floats either the second or the third may be the channels: both are tried.
+    Of a floating-point tensor of three dimensions either the second or the third may be the channels: both are tried.
     """
     tensors: list[tuple[Tensor, int]] = []
 
@@ -35,43 +35,43 @@ def resized(example: Any) -> Iterator[Any]:
         tensors.append((tensor, start))
         return tensor
 
-    mapped(example, collect)
+    map_tensors(example, collect)
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
-        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in size(tensor, start, channels)}
+        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in spatial_axes(tensor, start, channels)}
         for length in sorted(lengths - {0, 1}, reverse=True):
-            # Numbers that are no floats may be indices, which a longer table or a device's assertion would not forgive.
+            # Integers may be indices: a longer axis could exceed a table or trigger a device assertion, so halve it.
             shorter = any(
                 tensor.shape[axis] == length and not tensor.is_floating_point()
                 for tensor, start in tensors
-                for axis in size(tensor, start, channels)
+                for axis in spatial_axes(tensor, start, channels)
             )
-            yield mapped(example, partial(change_size, length=length, shorter=shorter, channels=channels))
+            yield map_tensors(example, partial(change_size, length=length, shorter=shorter, channels=channels))
 
 
 def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
-    """A tensor with its sides of one length halved or doubled."""
-    for axis in size(tensor, start, channels):
+    """Return a tensor with its spatial axes of one length halved or doubled."""
+    for axis in spatial_axes(tensor, start, channels):
         if tensor.shape[axis] == length:
             tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
     return tensor
 
 
-def mapped(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
-    """The example with every tensor changed; `start` is its first dimension behind the batch, 0 inside a list."""
+def map_tensors(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
+    """Apply a function to every tensor of the example; `start` is the first dimension after the batch, 0 in a list."""
     if isinstance(example, Tensor):
         return change(example, start)
     if isinstance(example, Mapping):
-        return {name: mapped(value, change, start) for name, value in example.items()}
+        return {name: map_tensors(value, change, start) for name, value in example.items()}
     if isinstance(example, tuple):
-        return tuple(mapped(value, change, start) for value in example)
+        return tuple(map_tensors(value, change, start) for value in example)
     if isinstance(example, list):
-        return [mapped(value, change, 0) for value in example]
+        return [map_tensors(value, change, 0) for value in example]
     return example
 
 
 def batches(example: Any) -> set[int]:
-    """The lengths that the batch of an example may have: of each of its tensors, or of its lists of samples."""
+    """Return the possible batch lengths of an example: those of its tensors, and of its lists of samples."""
     if isinstance(example, Tensor):
         return set(example.shape[:1])
     if isinstance(example, Mapping | tuple):
@@ -80,21 +80,21 @@ def batches(example: Any) -> set[int]:
     return {len(example)} if isinstance(example, list) else set()
 
 
-def repeated(example: Any) -> Any:
-    """The example with every sample twice."""
+def repeat_batch(example: Any) -> Any:
+    """Return the example with every sample twice."""
     if isinstance(example, list):
         return example * 2
     if isinstance(example, Mapping):
-        return {name: repeated(value) for name, value in example.items()}
+        return {name: repeat_batch(value) for name, value in example.items()}
     if isinstance(example, tuple):
-        return tuple(map(repeated, example))
+        return tuple(map(repeat_batch, example))
     return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
 
 
-def size(tensor: Tensor, start: int, channels: int) -> list[int]:
-    """The dimensions of an input that are sides: neither the batch nor, of a grid of floats, the channels.
+def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
+    """Return the spatial dimensions of an input: without the batch and, of floating-point grids, the channels.
 
-    `channels`: which of two dimensions behind the batch they are; of more, as those of an image, the first.
+    `channels`: which of two dimensions after the batch holds the channels; of more, as in an image, it is the first.
     """
     axes = list(range(start, tensor.dim()))
     if tensor.is_floating_point() and len(axes) > 1:
@@ -103,23 +103,23 @@ def size(tensor: Tensor, start: int, channels: int) -> list[int]:
 
 
 class Elsewhere(NamedTuple):
-    """The shapes of a place for other inputs, as far as the model takes them: other sizes, and twice the batch."""
+    """The shapes of a place for other inputs that the model accepts: other sizes, and twice the batch."""
 
     sizes: list[tuple[int, ...]]
     batches: list[tuple[int, ...]]
 
 
 def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
-    """The shapes that places return for other inputs; a model may refuse some, or all, before it reaches them."""
-    found = {place: Elsewhere([], []) for place in places}
-    for batched, other in [(False, other) for other in resized(example)] + [(True, repeated(example))]:
-        outputs = probe(model, other, [place.path for place in found], stop_early=True).outputs
-        for place, elsewhere in found.items():
+    """Return the output shapes of places for other inputs; a model may refuse some or all of these inputs."""
+    shapes = {place: Elsewhere([], []) for place in places}
+    for batched, other in [(False, other) for other in resize(example)] + [(True, repeat_batch(example))]:
+        outputs = probe(model, other, [place.path for place in shapes], stop_early=True).outputs
+        for place, elsewhere in shapes.items():
             # A smaller input may have fewer levels.
             with suppress(LookupError):
                 shape = tuple(grid_of(outputs[place.path], place.entry).shape)
                 (elsewhere.batches if batched else elsewhere.sizes).append(shape)
-    return found
+    return shapes
 
 
 def check_layouts(
@@ -128,10 +128,10 @@ def check_layouts(
     elsewhere: Mapping[Place, Elsewhere],
     layout: Layout | None,
 ) -> None:
-    """Refuse a layout that another input or the weights contradict, and the default where nothing speaks for it.
+    """Refuse a layout that another input or the weights contradict, and the default where neither confirms it.
 
     Raises:
-        ShapeError: With the layout that fits, if one does; with two calls if some places have one and some the other.
+        ShapeError: If so. The fix is the layout that fits, or two calls if the places have different layouts.
     """
     misfits = {}
     for place, shape in shapes.items():
@@ -142,7 +142,7 @@ def check_layouts(
         return
     problem, fix = next(iter(misfits.values()))
     assumed, other = layout or LAYOUTS[0], other_layout(layout)
-    wrong = [place for place, (_, found) in misfits.items() if found == f'layout="{other}"']
+    wrong = [place for place, (_, remedy) in misfits.items() if remedy == f'layout="{other}"']
     right = [place for place in shapes if place not in misfits]
     if wrong and right:
         problem = misfits[wrong[0]][0]
@@ -155,17 +155,17 @@ def check_layouts(
 def find_misfit(
     model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
 ) -> tuple[str, str] | None:
-    """What contradicts a layout at one place, and the fix; None if nothing does."""
+    """Return what contradicts a layout at one place, and the fix; None if nothing does."""
     assumed, other = layout or LAYOUTS[0], other_layout(layout)
     axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
     changed = changes(shape, elsewhere.sizes)
     if axis in changed:
         return (
             f"{place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels of "
-            f'layout="{assumed}", is a side',
+            f'layout="{assumed}", is spatial',
             "insert where a module returns one grid of channels" if swapped in changed else f'layout="{other}"',
         )
-    # A layout that is said is taken where nothing contradicts it.
+    # A layout that is given is accepted where nothing contradicts it.
     if changed or layout is not None:
         return None
     widths = widths_of(model.get_submodule(place.path))
@@ -179,22 +179,22 @@ def find_misfit(
     fit = "both" if shape[axis] in widths else "none"
     return (
         f"{problem}; its weights fit {fit} of {shape[axis]} and {shape[swapped]}",
-        f'say which, layout="{assumed}" for {shape[axis]} channels or layout="{other}" for {shape[swapped]}',
+        f'choose one, layout="{assumed}" for {shape[axis]} channels or layout="{other}" for {shape[swapped]}',
     )
 
 
 def other_layout(layout: Layout | None) -> Layout:
-    """The layout that one is not; the default is that of channels first."""
+    """Return the other layout; None is the default, channels first."""
     return "channels_first" if layout == "channels_last" else "channels_last"
 
 
 def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """The dimensions behind the batch that differ, each with a shape where it does; a place keeps its rank."""
+    """Return the dimensions after the batch that differ, each with one shape where it does."""
     return {
         axis: other for other in others for axis in range(1, len(shape)) if other[axis : axis + 1] != (shape[axis],)
     }
 
 
 def widths_of(module: nn.Module) -> set[int]:
-    """How many channels a module's biases and norms have."""
+    """Return the numbers of channels of a module's biases and norms."""
     return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

@@ -1,4 +1,4 @@
-"""Where to insert: the papers' names of places as module paths, and what a path with `*` and `[entry]` stands for."""
+"""Places to insert at: the papers' names as module paths, and the resolution of paths with `*` and `[entry]`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from farfield._checks import unknown
 
-# The child that an addition is, in its place.
+# Name of the child module that holds an addition.
 CHILD = "farfield"
 
-# The papers' names for the stages of a residual network, which are one less than those of Detectron.
+# Names of the stages of a residual network in the papers: one less than in Detectron.
 STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
 LEVELS = {f"fpn{level + 1}": f"fpn[{entry}]" for level, entry in enumerate((0, 1, 2, 3, "pool"))}
 # Every other block of conv3_x and conv4_x in a network of 50 layers, Wang et al. 2018.
@@ -25,15 +25,15 @@ def detector_places(*names: str) -> list[str]:
     """Translate places of a detector into paths of torchvision's Mask R-CNN, Faster R-CNN and Keypoint R-CNN.
 
     The names are those of Factorized Attention, which counts stages as torchvision does: res4 is `layer4`, Detectron's
-    "res5". The levels of the pyramid are entries of its output, so each is attended by itself: neither the top-down
-    path nor fpn5, which is made from fpn4 as it was, hears of the attention at another level.
+    "res5". The levels of the pyramid are entries of its output, so attention at one level changes that level alone: the
+    top-down path and fpn5, which is computed from fpn4, use the grids before attention.
 
     Args:
         names: "res1" to "res4" (stages of the backbone), "fpn1" to "fpn5" (levels of the pyramid; fpn5 is "pool"),
             "fpn_all" (all five).
 
     Returns:
-        A path each, in the order given, none twice; for `insert`.
+        The paths for `insert`, in the order given, without duplicates.
 
     Raises:
         LookupError: If there is no such place.
@@ -56,18 +56,18 @@ def detector_places(*names: str) -> list[str]:
 
 
 def resnet_places(*names: str, prefix: str = "") -> list[str]:
-    """Translate places of a residual network, of images or of video, into paths of torchvision's and timm's.
+    """Translate places of a residual network for images or video into module paths of torchvision and timm.
 
-    Works for every network whose stages are `layer1` to `layer4`: ResNet, ResNeXt and their kin in torchvision and
-    timm, torchvision's r3d_18, mc3_18 and r2plus1d_18, and each of them as the encoder of something else.
+    It works for every network whose stages are `layer1` to `layer4`: ResNet, ResNeXt and similar ones in torchvision
+    and timm, torchvision's r3d_18, mc3_18 and r2plus1d_18, and each of them as the encoder of a larger network.
 
     Args:
-        names: "res1" to "res4", a stage; "res3.5" or "res3.*", a block of it or each; "nonlocal", the five blocks of
-            the non-local networks in a network of 50 layers (Wang et al. 2018).
-        prefix: Path of the network inside a larger one, "encoder" for example.
+        names: "res1" to "res4" for a stage; "res3.5" for one of its blocks, "res3.*" for all of them; "nonlocal" for
+            the five blocks of the non-local networks in a network of 50 layers (Wang et al. 2018).
+        prefix: Path of the network inside a larger one, for example "encoder".
 
     Returns:
-        A path each, in the order given, none twice; for `insert`.
+        The paths for `insert`, in the order given, without duplicates.
 
     Raises:
         LookupError: If there is no such place.
@@ -88,47 +88,47 @@ def resnet_places(*names: str, prefix: str = "") -> list[str]:
 
 
 class Place(NamedTuple):
-    """A module of a model by its path, and one entry of what it returns if it returns several grids."""
+    """The path of a module, and one entry of its output if it returns several grids."""
 
     path: str
     entry: str | None = None
 
     def __str__(self) -> str:
-        """Write the place as `insert` reads it."""
+        """Return the place in the notation of `insert`."""
         return self.path if self.entry is None else f"{self.path}[{self.entry}]"
 
 
 def join(path: str, name: str) -> str:
-    """The path of what has a name, or a path, inside a module."""
+    """Join the path of a module and a name or path inside it."""
     return f"{path}.{name}" if path else name
 
 
 def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, nn.Module]:
-    """Every place that one path or many stand for, and its module.
+    """Map every place that matches one path or several to its module.
 
     Raises:
         LookupError: If a path matches nothing.
         ValueError: If two paths lead to one module, or there are none.
     """
-    found: dict[Place, nn.Module] = {}
+    places: dict[Place, nn.Module] = {}
     for pattern in [where] if isinstance(where, str) else where or ():
         path, entry = split_entry(caller, pattern)
         matches = list(matching(model, path))
         if not matches:
             raise no_match(caller, model, path)
-        found |= {Place(place, entry): module for place, module in matches}
-    if not found:
+        places |= {Place(name, entry): module for name, module in matches}
+    if not places:
         raise ValueError(f"{caller}: where names no place; fix: give one path at least.")
     paths: dict[int, str] = {}
-    for place, module in found.items():
+    for place, module in places.items():
         other = paths.setdefault(id(module), place.path)
         if other != place.path:
             raise ValueError(f'{caller}: "{other}" and "{place.path}" are one module; fix: name one of them.')
-    return found
+    return places
 
 
 def split_entry(caller: str, text: str) -> tuple[str, str | None]:
-    """`"fpn[pool]"` as `("fpn", "pool")`."""
+    """Split `"fpn[pool]"` into `("fpn", "pool")`."""
     match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
     if match is None:
         raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
@@ -136,21 +136,21 @@ def split_entry(caller: str, text: str) -> tuple[str, str | None]:
 
 
 def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose path matches; `*` stands for any part of one segment, and never for an addition."""
-    found = [("", model)]
+    """Iterate over modules whose path matches; `*` matches any part of one segment, but never an addition."""
+    matches = [("", model)]
     for segment in path.split(".") if path else ():
         form = re.compile(re.escape(segment).replace(r"\*", ".*"))
-        found = [
+        matches = [
             (join(prefix, name), child)
-            for prefix, module in found
+            for prefix, module in matches
             for name, child in module._modules.items()
             if child is not None and form.fullmatch(name) and not ("*" in segment and name == CHILD)
         ]
-    yield from found
+    yield from matches
 
 
 def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
-    """Word that a path matches nothing: the children where it goes astray, and the nearest paths."""
+    """Return the error for a path that matches nothing: children where the match ends, and the nearest paths."""
     segments = path.split(".")
     stems = [".".join(segments[:end]) for end in reversed(range(len(segments)))]
     stem, parent = next((stem, module) for stem in stems for _, module in matching(model, stem))

@@ -1,7 +1,7 @@
-"""Looking at a model while it runs once: what its places return, how often, and along which dimension channels lie.
+"""Run a model once and record what its modules return, and how often they are called.
 
-A probe leaves no trace: it runs in eval without gradients, and flags, buffers and random numbers are put back. Hooks
-and attributes that a model makes when it first runs, as those of transformers do, are taken away again.
+A probe leaves the model as it was: it runs in eval mode without gradients and restores flags, buffers and random
+numbers. Hooks and attributes that a model adds in its first run, as models of transformers do, are removed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farfield.nn.tracing import EnoughError, call, keep_random_numbers
 
 
 class Seen(NamedTuple):
-    """What a probe saw: how often each module was called, and what it returned first."""
+    """The record of a probe: how often each module was called, and the output of its first call."""
 
     calls: Counter[str]
     outputs: dict[str, Any]
@@ -33,20 +33,20 @@ def probe(
     stop_early: bool = False,
     change: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Seen:
-    """Run a model once and watch modules of it.
+    """Run a model once and record the calls and outputs of some modules.
 
     Args:
-        model: Left as it was.
+        model: The model, unchanged afterwards.
         example: A tensor, a tuple of arguments or a dict of named ones.
-        paths: Of the modules to watch.
-        stop_early: Whether to stop when each was called once, or when the model fails after that.
-        change: What to put in the place of what modules return, by their paths.
+        paths: Paths of the modules to record.
+        stop_early: Whether to stop once each module was called, and to ignore errors of the model.
+        change: Functions that replace the outputs of modules, by their paths.
 
     Returns:
-        What was seen.
+        The calls and first outputs.
 
     Raises:
-        Exception: Whatever the model raises, unless it may stop early.
+        Exception: Whatever the model raises, unless `stop_early`.
     """
     seen = Seen(Counter(), {})
     watched = dict.fromkeys(paths)
@@ -63,7 +63,7 @@ def probe(
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
         for path, function in (change or {}).items():
-            # Before all other hooks, so that these see what was put there.
+            # Before all other hooks, so that they see the changed output.
             hook = partial(replace_output, function)
             stack.enter_context(model.get_submodule(path).register_forward_hook(hook, prepend=True))
         for path in watched:
@@ -77,26 +77,26 @@ def probe(
 
 
 def replace_output(function: Callable[[Any], Any], module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Put what a function makes of an output in its place, as a forward hook."""
+    """Replace an output by a function of it, as a forward hook."""
     return function(outputs)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval, without gradients or autocast; then put all back, flags, buffers, hooks and random numbers."""
+    """Run in eval mode without gradients or autocast; then restore flags, buffers, hooks and random numbers."""
     modules = list(model.modules())
     names = [(module, set(vars(module)), hook_keys(module)) for module in modules]
     training = [module.training for module in modules]
     buffers = [(module, name, buffer, buffer.clone()) for module in modules for name, buffer in named_buffers(module)]
     kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
-        # Inference mode would make tensors that a host keeps for later unusable in training.
+        # Not inference mode: tensors that a host caches would then be unusable in training.
         stack.enter_context(torch.no_grad())
         stack.enter_context(keep_random_numbers(model))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         try:
-            # Flags are set one by one: a host's own `eval()` may do more, merge weights for example.
+            # Flags are set one by one: a host's own `eval()` may do more, for example merge weights.
             for module in modules:
                 module.training = False
             yield
@@ -110,12 +110,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def hook_keys(module: nn.Module) -> dict[str, set[Any]]:
-    """The keys of a module's hooks of each kind."""
+    """Return the keys of a module's hooks of each kind."""
     return {name: set(value) for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
 
 
 def drop_new(module: nn.Module, attributes: set[str], keys: Mapping[str, set[Any]]) -> None:
-    """Take away the attributes and hooks that a module did not have."""
+    """Delete the attributes and hooks that a module did not have before."""
     for name in vars(module).keys() - attributes:
         del vars(module)[name]
     for name, known in keys.items():
@@ -124,14 +124,15 @@ def drop_new(module: nn.Module, attributes: set[str], keys: Mapping[str, set[Any
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own buffers."""
+    """Iterate over a module's own buffers."""
     return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
 
 
 def put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
-    """Restore a buffer, the very tensor and its numbers.
+    """Restore a buffer: the same tensor object with the same numbers.
 
-    A buffer that is not saved and has grown is a cache, and the host remembers elsewhere how far it reaches: it stays.
+    A non-persistent buffer of another shape is a cache that has grown. It stays, because the host also stores its
+    length elsewhere.
     """
     now = module._buffers.get(name)
     if name in module._non_persistent_buffers_set and now is not None and now.shape != value.shape:

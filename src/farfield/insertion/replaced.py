@@ -1,7 +1,7 @@
-"""The attention modules of torch and timm with any row of the table in the place of their softmax.
+"""The attention modules of torch and timm with another operator instead of softmax.
 
 A replaced module is the same object with another class: its weights, its state-dict keys, its hooks and every reference
-to it stay. Query weights give the coefficients, key weights the basis.
+to it stay. The query weights give the coefficients, the key weights the basis.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.insertion.tokens import refuse_causal, valid_positions
+from farfield.insertion.tokens import causal_error, valid_positions
 from farfield.nn.tokens import attend_tokens
 from farfield.ops.table import Operator
 
 
 class TorchAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` that attends by any row; made by `replace_attention`."""
+    """`torch.nn.MultiheadAttention` with any operator; created by `replace_attention`."""
 
     operator: Operator
     operator_name: str
@@ -34,24 +34,24 @@ class TorchAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `torch.nn.MultiheadAttention` does, with its layouts and masks (True where a position is not heard).
+        """Attend with the layouts and masks of `torch.nn.MultiheadAttention` (True where a key is masked out).
 
-        Weights, which it gives by default as its host does, are the implied matrix of N² numbers:
-        `need_weights=False` is linear in the positions.
+        The weights, returned by default as in torch, are the implied matrix of N² numbers; `need_weights=False` is
+        linear in the positions.
         """
         caller = f"nn.MultiheadAttention replaced by {self.operator_name}"
         if query.is_nested or key.is_nested or value.is_nested:
             raise TypeError(
-                f"{caller}: nested tensors have no positions side by side; fix: encoder.use_nested_tensor = False in the "
+                f"{caller}: nested tensors are not supported; fix: encoder.use_nested_tensor = False in the "
                 f"TransformerEncoder around it, or a padded tensor and its key_padding_mask."
             )
         if is_causal:
-            raise refuse_causal(caller)
+            raise causal_error(caller)
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
         q, k, v = (split(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
-        valid = self.read_masks(caller, key_padding_mask, attn_mask, k)
+        valid = self.find_valid_keys(caller, key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
         positions, weights = attend_tokens(
             self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
@@ -63,19 +63,19 @@ class TorchAttention(nn.MultiheadAttention):
             return response, weights
         return response[0], None if weights is None else weights[0]
 
-    def read_masks(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
-        """Read the valid positions from a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
+    def find_valid_keys(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
+        """Return the valid keys under a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
         if padding is not None:
-            padding = attending(padding).reshape(-1, 1, 1, padding.shape[-1])
+            padding = invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
         if pairs is not None:
-            pairs = attending(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
+            pairs = invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
         valid, other = valid_positions(caller, padding, key), valid_positions(caller, pairs, key)
         if valid is None or other is None:
             return other if valid is None else valid
         return valid & other
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """The queries, keys and values of the host's weights, which are one matrix where channels are the same."""
+        """Project to queries, keys and values with the host's weights, one stacked matrix if the channels are equal."""
         weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
@@ -85,7 +85,7 @@ class TorchAttention(nn.MultiheadAttention):
 
 
 class TimmAttention(nn.Module):
-    """timm's ViT-style `Attention` that attends by any row; made by `replace_attention`."""
+    """timm's ViT-style `Attention` with any operator; created by `replace_attention`."""
 
     operator: Operator
     operator_name: str
@@ -99,10 +99,10 @@ class TimmAttention(nn.Module):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend as timm's `Attention` does: positions `(b, n, c)`, a mask that is True (or 0) where a pair attends."""
+        """Attend as timm's `Attention`: tokens `(b, n, c)`, a mask that is True (additive: 0) where a pair attends."""
         caller = f"timm's Attention replaced by {self.operator_name}"
         if is_causal:
-            raise refuse_causal(caller)
+            raise causal_error(caller)
         query, key, value = (split(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
@@ -121,10 +121,10 @@ class TimmAttention(nn.Module):
 
 
 def split(positions: Tensor, heads: int) -> Tensor:
-    """`(b, n, c)` to `(b, h, n, c/h)`, by view."""
+    """Return a view of `(b, n, c)` as `(b, h, n, c/h)`."""
     return positions.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def attending(mask: Tensor) -> Tensor:
-    """A mask of torch's, True where a pair does not attend, the other way round; an additive one as it is."""
+def invert_boolean(mask: Tensor) -> Tensor:
+    """Invert a boolean mask of torch, which is True where a pair does not attend; return an additive one unchanged."""
     return ~mask if mask.dtype == torch.bool else mask

@@ -1,9 +1,9 @@
-"""What attends where, in any network, without ever forming the matrix of all positions by all positions.
+"""Attention maps of any operator and network, without forming the N × N matrix.
 
-`attention_row` tells what one position takes from each position, `basis_masks` what each slot is made of, `axis_maps` what the
-indices of the axes take from each other, `norm_scales` what the norms have learned, `health` how loud attention is and
-what it learns from. `layers` finds the attention of a network and the grids it sees; `overlay` lays weights over an
-image.
+`attention_row` returns the weights of all positions for one query, `basis_masks` the weights of all positions in each
+slot, `axis_maps` the weights between the indices of the axes, `norm_scales` the learned scales of the norms. `health`
+measures the size of the responses and of the gradients of their projections. `layers` finds the attention modules of a
+network and the grids that they are called with; `overlay` draws weights over an image.
 """
 
 from farfield.maps.health import Health, health

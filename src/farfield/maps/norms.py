@@ -1,4 +1,4 @@
-"""What the norms inside attention have learned."""
+"""The learned scales of the norms inside attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ENTRY = "coefficient_norm.weight"
 
 
 def norm_scales(network: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the learned scales of all coefficient norms of a network, or of one of its checkpoints.
+    """Return the learned scales of all coefficient norms of a network, or of one of its checkpoints.
 
-    A scale is what a norm multiplies normed coefficients or responses by; it starts at 1. One a head where products are
-    normed (KAN), a large one making their softmax sharp; one a channel where responses are (SAN), 0 switching off what
-    the channel hears from afar. Read off one checkpoint after the other, they tell how much attention a network learns
-    to use.
+    A norm multiplies the normalised coefficients or responses by its scale, which starts at 1. There is one scale per
+    head where products are normalised (KAN): a large one makes their softmax sharp. There is one per channel where
+    responses are normalised (SAN): 0 switches off the response of the channel. The scales of a series of checkpoints
+    show how much attention a network learns to use.
 
     Args:
         network: A network, or its state dict, such as `torch.load(path)["state_dict"]`.

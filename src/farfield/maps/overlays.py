@@ -1,4 +1,4 @@
-"""Weights over an image, as an image."""
+"""Draw weights over an image."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 
 from farfield._checks import shape_error
 
-# What is far below the largest weight, half of it, and the largest: for weights above 0 and below.
+# Colours of a weight of 0, of half the largest and of the largest: WARM for positive weights, COLD for negative ones.
 WARM = ((0.16, 0.04, 0.20), (0.86, 0.24, 0.18), (1.0, 0.90, 0.45))
 COLD = ((0.03, 0.05, 0.14), (0.10, 0.30, 0.62), (0.55, 0.85, 1.0))
-# How much is left of the image where nothing is taken from it.
+# The brightness of the image where the weight is 0, by colour.
 DARK = (0.30, 0.32, 0.36)
 LUMINANCE = (0.299, 0.587, 0.114)
 
 
 def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Float[Tensor, "3 y x"]:
-    """Lay weights over an image: a glow where they are large, blue where they are negative, dark where there is none.
+    """Draw weights over an image: bright where they are large, blue where they are negative, dark where they are 0.
 
-    The image is darkened to grey and the weights are interpolated between the positions' centres. The glow is full where a
-    weight is among the largest hundredth, but for those below a quarter of the largest: a softmax can leave a position or
-    two above all others, and hide everything else. So two overlays compare shapes, not sizes.
+    The image is darkened to grey and the weights are interpolated between the centres of the positions. Colours are
+    full where a weight is among the largest hundredth and at least a quarter of the largest: after a softmax one or two
+    positions can be far above all others, which would otherwise not be visible. So two overlays compare shapes, not
+    sizes.
 
     Args:
         image: Colours in 0..1.
-        weights: A row of one head or of the mean of several, a basis mask, any map of positions; of any sides.
+        weights: An attention row of one head or the mean of several, a basis mask, any map of positions; of any size.
 
     Returns:
         The image, of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.
@@ -37,7 +38,7 @@ def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Flo
         ShapeError: If the image is not `(3, height, width)` or the weights are not `(height, width)`.
 
     Cost:
-        Some operations a pixel.
+        A few operations per pixel.
 
     Reference: FA Figure 2.
 
@@ -48,7 +49,7 @@ def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Flo
         torch.Size([3, 120, 160])
     """
     if image.dim() != 3 or image.shape[0] != 3 or weights.dim() != 2:
-        fix = "one image without a batch, and one map: row.mean(1)[0] is that of an average head."
+        fix = "one image without a batch, and one map: row.mean(1)[0] is the mean of the heads of the first sample."
         problem = "the image must be (3, height, width), the weights (height, width)."
         raise shape_error("overlay", problem, fix, image=image, weights=weights)
     weights = weights.detach().to(image)
@@ -63,7 +64,7 @@ def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Flo
 
 
 def ramp(anchors: tuple[tuple[float, ...], ...], values: Tensor) -> Tensor:
-    """Colours `(3, y, x)` of values in 0..1, interpolated between anchors at 0, 1/2 and 1."""
+    """Return colours `(3, y, x)` of values in 0..1, interpolated between anchors at 0, 1/2 and 1."""
     low, middle, high = (values.new_tensor(anchor)[:, None, None] for anchor in anchors)
     return torch.where(
         values < 0.5, torch.lerp(low, middle, 2 * values.expand(3, -1, -1)), torch.lerp(middle, high, 2 * values - 1)

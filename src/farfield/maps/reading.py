@@ -1,4 +1,4 @@
-"""What every map starts from: the grids that ask and answer, checked, and the queries and keys read from them."""
+"""The common start of all maps: checked query and key grids, and the queries and keys projected from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from farfield.ops.slots import Summary
 
 
 class Grids(NamedTuple):
-    """The two grids of one attention, in float32 at least, and their valid positions.
+    """The query grid and the key grid of one attention, in float32 at least, and their valid positions.
 
-    A map of 2^20 positions has weights of about 2^-20, which float16 has no digits for.
+    A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve.
     """
 
     query: Tensor
@@ -37,10 +37,10 @@ def read_grids(
     mask: Tensor | None,
     context_mask: Tensor | None,
 ) -> Grids:
-    """Check what a map is asked about, as the module's own call would."""
+    """Check the arguments of a map as the module checks those of a call; return the grids."""
     if not isinstance(attention, GridAttention):
         kind = type(attention).__name__
-        fix = "farfield.maps.layers(network, image) finds those of a network, with their grids."
+        fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
         raise TypeError(f"{caller}: attention must be a GridAttention, got {kind}; fix: {fix}")
     check_input(attention, grid, mask)
     if context is None:
@@ -53,28 +53,28 @@ def read_grids(
         fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
         problem = "grid and context must have the same batch."
         raise shape_error(caller, problem, fix, grid=grid, context=context)
-    grid, context = (own(positions).detach().to(accumulation(positions.dtype)) for positions in (grid, context))
-    mask, context_mask = (None if positions is None else own(positions) for positions in (mask, context_mask))
+    grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
+    mask, context_mask = (None if tensor is None else normal(tensor) for tensor in (mask, context_mask))
     return Grids(grid, mask, context, context_mask)
 
 
-def own(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one made in inference mode, which autograd refuses."""
+def normal(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode: autograd refuses inference tensors."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
     """Check that a position lies in a grid."""
     position, size = tuple(position), tuple(grid.shape[2:])
-    if len(position) != len(size) or any(not 0 <= index < side for index, side in zip(position, size, strict=True)):
-        middle = tuple(side // 2 for side in size)
+    if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
+        middle = tuple(length // 2 for length in size)
         fix = f"one index from 0 on each axis; the middle is {middle}."
         raise ShapeError(f"{caller}: position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
     return position
 
 
 def read_call(attention: GridAttention, grid: Tensor) -> Call:
-    """The operator with the projections of queries and keys as constants, and no norm but that of products."""
+    """Return the operator with detached projections of queries and keys, and with a norm only if it norms products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
     query, key = (
         Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
@@ -85,7 +85,7 @@ def read_call(attention: GridAttention, grid: Tensor) -> Call:
 
 
 def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor, Summary]:
-    """Queries of gathered positions with the scale of products, and their norm."""
+    """Return the queries of gathered positions, scaled and normed, and the summary, normed."""
     query = project_queries(call, gathered) * call.scale
     if call.norm is None:
         return query, summary
@@ -95,7 +95,7 @@ def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor
 
 @contextmanager
 def with_running_statistics(attention: GridAttention) -> Iterator[None]:
-    """Read a norm of products as it stands after training."""
+    """Put the norm of an attention in eval mode, and then back in the mode it was in."""
     norm = attention.coefficient_norm
     training = norm is not None and norm.training
     try:

@@ -1,4 +1,4 @@
-"""Rows of the implied attention matrix: what one position takes from each position, by any operator."""
+"""Rows of the implied attention matrix of any operator: the weights of all positions for one query."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def attention_row(
     mask: Bool[Tensor, " b *m"] | None = None,
     context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h *n"]:
-    """Tell how much one asking position takes from each answering position.
+    """Return the weight of each key position for the query of one position.
 
     `row_j = ∂ response_position / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
     row of the attention matrix, also of operators that never form one.
 
-    Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the spatial dims); those of siamese,
-    averaged, dot and factorized have any sum and sign. The norm of responses and the linear maps of values and outputs,
-    which act on channels, are left out. Max pooling, which takes each value channel from a position of its own, spreads a
-    window's share over its valid positions evenly.
+    Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the number of spatial dims); those of
+    siamese, averaged, dot and factorized have any sum and sign. The norm of responses and the projections of values and
+    outputs, which act on channels, are left out. Max pooling takes each value channel from its own position; here the
+    weight of a window is spread evenly over its valid positions.
 
     Args:
-        attention: The module; a norm of its coefficients is read with its running statistics.
-        grid: The asking grid.
-        position: The index of the asking position on each axis.
-        context: The answering grid; the asking one by default.
-        mask: The asking grid's valid positions.
-        context_mask: The context's valid positions; what is not valid has weight 0.
+        attention: The module; a norm of its coefficients uses its running statistics.
+        grid: The query grid.
+        position: The index of the query position on each axis.
+        context: The grid that keys and values come from; by default the query grid.
+        mask: The valid positions of the query grid.
+        context_mask: The valid positions of the context; others have weight 0.
 
     Returns:
-        `(b, heads, *n)`, the row as a grid over the answering positions, in float32 at least.
+        `(b, heads, *n)`, the row as a grid over the key positions, in float32 at least.
 
     Raises:
         ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
-        TypeError: If `attention` is no `GridAttention`.
+        TypeError: If `attention` is not a `GridAttention`.
 
     Cost:
-        One forward and one backward pass of a grid with one value channel a head: memory grows with the grid.
+        One forward and one backward pass with one value channel per head: memory grows with the grid.
 
     Reference: FA Figure 2.
 
@@ -64,19 +64,19 @@ def attention_row(
     """
     grids = read_grids("attention_row", attention, grid, context, mask, context_mask)
     index, query, query_mask = read_position("attention_row", position, grid), grids.query, grids.query_mask
-    if attention.operator.queries_from.side_by_side:  # no other position has to ask
-        for axis, place in enumerate(index):
-            query = query.narrow(axis + 2, place, 1)
-            query_mask = query_mask if query_mask is None else query_mask.narrow(axis + 1, place, 1)
+    if attention.operator.queries_from.side_by_side:  # queries of other positions are not needed
+        for axis, start in enumerate(index):
+            query = query.narrow(axis + 2, start, 1)
+            query_mask = query_mask if query_mask is None else query_mask.narrow(axis + 1, start, 1)
         index = (0,) * len(index)
     key, masks = grids.key, {"mask": grids.key_mask, "query_mask": query_mask}
-    # What is left of the graph is the way of the values: queries and keys are constants.
+    # Only the values are part of the graph: queries and keys are constants.
     with with_running_statistics(attention), full_precision(key), torch.no_grad():
         value = key.new_ones(len(key), attention.heads, *key.shape[2:]).requires_grad_()
         call = read_call(attention, key)
         with torch.enable_grad():
             response = attend(call, query, key, value, **masks)
-            for place in index:
-                response = response.select(2, place)
+            for start in index:
+                response = response.select(2, start)
             (weights,) = torch.autograd.grad(response.sum(), value)
     return weights

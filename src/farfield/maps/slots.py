@@ -1,4 +1,4 @@
-"""What the slots are made of and who reads them: basis masks, and what the indices of the axes take from each other."""
+"""Basis masks, the weights of positions in the slots; and axis maps, the weights between the indices of the axes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from farfield.ops.summary import summarize
 def basis_masks(
     attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None
 ) -> Float[Tensor, "b h r *n"]:
-    """Tell how much each answering position weighs in each slot.
+    """Return the weight of each key position in each slot.
 
     `mask_rj = basis_r(k_j) / per_r`: a slot is Σ_j mask_rj v_j, and the attention row of a position is
-    Σ_r coefficients_r(q_i) mask_r, the masks of all slots mixed by the position's own coefficients.
+    Σ_r coefficients_r(q_i) mask_r, the masks of all slots weighted by the position's coefficients.
 
-    The masks are all that an operator with a basis ever attends to; positions differ only in how they mix them. Those of
+    All queries of an operator with a basis share these masks and differ only in their coefficients. The masks of
     factorized_gaussian sum to 1, those of factorized, averaged and siamese have any sum and sign.
 
     Args:
         attention: The module, of an operator with a basis.
-        grid: The answering grid.
-        mask: Its valid positions; others weigh 0.
+        grid: The grid that keys and values come from.
+        mask: Its valid positions; others have weight 0.
 
     Returns:
-        `(b, heads, slots, *n)`, in float32 at least: slots are key channels a head, or the terms of siamese.
+        `(b, heads, slots, *n)`, in float32 at least: slots are the key channels of a head, or the terms of siamese.
 
     Raises:
-        ValueError: If the operator has no basis: each position, or each index of an axis, is a slot of its own there.
+        ValueError: If the operator has no basis: each position, or each index of an axis, is its own slot.
         ShapeError: If the grid or the mask does not fit the module.
 
     Cost:
-        One projection of the keys; no MACs beside, and as many numbers as the keys have.
+        One projection of the keys, no other MACs, and as many numbers as the keys have.
 
     Reference: FA Figure 7, FA Figure 1.
 
@@ -56,25 +56,25 @@ def basis_masks(
         (torch.Size([1, 2, 4, 5, 7]), True)
     """
     grids = read_grids("basis_masks", attention, grid, None, mask, None)
-    row = attention.operator
-    if row.basis is None:
-        slots, fix = "position", "maps.attention_row for what one position takes from each."
-        if not row.keys_from.side_by_side:
-            slots, fix = "index of each axis", "maps.axis_maps for what is taken from them."
+    operator = attention.operator
+    if operator.basis is None:
+        slots, fix = "position", "maps.attention_row, the weights of all positions for one query."
+        if not operator.keys_from.side_by_side:
+            slots, fix = "index of each axis", "maps.axis_maps, the weights of these indices."
         raise ValueError(
-            f"basis_masks: {attention.operator_name} has no basis, each {slots} is a slot of its own; fix: {fix}"
+            f"basis_masks: {attention.operator_name} has no basis, each {slots} is its own slot; fix: {fix}"
         )
     with torch.no_grad(), full_precision(grids.key):
-        gathered = row.keys_from.gather(grids.key, grids.key_mask)
+        gathered = operator.keys_from.gather(grids.key, grids.key_mask)
         key, valid = project_keys(read_call(attention, grids.key), gathered), gathered.valid
-        basis, peak = row.basis(key, valid[:, None])  # (b, h, r, n)
+        basis, peak = operator.basis(key, valid[:, None])  # (b, h, r, n)
         weights = (basis * valid[:, None]).sum(-1, keepdim=True)
         summary = Summary(weights, weights, valid[:, None].sum(-1, keepdim=True), None, peak)
-        masks = basis / row.per(key, summary)
-        # Of a pooled position the weight goes to its window, of a sum to its terms, of a masked position nowhere.
+        masks = basis / operator.per(key, summary)
+        # The adjoint of the gather: the weight of a pooled position goes to its window, that of a sum to its terms.
         value = masks.new_ones(()).expand(len(grid), masks.shape[1] * masks.shape[2], *grid.shape[2:])
         with torch.enable_grad():
-            positions = row.keys_from.gather(value.requires_grad_(), grids.key_mask).positions
+            positions = operator.keys_from.gather(value.requires_grad_(), grids.key_mask).positions
         (masks,) = torch.autograd.grad(positions, value, masks.flatten(1, 2))
     return masks.unflatten(1, basis.shape[1:3])
 
@@ -88,34 +88,33 @@ def axis_maps(
     mask: Bool[Tensor, " b *m"] | None = None,
     context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h a s"]:
-    """Tell how much is taken from the mean of each index of each axis, by operators that answer with axis means.
+    """Return the weight of the mean of each index of each axis, for operators whose keys and values are axis means.
 
-    `map_as = softmax_s(k̄_sᵀ q_a)`, with k̄ the axis means of the keys and q̄ or q what asks.
+    `map_as = softmax_s(k̄_sᵀ q_a)`, with k̄ the axis means of the keys and q_a a query: an axis mean or a position.
 
-    Under kronecker_qkv the indices of the axes ask, and a position's response is the sum of one of each axis (less what
-    they have in common more than once, which no index has to itself, and which is not shown); under
-    kronecker_kv every position asks for itself, so that one has to be named. The columns are the axes side by side, in the
-    grid's order: for an image Σ size = height + width, `map.split(sides, -1)` takes them apart.
+    Under kronecker_qkv the queries are axis means too, and the response of a position is the sum of the responses of
+    its index on each axis (less their common mean where it is counted more than once, which is not shown). Under
+    kronecker_kv every position has its own query, so `position` is needed. The columns are the axes one after the
+    other, in the grid's order: for an image Σ size = height + width, and `map.split(size, -1)` separates them.
 
     Args:
-        attention: The module; a norm of its coefficients is read with its running statistics.
-        grid: The asking grid.
-        position: The index of the asking position on each axis; None, under kronecker_qkv only, lets all indices ask.
-        context: The answering grid; the asking one by default.
-        mask: The asking grid's valid positions.
-        context_mask: The context's valid positions; an index without one has weight 0.
+        attention: The module; a norm of its coefficients uses its running statistics.
+        grid: The query grid.
+        position: The index of the query position on each axis; None, under kronecker_qkv only, for all indices.
+        context: The grid that keys and values come from; by default the query grid.
+        mask: The valid positions of the query grid.
+        context_mask: The valid positions of the context; an index without one has weight 0.
 
     Returns:
-        `(b, heads, a, Σ n)`, in float32 at least: a = 1 for a position of kronecker_kv; for kronecker_qkv one index of each
-        axis, or without a position all Σ m of them.
+        `(b, heads, a, Σ n)`, in float32 at least: a = 1 for a position of kronecker_kv; for kronecker_qkv one index of
+        each axis, or without a position all Σ m of them.
 
     Raises:
-        ValueError: If the operator does not answer with axis means, or a position is missing.
+        ValueError: If keys and values of the operator are not axis means, or a position is missing.
         ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
 
     Cost:
-        a·c·Σ n MACs, and the axis means; Σ m · Σ n numbers at most, which is rank² · N for a square grid of
-        rank 2.
+        a·c·Σ n MACs, and the axis means; Σ m · Σ n numbers at most, which is 4·N for a square image of N positions.
 
     Reference: KAN Eq. 16, KAN Eq. 17.
 
@@ -128,9 +127,9 @@ def axis_maps(
         >>> maps.shape, rows.shape, columns.shape
         (torch.Size([1, 1, 12, 12]), torch.Size([1, 1, 12, 5]), torch.Size([1, 1, 12, 7]))
     """
-    row = attention.operator if isinstance(attention, GridAttention) else None
-    if row is not None and (row.keys_from.side_by_side or row.basis is not None):
-        fix = "attention_row" if row.basis is None else "basis_masks"
+    operator = attention.operator if isinstance(attention, GridAttention) else None
+    if operator is not None and (operator.keys_from.side_by_side or operator.basis is not None):
+        fix = "attention_row" if operator.basis is None else "basis_masks"
         raise ValueError(
             f"axis_maps: {attention.operator_name} does not attend to the means of axes; fix: maps.{fix}, or one of "
             f"kronecker_kv, kronecker_qkv."
@@ -140,8 +139,8 @@ def axis_maps(
         position = read_position("axis_maps", position, grid)
     elif attention.operator.queries_from.side_by_side:
         raise ValueError(
-            f"axis_maps: under {attention.operator_name} every position asks for itself; fix: name one, "
-            f"axis_maps(attention, grid, {tuple(side // 2 for side in grid.shape[2:])})."
+            f"axis_maps: under {attention.operator_name} every position has its own query; fix: give a position, "
+            f"axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])})."
         )
     with torch.no_grad(), full_precision(grids.key):
         return axis_weights(attention, grids, position)
@@ -149,18 +148,18 @@ def axis_maps(
 
 def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ...] | None) -> Tensor:
     """See `axis_maps`."""
-    row, size = attention.operator, grids.query.shape[2:]
-    call, sums = read_call(attention, grids.key), row.keys_from.gather(grids.key, grids.key_mask)
+    operator, size = attention.operator, grids.query.shape[2:]
+    call, sums = read_call(attention, grids.key), operator.keys_from.gather(grids.key, grids.key_mask)
     key, ones = project_keys(call, sums), sums.valid[:, None]
-    asking, asked = row.queries_from.gather(grids.query, grids.query_mask)
+    queries, valid = operator.queries_from.gather(grids.query, grids.query_mask)
     if position is not None:
-        # An index on each axis, where the axes stand side by side; or one of all positions, in their order.
-        places = [sum(size[:axis]) + index for axis, index in enumerate(position)]
-        if row.queries_from.side_by_side:
-            places = [sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))]
-        asking, asked = asking[..., places], asked[..., places]
-    summary = summarize(row, key, ones, ones, grids.key_mask is None)
+        # One index of each axis, in the concatenation of all axes; or one index of all positions, in their order.
+        columns = [sum(size[:axis]) + index for axis, index in enumerate(position)]
+        if operator.queries_from.side_by_side:
+            columns = [sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))]
+        queries, valid = queries[..., columns], valid[..., columns]
+    summary = summarize(operator, key, ones, ones, grids.key_mask is None)
     with with_running_statistics(attention):
-        query, summary = read_query(call, Gathered(asking, asked), summary)
-    shares = row.coefficients(query, summary) * summary.weights / row.per(query, summary)  # (b, h, Σ n, a)
+        query, summary = read_query(call, Gathered(queries, valid), summary)
+    shares = operator.coefficients(query, summary) * summary.weights / operator.per(query, summary)  # (b, h, Σ n, a)
     return shares.mT

@@ -1,4 +1,4 @@
-"""The papers' networks, by function, by name, and from saved files."""
+"""The networks of the papers: built by function or by name, or loaded from saved files."""
 
 from farfield.models.bert import Bert
 from farfield.models.bert_weights import load_hugging_face

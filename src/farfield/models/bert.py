@@ -1,4 +1,4 @@
-"""BERT with any row of the table as its attention: conventional, or FA's factorized Transformer."""
+"""BERT with any operator as its attention: conventional, or FA's factorized Transformer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ EPSILON, DEVIATION = 1e-12, 0.02
 
 
 class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask"):
-    """Read words, and give each place one logit a word of the vocabulary, or all places one vector.
+    """Encode words; return a logit for each token and word of the vocabulary, or one vector for each text.
 
     `tokens = norm(words + positions + types)`, `layers` times `nn.TransformerLayer`, then the head
 
-    The shapes are BERT's, for every operator: weights of a conventional BERT fill a factorized one, whose coefficients
-    and basis are its queries and keys (`weights`, `models.load_hugging_face`). It computes another function then, and
-    needs training. The word head is tied: it multiplies by the embedding of the words.
+    The shapes are BERT's for every operator: a factorized BERT loads the weights of a conventional one, whose queries
+    and keys become coefficients and basis (`weights`, `models.load_hugging_face`). It then computes another function
+    and needs training. The word head is tied: it multiplies by the embedding of the words.
 
     Args:
         model: The name under which it is saved: `"bert_base"`, `"bert_large"` or `"bert_small"`.
-        operator: A name of `ops.OPERATORS` or an `Operator`; products under a softmax are divided by the root of a
-            head's channels, as transformers do, others are not.
-        head: `"words"`, for masked language models, or `"pooled"`, a layer and tanh of the first token.
-        vocabulary: Words.
-        positions: Tokens a text can have at most.
-        channels: Of each token; the feed-forward layers have four times as many.
-        layers: How many.
-        heads: Of the attention.
-        dropout: Of embeddings and of what each layer adds, in training.
-        attention_dropout: See `nn.TransformerLayer`; BERT's own is 0.1, which forms N×N numbers for `"softmax"`.
+        operator: A name of `ops.OPERATORS` or an `Operator`. Products under a softmax are divided by the square root
+            of a head's channels, as in transformers; others are not.
+        head: `"words"`, for masked language models, or `"pooled"`, a linear layer and tanh of the first token.
+        vocabulary: Number of words.
+        positions: Maximal number of tokens of a text.
+        channels: Channels of each token; the feed-forward layers have four times as many.
+        layers: Number of layers.
+        heads: Heads of the attention.
+        dropout: Dropout, in training, of the embeddings and of each layer's residual branches.
+        attention_dropout: See `nn.TransformerLayer`; BERT uses 0.1, which forms N×N numbers for `"softmax"`.
 
     Raises:
         LookupError: For an unknown operator or head.
@@ -57,7 +57,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         torch.Size([2, 50, 1000])
     """
 
-    # What a model card counts is a text, and not an image.
+    # A model card counts the MACs of a text, not of an image.
     reads_words = True
 
     def __init__(
@@ -97,10 +97,10 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as BERT does, from a normal distribution cut at two deviations, and attention as it does itself.
+        """Draw weights as BERT, from a normal distribution truncated at two deviations; attention draws its own.
 
-        At 768 channels a deviation of 0.02 leaves half of what a projection reads, at 128 a fifth, and of attention,
-        which is up to cubic in its projections, nearly nothing.
+        With a deviation of 0.02 a projection scales its input by about a half at 768 channels and by a fifth at 128;
+        attention, which is up to cubic in its projections, would output nearly nothing.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -111,13 +111,13 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             cast(TransformerLayer, layer).attention.reset_parameters()
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The text whose MACs a model card counts, in tokens."""
+        """Return the shape of the text whose MACs a model card counts, in tokens."""
         return (min(side, self.positions.num_embeddings),)
 
     def encode(
         self, words: Int[Tensor, "b n"], *, mask: Bool[Tensor, "b n"] | None = None, types: Tensor | None = None
     ) -> Float[Tensor, "b n c"]:
-        """Return what the last layer says of each token; `types`: 0 or 1, which of two texts it is in."""
+        """Return the last layer's output for each token; `types` is 0 or 1, for the first or second text."""
         if words.dim() != 2 or words.is_floating_point():
             raise shape_error(self.name, "words must be whole numbers (batch, tokens).", "words[None].", words=words)
         longest = self.positions.num_embeddings
@@ -143,14 +143,14 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         """Return the logits of the words, or the pooled vectors.
 
         Args:
-            words: Numbers of the vocabulary.
-            mask: True where a token is valid; others may be any words and change nothing.
+            words: Indices into the vocabulary.
+            mask: True where a token is valid; the words at other positions change nothing.
             types: Which of two texts a token is in, 0 or 1; 0 by default.
-            chosen: Where logits are wanted; training asks for the masked tokens alone, a seventh of the work and
-                memory. Everywhere by default; the pooled head reads the first token whatever it says.
+            chosen: Where logits are computed, everywhere by default. Training needs them at the masked tokens only, a
+                seventh of the work and memory. The pooled head ignores it and uses the first token.
 
         Returns:
-            `(b, n, vocabulary)`, or `(tokens chosen, vocabulary)`; of the pooled head `(b, channels)`.
+            `(b, n, vocabulary)`, or `(tokens chosen, vocabulary)`; with the pooled head `(b, channels)`.
 
         Raises:
             ShapeError: If there are more tokens than positions.
@@ -162,7 +162,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
 
 
 class WordHead(nn.Module):
-    """BERT's masked-language head: a layer, GELU, a norm, products with the embedding of the words, and a bias."""
+    """BERT's masked-language head: a linear layer, GELU, a norm, products with the word embedding, and a bias."""
 
     def __init__(self, channels: int, vocabulary: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class WordHead(nn.Module):
 
 
 class Pooled(nn.Module):
-    """BERT's pooler: a layer and tanh of the first token."""
+    """BERT's pooler: a linear layer and tanh of the first token."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -196,10 +196,10 @@ def bert_base(
     attention_dropout: float = 0.0,
     weights: str | Path | None = None,
 ) -> Bert:
-    """Build BERT base, of 12 layers and 768 channels, with any operator.
+    """Build BERT base, with 12 layers and 768 channels, and any operator.
 
-    The arguments are `Bert`'s, and `weights`: a file of Hugging Face's BERT (`model.safetensors`,
-    `pytorch_model.bin`) or of our own; None draws them at random.
+    The arguments are those of `Bert`, and `weights`: a weights file of Hugging Face's BERT (`model.safetensors`,
+    `pytorch_model.bin`) or of a farfield `Bert`; None draws them at random.
 
     Reference: Devlin et al. 2019.
 
@@ -224,7 +224,7 @@ def bert_large(
     attention_dropout: float = 0.0,
     weights: str | Path | None = None,
 ) -> Bert:
-    """Build BERT large, of 24 layers, 1024 channels and 16 heads, with any operator.
+    """Build BERT large, with 24 layers, 1024 channels and 16 heads, and any operator.
 
     The arguments are those of `bert_base`.
 

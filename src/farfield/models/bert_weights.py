@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's BERT in ours: the same shapes under other names."""
+"""Load weights of Hugging Face's BERT into `Bert`: the same shapes under other names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farfield.models.storage import read_weights
 
 Network = TypeVar("Network", bound=nn.Module)
 
-# Parts of our names -> those of Hugging Face's.
+# Parts of the names in `Bert` -> those of Hugging Face.
 EMBEDDINGS = {
     "words": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -34,25 +34,25 @@ HEAD = {
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.dense": "pooler.dense",
 }
-# Files that TensorFlow's checkpoints were converted to name the two parameters of a norm so.
+# Names of the two parameters of a norm in files converted from TensorFlow checkpoints -> current names.
 OLD = {".gamma": ".weight", ".beta": ".bias"}
 
 
 def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network:
     """Copy the weights of Hugging Face's `BertForMaskedLM`, `BertForPreTraining` or `BertModel` into a network.
 
-    Queries, keys and values become coefficients, basis and values where the operator is a factorized one. Of the state
-    dict what this network has no place for is left: the other head, the tied copy of the embedding.
+    For a factorized operator queries, keys and values become coefficients, basis and values. Entries of the state dict
+    that this network does not have are ignored: the other head, the tied copy of the embedding.
 
     Args:
         net: The network, a `Bert`, changed in place.
-        state_dict: Of the model, or of a file of it.
+        state_dict: The state dict of the model, or the contents of its weights file.
 
     Returns:
         The network.
 
     Raises:
-        ValueError: If something is missing or of another shape; nothing is copied then.
+        ValueError: If a tensor is missing or has another shape; nothing is copied then.
 
     Example:
         >>> import transformers
@@ -63,8 +63,8 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
         >>> models.load_hugging_face(net, theirs.state_dict()) is net
         True
     """
-    theirs = {renewed(name): tensor for name, tensor in state_dict.items()}
-    own, found = net.state_dict(), {}
+    theirs = {modernize_name(name): tensor for name, tensor in state_dict.items()}
+    own, tensors = net.state_dict(), {}
     problems = []
     for name, mine in own.items():
         source = source_of(name)
@@ -74,19 +74,19 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
         elif tensor.shape != mine.shape:
             problems.append(f"{source} is {tuple(tensor.shape)} and not {tuple(mine.shape)}")
         else:
-            found[name] = tensor
+            tensors[name] = tensor
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"load_hugging_face: for {net.name} the state dict must be that of a BERT of its sizes: "
             f"{'; '.join(problems[:3])}{more}. fix: the vocabulary, positions, channels and layers of its config."
         )
-    net.load_state_dict(found)
+    net.load_state_dict(tensors)
     return net
 
 
-def renewed(name: str) -> str:
-    """A name of Hugging Face's without the model it is part of, as today's versions have it."""
+def modernize_name(name: str) -> str:
+    """Return a name of Hugging Face without its model prefix, as in current versions."""
     name = name.removeprefix("bert.")
     for old, new in OLD.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
@@ -94,7 +94,7 @@ def renewed(name: str) -> str:
 
 
 def source_of(name: str) -> str:
-    """The name of Hugging Face's for one of ours."""
+    """Return the name of Hugging Face for a name in `Bert`."""
     if name == "head.bias":
         return "cls.predictions.bias"
     module, _, leaf = name.rpartition(".")
@@ -105,11 +105,11 @@ def source_of(name: str) -> str:
 
 
 def fill_from_file(net: Network, path: Path) -> Network:
-    """Copy a file's weights into a network: Hugging Face's, or our own `model.safetensors`.
+    """Copy a file's weights into a network: Hugging Face's, or a `model.safetensors` of farfield.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or another network's.
+        ValueError: If it is damaged, or from another network.
     """
     tensors = read_weights(cast(str, net.name), path)
     if set(tensors) == set(net.state_dict()):

@@ -1,4 +1,4 @@
-"""The card of a saved model: what it is, what it costs, what it was trained on and how well, as README.md."""
+"""The model card of a saved model, as README.md: operators, costs, training data and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farfield.cost import count
 from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
-UNKNOWN = "Not recorded. Say it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
+UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
 
 
 def write_card(
@@ -26,18 +26,18 @@ def write_card(
     training_data: str | None,
     metrics: Mapping[str, float] | None,
 ) -> str:
-    """Word the card of a network.
+    """Return the model card of a network.
 
     Args:
-        net: A network of the configuration, whose numbers are not read.
+        net: A network of the configuration; the values of its weights are not used.
         config: The model's name and arguments.
         header: The card's metadata, as YAML.
-        image_size: Side of the image or volume, or tokens of the text, whose MACs are counted.
-        training_data: What it was trained on, None if that is not known.
-        metrics: Name -> what was measured, None if nothing is known.
+        image_size: Side length of the image or volume, or number of tokens of the text, whose MACs are counted.
+        training_data: What it was trained on, None if unknown.
+        metrics: Name -> measured value, None if unknown.
 
     Returns:
-        The text, sealed: `is_edited` tells whether somebody has changed it.
+        The text with a check sum, by which `is_edited` detects changes.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]
@@ -60,13 +60,13 @@ def write_card(
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())
     parts = [
         f"---\n{header}\n---\n# {config['model']}",
-        "A network of farfield, global attention whose cost grows with the grid and not with its square.",
+        "A network of farfield: global attention whose cost is linear in the positions, not quadratic.",
         '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         f"## Training data\n\n{training_data or UNKNOWN.format(entry=repr('training_data'))}",
         f"## Metrics\n\n{results or UNKNOWN.format(entry=repr('metrics'))}",
     ]
-    return sealed("\n\n".join(parts) + "\n\n")
+    return seal("\n\n".join(parts) + "\n\n")
 
 
 def operators_of(net: nn.Module) -> list[str]:
@@ -74,17 +74,17 @@ def operators_of(net: nn.Module) -> list[str]:
     return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
 
 
-def sealed(text: str) -> str:
-    """Close a text with its check sum, by which an edited card is told from one that can be written again."""
+def seal(text: str) -> str:
+    """Append the check sum of a text, which distinguishes an edited card from one that can be overwritten."""
     return (
         f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
     )
 
 
 def is_edited(path: Path) -> bool:
-    """Whether there is a card that is not as it was written."""
+    """Whether there is a card that was changed since it was written."""
     if not path.exists():
         return False
     content = path.read_bytes()
     text = content[: content.rfind(b"<!-- ")].decode(errors="replace")
-    return content != sealed(text).encode()
+    return content != seal(text).encode()

@@ -1,4 +1,4 @@
-"""The networks by name, saved networks by path, and the same names for timm."""
+"""The networks by name, saved networks by path, and registration of the names with timm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class Builder(Protocol):
-    """What every name of `CLASSIFIERS` is: a function of these arguments, all optional; see `CompactNet`."""
+    """The signature of every function in `CLASSIFIERS`, all arguments optional; see `CompactNet`."""
 
     __name__: str
 
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 
 class Catalog(dict[str, T]):
-    """A dictionary that answers a wrong name with the nearest ones."""
+    """A dictionary whose error for an unknown name lists the nearest names."""
 
     def __missing__(self, name: str) -> T:
         raise unknown("models.MODELS", "model", name, self)
 
 
 def builder(name: str, what: str) -> Builder:
-    """Make the builder of one row of `VARIANTS`: a function that pickles and that YAML can name."""
+    """Make the builder of one entry of `VARIANTS`: a function that pickles and that YAML can name."""
 
     def build(
         *,
@@ -78,9 +78,9 @@ def kanet(
     strides: Sequence[int] | None = None,
     dropout: float = 0.2,
 ) -> CompactNet:
-    """Build KANet, its attention blocks with any operator: a name of `ops.OPERATORS` or an `Operator`.
+    """Build KANet, of Kronecker attention networks (KAN, KDD 2020), with any operator in its attention blocks.
 
-    The other arguments are `CompactNet`'s.
+    `operator` is a name of `ops.OPERATORS` or an `Operator`. The other arguments are `CompactNet`'s.
 
     Reference: KAN Table 1.
 
@@ -111,7 +111,7 @@ def sanet(
     strides: Sequence[int] | None = None,
     dropout: float = 0.2,
 ) -> CompactNet:
-    """Build SANet, its attention blocks with any operator: KANet's architecture, with another default.
+    """Build SANet, with any operator in its attention blocks: the architecture of KANet with another default.
 
     The other arguments are `CompactNet`'s.
 
@@ -176,7 +176,7 @@ def senet(
     )
 
 
-# The compact networks: what classifies images, and what timm knows by these names.
+# The compact networks for image classification, which `register_timm` registers under these names.
 CLASSIFIERS: dict[str, Builder] = Catalog(
     mobilenet_v2=mobilenet_v2,
     mobilenet_v2_kronecker_kv=mobilenet_v2_kronecker_kv,
@@ -219,7 +219,7 @@ FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
 FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
 FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
-# timm's register_model adds names to a module's __all__, or makes one of them alone: it finds them here already.
+# timm's register_model appends names to this module's __all__, or creates it; here it already has them all.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
 
@@ -232,21 +232,21 @@ def from_pretrained(
     local_files_only: bool = False,
     force_download: bool = False,
 ) -> nn.Module:
-    """Rebuild the model that `save_pretrained` wrote, from its name, arguments and weights; in eval mode, on the CPU.
+    """Rebuild a model saved by `save_pretrained` from its name, arguments and weights; in eval mode, on the CPU.
 
-    Nothing is executed: the name is looked up in `MODELS`, the weights are safetensors.
+    No code from the files is executed: the name is looked up in `MODELS`, the weights are safetensors.
 
     Args:
         path_or_repo: A folder, or a repository of the Hugging Face Hub.
         revision: Branch, tag or commit of the repository.
         cache_dir: Where downloads are kept.
         token: For private repositories.
-        local_files_only: Whether only what was downloaded before is used.
+        local_files_only: Whether to use only files downloaded before.
         force_download: Whether to download again.
 
     Raises:
-        OSError: If the files are not there.
-        ValueError: If one of them is damaged, or they are not of one model.
+        OSError: If the files are missing.
+        ValueError: If one of them is damaged, or they belong to different models.
         LookupError: If the model's name is unknown.
 
     Example:
@@ -263,7 +263,7 @@ def from_pretrained(
 
 
 def rebuild(config: dict[str, Any]) -> nn.Module:
-    """Build the untrained model of a saved configuration."""
+    """Build the model of a saved configuration, without its weights."""
     build = FAMILIES.get(config["model"])
     if build is None:
         raise unknown("models.from_pretrained", "model", config["model"], FAMILIES)
@@ -273,13 +273,13 @@ def rebuild(config: dict[str, Any]) -> nn.Module:
 
 
 def register_timm() -> list[str]:
-    """Make every name of `CLASSIFIERS` known to timm, and so to what finds its encoders there.
+    """Register every name of `CLASSIFIERS` with timm, and so with libraries that take their encoders from timm.
 
     `timm.create_model(name, …)` then takes timm's num_classes, in_chans, drop_rate, drop_path_rate, global_pool,
-    output_stride, features_only and out_indices, and `CompactNet`'s width, strides, operator and reduction. What it
-    builds has `forward_intermediates`, `set_grad_checkpointing`, and `group_matcher` for learning rates that decay from
-    layer to layer; it can not be scripted. No pretrained weights are published, so `pretrained=True` is an error of
-    timm's. Calling it again changes nothing.
+    output_stride, features_only and out_indices, and the width, strides, operator and reduction of `CompactNet`. The
+    model has `forward_intermediates`, `set_grad_checkpointing`, and `group_matcher` for layer-wise learning rate decay;
+    it cannot be scripted. No pretrained weights are published, so timm raises an error for `pretrained=True`. Calling
+    this function again changes nothing.
 
     Returns:
         The names.
@@ -300,7 +300,7 @@ def register_timm() -> list[str]:
 
 
 def timm_entry(name: str) -> Callable[..., nn.Module]:
-    """Make the function that timm calls for a name, with timm's names for the arguments."""
+    """Make timm's entry point for a name, with timm's argument names."""
 
     def build(
         *, in_chans: int = 3, drop_rate: float = 0.2, drop_path_rate: float = 0.0, **arguments: Any

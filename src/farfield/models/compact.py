@@ -1,6 +1,6 @@
-"""MobileNetV2, KANet, SANet and every variant and ablation of the two papers: one table of stages, one of variants.
+"""MobileNetV2, KANet, SANet and every variant and ablation of the two papers: a table of stages and one of variants.
 
-Letters as in the papers: r expansion, out output channels, n blocks in the row, s stride of the row's first block.
+Letters as in the papers: r expansion, out output channels, n blocks of a table row, s stride of the row's first block.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ STAGES = (
     Stage(r=6, out=160, n=2, s=1, kind="attention"),
     Stage(r=6, out=320, n=1, s=1, kind="attention"),
 )
-# Channels of the 3x3 convolution before the rows (stride 2) and of the 1x1 convolution after them.
+# Channels of the 3x3 convolution before the stages (stride 2) and of the 1x1 convolution after them.
 STEM, HEAD = 32, 1280
 STRIDES = (2, *(stage.s for stage in STAGES if stage.s > 1))
-# The rows after which the sides halve, and the last: their grids are the pyramid.
+# The rows of `STAGES` before each halving of the size, and the last: their grids are the pyramid.
 PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
 
 
 class Variant(NamedTuple):
-    """Which block stands in the base rows, which in the attention rows, and what the latter's global path is."""
+    """The block of the base rows, the block of the attention rows, and the global path of the latter."""
 
     base: str
     attention: str
@@ -81,23 +81,23 @@ VARIANTS = {
 
 
 class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag="image-classification"):
-    """Classify images by a row of `VARIANTS` on the rows of `STAGES` (KAN Table 1).
+    """Classify images by an entry of `VARIANTS` with the stages of `STAGES` (KAN Table 1).
 
     Args:
         model: A name of `VARIANTS`.
-        operator: Another operator for the global path than the variant's: a name of `ops.OPERATORS` or an `Operator`.
-        num_classes: Outputs; 0 leaves the classifier out, and the output is the pooled features.
+        operator: Operator of the global path instead of the variant's: a name of `ops.OPERATORS` or an `Operator`.
+        num_classes: Number of classes; 0 omits the classifier, and the network returns the pooled features.
         in_channels: Channels of the image.
-        width: Factor on all channels, rounded to multiples of 8 as MobileNetV2's; the head is never below 1280.
-        strides: Strides of the five places where the papers halve the sides: the stem and the rows that reach 24, 32,
-            64 and 160 channels. Default (2, 2, 2, 2, 2). At 32 pixels those leave attention grids of 4², 2² and 1²,
-            where attention can do nothing; (1, 1, 2, 2, 2) makes them 16², 8² and 4².
+        width: Factor on all channels, rounded to multiples of 8 as in MobileNetV2; the head has 1280 at least.
+        strides: Strides of the five places where the papers halve the size: the stem and the rows that reach 24, 32,
+            64 and 160 channels. Default (2, 2, 2, 2, 2). At 32 pixels this gives attention grids of 4², 2² and 1²,
+            too small to be useful; (1, 1, 2, 2, 2) gives 16², 8² and 4².
         dropout: Probability before the classifier.
-        reduction: ρ of squeeze-excite; read by senet alone.
-        global_pool: How the last grid is pooled, by timm's names: "avg", "max", "avgmax", "catavgmax", or "" for not at
-            all, where there is no classifier.
-        output_stride: 8, 16 or 32: how much smaller than the image the last grid is at least; strides beyond it become
-            dilations of the 3x3 convolutions behind them. None takes the strides as they are.
+        reduction: ρ of squeeze-excite; used by senet only.
+        global_pool: Pooling of the last grid, by timm's names: "avg", "max", "avgmax", "catavgmax", or "" for none,
+            which requires num_classes=0.
+        output_stride: 8, 16 or 32: upper limit of the total stride; strides beyond it become dilations of the 3x3
+            convolutions after them. None leaves the strides as they are.
 
     Raises:
         LookupError: For an unknown model, operator or pooling.
@@ -159,7 +159,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         initialize(self)
 
     def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:
-        """Return one logit a class; without a classifier the pooled features, or the grid where nothing is pooled."""
+        """Return one logit per class; without a classifier the pooled features, or the grid if nothing is pooled."""
         return self.forward_head(self.forward_features(image))
 
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
@@ -184,7 +184,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """What the grids of `pyramid` are, as timm describes them: channels, total stride, module."""
+        """Description of the grids of `pyramid` as in timm: channels, total stride, module."""
         info, stride, places = [], 1, iter(self.strides)
         for row in self.feature_rows:
             stride *= next(places)
@@ -193,23 +193,23 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     @property
     def head_hidden_size(self) -> int:
-        """Numbers that the classifier reads, under the name that timm calls it by."""
+        """Number of features before the classifier, under timm's name."""
         return self.num_features * POOLS[self.global_pool][1]
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose MACs a model card counts: channels and sides."""
+        """Return the shape of the image whose MACs a model card counts: channels, height and width."""
         return (self.in_channels, side, side)
 
     def get_classifier(self) -> nn.Module:
-        """Return the last layer, under the name that timm calls it by."""
+        """Return the last layer, under timm's name."""
         return self.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put a new, untrained classifier in the old one's place, e.g. to fine-tune; 0 leaves it out.
+        """Replace the classifier by a new, untrained one, e.g. for fine-tuning.
 
         Args:
-            num_classes: Outputs.
-            global_pool: Another pooling before it, see the class.
+            num_classes: Number of classes; 0 omits the classifier.
+            global_pool: Pooling before it, see the class; None leaves it as it is.
         """
         check_whole(self.name, "num_classes", num_classes, 0)
         pool = self.global_pool if global_pool is None else global_pool
@@ -224,7 +224,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
 
 def find_variant(model: str, operator: str | Operator | None) -> Variant:
-    """Return a row of `VARIANTS`, its global path replaced where an operator is given."""
+    """Return an entry of `VARIANTS`; refuse an operator where it has no attention."""
     if model not in VARIANTS:
         raise unknown("models.CompactNet", "model", model, VARIANTS)
     variant = VARIANTS[model]
@@ -238,16 +238,16 @@ def find_variant(model: str, operator: str | Operator | None) -> Variant:
 
 
 def name_of(operator: str | Operator) -> str | None:
-    """Return the row's name of an operator, None for one of the user's own."""
+    """Return the name of an operator, None for a user's own."""
     if isinstance(operator, str):
         return operator
-    return next((name for name, row in OPERATORS.items() if row == operator), None)
+    return next((name for name, known in OPERATORS.items() if known == operator), None)
 
 
 def build_row(
     stage: Stage, kind: str, path: str | Operator | None, channels: int, out: int, stride: int, reduction: int
 ) -> nn.Sequential:
-    """Build the n blocks of one stage; the first takes the stride and changes the channels."""
+    """Build the n blocks of one stage; the first has the stride and changes the channels."""
     blocks: list[nn.Module] = []
     for index in range(stage.n):
         first = stride if index == 0 else 1
@@ -262,16 +262,16 @@ def build_row(
 
 
 def divisible(channels: float, divisor: int = 8) -> int:
-    """Round channels to a multiple of the divisor, and up where that would lose more than a tenth (MobileNetV2)."""
+    """Round channels to a multiple of the divisor, up if rounding would lose more than a tenth (MobileNetV2)."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded
 
 
 def initialize(net: nn.Module) -> nn.Module:
-    """Draw all weights as the papers: Glorot uniform, biases 0; batch norm starts at 1 and 0 by itself."""
+    """Draw all weights as in the papers: Glorot uniform, biases 0; batch norm initializes itself to 1 and 0."""
     for module in net.modules():
         if isinstance(module, GridAttention):
-            module.reset_parameters()  # for w, which is one map from c/heads to 1 a head
+            module.reset_parameters()  # w is one projection from c/heads to 1 per head
         elif isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
@@ -280,13 +280,13 @@ def initialize(net: nn.Module) -> nn.Module:
 
 
 def check_whole(model: str, name: str, value: int, smallest: int) -> None:
-    """Refuse what is not a whole number from the smallest that makes sense."""
+    """Refuse a value that is not a whole number, or below the smallest allowed."""
     if not isinstance(value, int) or value < smallest:
         raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")
 
 
 def check_arguments(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
-    """Refuse numbers with which no net can be built."""
+    """Refuse numbers out of range."""
     check_whole(model, "num_classes", num_classes, 0)
     check_whole(model, "in_channels", in_channels, 1)
     if not 0 < width < math.inf:
@@ -298,7 +298,7 @@ def check_arguments(model: str, num_classes: int, in_channels: int, width: float
 def check_strides(
     model: str, strides: Sequence[int] | None, output_stride: int | None
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the five strides, the papers' where none are given, and those that are taken, each with its dilation."""
+    """Return the five strides, by default the papers', and those under `output_stride`, each with its dilation."""
     strides = STRIDES if strides is None else strides
     if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
         raise ValueError(
@@ -311,7 +311,7 @@ def check_strides(
 
 
 def check_image(model: str, image: Tensor, channels: int) -> None:
-    """Refuse what is not a floating-point batch of images with the net's channels."""
+    """Refuse an input that is not a floating-point batch of images with the network's channels."""
     if image.dim() != 4 or image.shape[1] != channels:
         fix = f"give it (batch, {channels}, height, width), or build the net with in_channels."
         if image.dim() == 3:
@@ -321,7 +321,7 @@ def check_image(model: str, image: Tensor, channels: int) -> None:
         problem = f"the image must be (batch, {channels}, height, width)."
         raise shape_error(model, problem, fix, image=image)
     if 0 in image.shape:
-        raise shape_error(model, "the image is empty.", "give it one pixel a side at least.", image=image)
+        raise shape_error(model, "the image is empty.", "its height and width must be at least 1.", image=image)
     if not image.is_floating_point():
         fix = "fix: image.float() / 255, then the normalization it was trained with."
         raise TypeError(f"{model}: the image must be floating point, got {image.dtype}; {fix}")

@@ -1,6 +1,6 @@
-"""DeepLabV2, and attention with any operator as its output layer in the place of its four dilated convolutions.
+"""DeepLabV2, and attention with any operator as its output layer instead of its four dilated convolutions.
 
-Letters as in the papers: D channels that the attention output layer attends with.
+Letters as in the papers: D, the channels of the attention output layer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet101", "resnet50")
 OUTPUTS = ("aspp", "plain", *OPERATORS)
-# Dilations, which are paddings too, of the four 3x3 convolutions of DeepLabV2's output layer.
+# Dilations, and paddings, of the four 3x3 convolutions of DeepLabV2's output layer.
 ATROUS = (6, 12, 18, 24)
-# Output stride -> the dilations of the 3x3 convolutions of the last two places where a network halves its sides.
+# Output stride -> dilations of the 3x3 convolutions after the last two strides of a network.
 DILATIONS = {8: (2, 4), 16: (1, 2), 32: (1, 1)}
-# The first row of `STAGES` behind each of those two places.
+# The rows of `STAGES` with these two strides.
 LATE_ROWS = (4, 7)
 
 
@@ -35,8 +35,8 @@ class ASPP(nn.ModuleList):
     """Sum of four 3x3 convolutions, dilated by 6, 12, 18 and 24: "atrous spatial pyramid pooling" as in DeepLabV2.
 
     Args:
-        channels: Of the grid.
-        num_classes: Outputs a position.
+        channels: Channels of the grid.
+        num_classes: Number of classes.
 
     Reference: Chen et al. 2017.
 
@@ -59,39 +59,39 @@ class ASPP(nn.ModuleList):
 
 
 class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-segmentation"):
-    """Give each position of an image one logit a class: a backbone whose last strides are dilations, and an output layer.
+    """Segment images with a backbone whose last strides are dilations and an output layer of class logits per position.
 
-    `logits = classify(attention(reduce(backbone(image))))`, on sides divided by the output stride and rounded up
+    `logits = classify(attention(reduce(backbone(image))))`, of the image's size over the output stride, rounded up
 
-    In the published networks attention is the output layer "instead of ASPP", with linear maps of queries, keys and
-    values; the layer itself is not published. Here a 1x1 convolution reduces to D channels, attention follows, and a
-    1x1 convolution classifies: 9.4 % of the parameters of ASPP at D = 64, where the group's later article says 9 %.
+    In the published networks attention is the output layer "instead of ASPP", with linear projections of queries, keys
+    and values; the layer itself is not published. Here a 1x1 convolution reduces to D channels, attention follows, and
+    a 1x1 convolution classifies: 9.4 % of the parameters of ASPP at D = 64; the group's later article reports 9 %.
 
-    Every 3x3 convolution behind a stride that was taken out is dilated, the first one too. torchvision's own
+    Every 3x3 convolution after a removed stride is dilated, including the first one. torchvision's own
     `replace_stride_with_dilation` gives the first block of each stage the dilation of the stage before.
 
     Args:
         model: The name under which it is saved: `"deeplab_v2"` or `"deeplab_compact"`.
-        backbone: `"resnet101"`, `"resnet50"`, or a name of `models.VARIANTS`, for machines without a GPU.
+        backbone: `"resnet101"`, `"resnet50"`, or, for machines without a GPU, a name of `models.VARIANTS`.
         output: The output layer: `"aspp"`, `"plain"` for one 1x1 convolution, or attention: a name of
             `ops.OPERATORS` or an `Operator`.
-        num_classes: Classes.
-        channels: D, read by attention alone, as are the next two.
+        num_classes: Number of classes.
+        channels: D; this and the next two are used by attention only.
         heads: Heads of the attention.
-        residual: Whether the attention's input is added to its response. The published layer has none; without it the
-            responses of siamese rows differ between positions by one factor a head, which is not enough for many classes.
+        residual: Whether the attention's input is added to its response. The published layer does not; without it the
+            responses of siamese operators differ between positions by one factor per head, too little for many classes.
         width: Factor on the channels of a compact backbone.
-        output_stride: 8 (the papers'), 16 or 32: how much smaller than the image the grid of logits is.
+        output_stride: 8 (as in the papers), 16 or 32: the size of the image over that of the grid of logits.
         weights: A file with the backbone's weights: a state dict of torchvision's ResNet or segmentation networks
             (`.pth`), or `model.safetensors` of a compact network. None draws them at random.
 
     Raises:
         LookupError: For an unknown backbone or output layer.
         ValueError: For a number out of range, or weights of another network.
-        FileNotFoundError: If there are no such weights.
+        FileNotFoundError: If the weights file does not exist.
 
     Cost:
-        At 321x321 pixels 73 billion MACs, all but 0.3 of them in ResNet-101.
+        At 321x321 pixels 73 billion MACs, all but 0.3 billion of them in ResNet-101.
 
     Reference: KAN §4.6; Chen et al. 2017.
 
@@ -135,7 +135,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
             fill_backbone(model, self.backbone, Path(weights))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose MACs a model card counts: channels and sides."""
+        """Return the shape of the image whose MACs a model card counts: channels, height and width."""
         return (3, side, side)
 
     def forward(self, image: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
@@ -154,9 +154,9 @@ def deeplab_v2(
     residual: bool = False,
     weights: str | Path | None = None,
 ) -> DeepLab:
-    """Build DeepLabV2 on ResNet-101 or 50, its output layer ASPP or attention with any operator.
+    """Build DeepLabV2 on ResNet-101 or 50, with ASPP or attention with any operator as its output layer.
 
-    The arguments are `DeepLab`'s.
+    The arguments are those of `DeepLab`.
 
     Reference: KAN §4.6, Table 6.
 
@@ -182,9 +182,9 @@ def deeplab_compact(
     output_stride: int = 8,
     weights: str | Path | None = None,
 ) -> DeepLab:
-    """Build the same on a compact backbone, for machines without a GPU: a name of `models.VARIANTS`.
+    """Build DeepLabV2 on a compact backbone, a name of `models.VARIANTS`, for machines without a GPU.
 
-    The arguments are `DeepLab`'s; the attention has one head.
+    The arguments are those of `DeepLab`; the attention has one head.
 
     Example:
         >>> import torch
@@ -197,7 +197,7 @@ def deeplab_compact(
 
 
 def build_backbone(model: str, backbone: str, width: float, output_stride: int) -> tuple[nn.Sequential, int]:
-    """Build a backbone under the names its own weights have; return it and its last channels."""
+    """Build a backbone with the parameter names of its own weights; return it and its number of channels."""
     strides = [1 if dilation > 1 else 2 for dilation in DILATIONS[output_stride]]
     if backbone in RESNETS:
         if width != 1.0:
@@ -222,7 +222,7 @@ def build_backbone(model: str, backbone: str, width: float, output_stride: int) 
 
 
 def dilate(stage: nn.Module, dilation: int) -> None:
-    """Take the strides out of a stage and dilate every 3x3 convolution in it, the first one included."""
+    """Remove the strides of a stage and dilate every 3x3 convolution in it, including the first one."""
     for module in stage.modules():
         if isinstance(module, nn.Conv2d):
             module.stride = (1, 1)
@@ -233,15 +233,15 @@ def dilate(stage: nn.Module, dilation: int) -> None:
 def build_head(
     features: int, output: str | Operator, num_classes: int, channels: int, heads: int, residual: bool
 ) -> nn.Module:
-    """Build the output layer: weights of what classifies from N(0, 0.01), of what comes before it Glorot, biases 0."""
+    """Build the output layer: weights of the classifier from N(0, 0.01), those before it Glorot, biases 0."""
     head: nn.Module
     if output == "aspp":
         head = ASPP(features, num_classes)
     elif output == "plain":
         head = nn.Conv2d(features, num_classes, 1)
     else:
-        row = OPERATORS[output] if isinstance(output, str) else output
-        project = "qkv" if row.reads_keys else "qv"
+        operator = OPERATORS[output] if isinstance(output, str) else output
+        project = "qkv" if operator.reads_keys else "qv"
         attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
         reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
         draw(reduce)
@@ -254,21 +254,21 @@ def build_head(
 
 
 def draw_classifier(convolution: nn.Conv2d) -> None:
-    """Draw a convolution that gives logits: its weights from N(0, 0.01), its bias 0."""
+    """Initialize a convolution that returns logits: weights from N(0, 0.01), bias 0."""
     nn.init.normal_(convolution.weight, std=0.01)
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
 
 
 def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
-    """Copy a file's weights into a backbone: all it has, from what other parts the file may hold."""
-    # torchvision's segmentation networks, and DeepLab itself, keep their backbone under this name.
+    """Copy a file's weights into a backbone; the file may have weights of other parts too."""
+    # torchvision's segmentation networks and `DeepLab` itself name their backbone so.
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
     fill(model, path, backbone, tensors)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights into a part of a network, all that it has but for what was inserted into it."""
+    """Copy weights into all of a part of a network, except into modules that were inserted into it."""
     own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:
@@ -280,5 +280,5 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
 
 
 def listed(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of some names."""
+    """Return the first few names as text."""
     return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

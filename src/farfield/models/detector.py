@@ -24,24 +24,24 @@ from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
-# What depends on the number of classes, and of a file with other classes is left out.
+# Layers whose shape depends on the number of classes; they are not loaded from a file with other classes.
 PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a detector is built with beside its backbone, the papers' as defaults: smaller for smaller machines.
+    """Sizes and limits of a detector, apart from its backbone. Defaults are the papers'; smaller ones need less memory.
 
     Attributes:
-        channels: Of the pyramid and of the mask head; the box head has four times as many.
-        frozen: Whether the backbone is a pretrained one: its norms are constants and its first two stages are not
-            trained. Otherwise all of it is, with group norms.
-        shorter_side: To which images are resized, in pixels.
-        longer_side: Which they do not exceed then.
+        channels: Channels of the pyramid and of the mask head; the box head has four times as many.
+        frozen: Whether the backbone is pretrained: its norms are constants and its first two stages are not trained.
+            If False, the whole backbone is trained, with group norms in place of batch norms.
+        shorter_side: Length to which the shorter side of an image is resized, in pixels.
+        longer_side: Largest length of the longer side after resizing, in pixels.
         anchors: Side of the anchors of the finest level, in pixels; twice as long at each level above.
-        proposals: Regions that an image keeps for the heads, twice as many in training.
-        regions: Of these, how many are drawn for the loss.
-        detections: Objects that are found in an image at most.
+        proposals: Regions per image that are passed to the heads in evaluation; twice as many in training.
+        regions: How many of these regions are sampled for the loss.
+        detections: Largest number of objects returned for an image.
     """
 
     channels: int = 256
@@ -58,39 +58,41 @@ PAPER = Setup()
 
 
 class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-detection"):
-    """Find the objects of images: torchvision's R-CNN, with attention behind chosen stages and pyramid levels.
+    """Detect objects in images: torchvision's R-CNN, with attention after chosen stages and pyramid levels.
 
-    Called as torchvision's detectors are: with a list of images, and in training their targets. The network itself is
-    `rcnn`, whose weights have torchvision's names; those of attention are `…farfield.*`. Attention is the identity at
-    first (its last map is zero), so a pretrained detector is unchanged until it is trained.
+    It is called like torchvision's detectors: with a list of images and, in training, their targets. The network itself
+    is `rcnn`, whose weights have torchvision's names; the names of attention's weights contain `farfield`. Attention is
+    the identity at first (its output projection is zero), so a pretrained detector is unchanged until it is trained.
 
-    Each level of the pyramid is attended by itself: the path from coarse to fine, and fpn5, which is made from fpn4 as
-    it was, hear nothing of it. Attention at a stage is heard by the stages after it and by the pyramid.
+    Attention at a level of the pyramid changes that level alone: the path from coarse to fine does not use its output,
+    and fpn5 is computed from fpn4 before attention. Attention at a stage of the backbone changes the stages after it
+    and the pyramid.
 
     Args:
-        model: The name under which it is saved: `"mask_rcnn"`, or `"faster_rcnn"`, which finds boxes without masks.
+        model: The name under which it is saved: `"mask_rcnn"`, or `"faster_rcnn"`, which predicts boxes without masks.
         backbone: `"resnet50"`, `"resnet101"`, `"resnext101_32x8d"`, or for machines without a GPU `"resnet18"`.
-        attention: Where it attends: any of `"res1"` to `"res4"` and `"fpn1"` to `"fpn5"`, or `"fpn_all"`; see
+        attention: Places of attention: any of `"res1"` to `"res4"` and `"fpn1"` to `"fpn5"`, or `"fpn_all"`; see
             `farfield.insertion.detector_places`.
-        operator: A name of `ops.OPERATORS` or an `Operator`. Those that compare all positions with all take 20 GB at fpn1.
+        operator: A name of `ops.OPERATORS` or an `Operator`. Operators that compare every query with every key need
+            20 GB at fpn1.
         basis: b, the channels of queries and keys.
-        heads: Heads of the attention.
-        num_classes: Classes of objects, without the background.
-        setup: Sizes and limits; `Setup`'s fields.
+        heads: Number of attention heads.
+        num_classes: Number of object classes, without the background.
+        setup: Sizes and limits: a `Setup`, or a mapping with its fields.
         weights: A file to start from: a state dict of torchvision's ResNet, which fills the backbone, or of its Mask
-            or Faster R-CNN, which fills all but attention, and the predictors if its classes are others. None draws
-            them at random.
-        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
+            or Faster R-CNN, which fills everything except attention, and except the predictors if it has another
+            number of classes. None initializes all weights at random.
+        scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown backbone, place or operator.
         ShapeError: If heads do not divide the channels.
         ValueError: For a number out of range, or weights of another network.
-        FileNotFoundError: If there are no such weights.
+        FileNotFoundError: If the file of weights does not exist.
 
     Cost:
         At 800x1344 pixels the backbone and pyramid of ResNet-50 take 148 billion MACs; attention at all five
-        levels adds 4 % to them, and at both last stages too 6 %.
+        levels adds 4 % to them, attention also at both last stages 6 %.
 
     Reference: FA Table 1.
 
@@ -128,32 +130,32 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         self.config |= {"num_classes": num_classes, "setup": asdict(setup), "scale": scale}
         pyramid = build_pyramid(model, backbone, setup)
         self.rcnn = build_rcnn(model, pyramid, num_classes, setup)
-        # Inserted last: what is drawn at random for the rest does not depend on where attention is.
+        # Inserted last, so that the random initialization of the rest does not depend on where attention is.
         places = [place.removeprefix("backbone.") for place in detector_places(*attention)]
         if places:
-            row = OPERATORS[operator] if isinstance(operator, str) else operator
-            maps = "qkvo" if row.reads_keys else "qvo"
-            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": maps, "scale": scale}
+            entry = OPERATORS[operator] if isinstance(operator, str) else operator
+            letters = "qkvo" if entry.reads_keys else "qvo"
+            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": letters, "scale": scale}
             make = partial(GridAttention, operator=operator, residual=True, **options)
             insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
         if weights is not None:
             fill_rcnn(model, self.rcnn, Path(weights), setup)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose MACs a model card counts: channels and sides."""
+        """Shape of the image whose MACs a model card counts: channels, height, width."""
         return (3, side, side)
 
     def card_part(self) -> nn.Module:
-        """What of the network a model card counts: the heads' work depends on what is found."""
+        """Module whose MACs a model card counts: the backbone, as the work of the heads depends on the detections."""
         return self.rcnn.get_submodule("backbone")
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Return the losses in training; in evaluation boxes, labels, scores and masks of each image.
+        """Return the losses in training, and boxes, labels, scores and masks of each image in evaluation.
 
         Args:
-            images: With values from 0 to 1, of any sizes.
+            images: Images of any sizes, with values from 0 to 1.
             targets: In training, for each image `boxes` (objects, 4) as x, y, x, y, `labels` from 1 and `masks`.
         """
         return self.rcnn(images, targets)
@@ -170,9 +172,9 @@ def mask_rcnn(
     setup: Setup = PAPER,
     weights: str | Path | None = None,
 ) -> Detector:
-    """Build Mask R-CNN with a pyramid, attention at any of its places.
+    """Build Mask R-CNN with a feature pyramid and attention at any of its places.
 
-    The arguments are `Detector`'s.
+    The arguments are those of `Detector`.
 
     Reference: FA Table 1.
 
@@ -198,9 +200,9 @@ def faster_rcnn(
     setup: Setup = PAPER,
     weights: str | Path | None = None,
 ) -> Detector:
-    """Build Faster R-CNN with a pyramid, which finds boxes without masks, for annotations that have none.
+    """Build Faster R-CNN with a feature pyramid, for annotations without masks: it predicts boxes alone.
 
-    The arguments are `Detector`'s.
+    The arguments are those of `Detector`.
 
     Example:
         >>> with torch.device("meta"):
@@ -214,7 +216,7 @@ def faster_rcnn(
 
 
 def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
-    """Build a ResNet and its pyramid, whose places have the names that `detector_places` gives behind "backbone."."""
+    """Build a ResNet and its pyramid; `detector_places` returns the names of its places with the prefix "backbone."."""
     if backbone not in RESNETS:
         raise unknown(model, "backbone", backbone, RESNETS)
     from torchvision.models import resnet
@@ -233,7 +235,7 @@ def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
 
 
 def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
-    """Build torchvision's R-CNN on a pyramid; at 256 channels it is torchvision's own, name by name."""
+    """Build torchvision's R-CNN on a pyramid; at 256 channels its state dict has torchvision's names and shapes."""
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -260,10 +262,12 @@ def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -
 
 
 def fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    """Copy a file's weights into a detector: a ResNet's into its backbone, a detector's into all of it."""
+    """Copy weights from a file into a detector: those of a ResNet fill its backbone, those of a detector all of it."""
     tensors = read_weights(model, path)
     if not setup.frozen:
-        raise ValueError(f"{model}: weights are for a frozen backbone, a new one has group norms; fix: frozen=True.")
+        raise ValueError(
+            f"{model}: weights need a frozen backbone; with frozen=False it has group norms; fix: frozen=True."
+        )
     if not any(name.startswith("backbone.body.") for name in tensors):
         fill(model, path, rcnn.backbone.body, tensors)
         return

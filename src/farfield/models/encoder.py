@@ -1,6 +1,6 @@
-"""How a network of rows is used as an encoder, by the names that timm has for it, and what is built on timm asks by.
+"""The interface of an encoder under the names that timm and libraries built on timm use.
 
-Grids come from a stem, from each row of blocks and from a head; those of some rows are the pyramid.
+An encoder is a stem, rows of blocks (stages) and a head. Each returns a grid; the grids of some rows form the pyramid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farfield._checks import unknown
 
-# timm's number for parameters that belong to the group before them.
+# timm's number for parameters that belong to the preceding group.
 BEFORE = 99999
 
 
@@ -31,7 +31,7 @@ def largest(grid: Tensor) -> Tensor:
     return grid.amax((2, 3))
 
 
-# timm's names for what a grid `(b, d, y, x)` is pooled by -> the function, and how many numbers a channel it leaves.
+# timm's names of global poolings of a grid `(b, d, y, x)` -> the function, and the features it returns per channel.
 POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "avg": (average, 1),
     "max": (largest, 1),
@@ -42,7 +42,7 @@ POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 def check_pool(model: str, global_pool: str, num_classes: int) -> str:
-    """Return a name of `POOLS`; timm's "fast" ones are the same pooling."""
+    """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same."""
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
     if name not in POOLS:
         raise unknown(model, "global_pool", global_pool, POOLS)
@@ -55,14 +55,14 @@ def check_pool(model: str, global_pool: str, num_classes: int) -> str:
 
 
 class Encoder(nn.Module):
-    """What timm's tools call, for networks that fill in these attributes.
+    """Methods that timm's tools call, for networks that define these attributes.
 
     Attributes:
-        rows: Rows of blocks, one after another.
-        head: What makes the last grid of the last row's.
+        rows: Rows of blocks (stages), which run one after another.
+        head: Module that computes the last grid from the grid of the last row.
         num_features: Channels of the last grid.
-        feature_rows: The rows whose grids are the pyramid, those of `feature_info`.
-        grad_checkpointing: Whether blocks run again in the backward pass and keep their inputs alone.
+        feature_rows: Indices of the rows whose grids form the pyramid, in the order of `feature_info`.
+        grad_checkpointing: Whether blocks keep only their inputs and run again in the backward pass.
     """
 
     name: str
@@ -77,17 +77,17 @@ class Encoder(nn.Module):
     grad_checkpointing = False
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Let each block keep its input alone for the backward pass, and run again there.
+        """Enable or disable gradient checkpointing: blocks keep only their inputs and run again in the backward pass.
 
         Outputs, gradients and running statistics stay the same; a training step takes about a third longer.
         """
         self.grad_checkpointing = enable
 
     def set_drop_path(self, drop_path_rate: float) -> None:
-        """Let training drop blocks that have a skip for some samples (stochastic depth), later ones more often.
+        """Set stochastic depth: training skips residual blocks for some samples, later blocks more often.
 
         Args:
-            drop_path_rate: What the share of samples would be behind the last block; it grows from 0 evenly.
+            drop_path_rate: Probability of block i of n is `drop_path_rate · i / n`, i from 0.
         """
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"{self.name}: drop_path_rate must be a probability below 1, got {drop_path_rate!r}.")
@@ -96,10 +96,10 @@ class Encoder(nn.Module):
             cast(Any, block).drop_path = drop_path_rate * index / len(blocks)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns of parameters' names, by which timm's optimizers decay learning rates from layer to layer.
+        """Return patterns of parameter names, for the layer-wise learning rate decay of timm's optimizers.
 
         Args:
-            coarse: Whether a group is a row and not a block.
+            coarse: Whether a group is a row of blocks instead of a block.
         """
         blocks = r"^rows\.(\d+)" if coarse else r"^rows\.(\d+)\.(\d+)"
         return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (BEFORE,))]}
@@ -113,22 +113,22 @@ class Encoder(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the last grid, as `forward_features` does, and grids of the pyramid on the way to it.
+        """Return the last grid, as `forward_features` does, and chosen grids of the pyramid.
 
         Args:
             image: `(b, c, h, w)`.
-            indices: Which grids of the pyramid: their indices, or how many of the last; all by default.
-            norm: timm's, of networks that end in a norm of their tokens; without effect here.
-            stop_early: Whether to stop behind the last of these grids, with `intermediates_only`.
-            output_fmt: "NCHW".
+            indices: Indices of the grids in the pyramid, or the number of last grids; all by default.
+            norm: An argument of timm, for networks with a final norm of tokens; no effect here.
+            stop_early: Whether to stop after the last of these grids; needs `intermediates_only`.
+            output_fmt: Only "NCHW".
             intermediates_only: Whether to leave the last grid out.
 
         Raises:
-            ValueError: If there is no such grid, or another format is asked for.
+            ValueError: If there is no such grid, or for another output format.
         """
         if output_fmt != "NCHW" or (stop_early and not intermediates_only):
             raise ValueError(
-                f"{self.name}.forward_intermediates: grids are NCHW, and stop_early goes with intermediates_only=True; "
+                f"{self.name}.forward_intermediates: grids are NCHW, and stop_early needs intermediates_only=True; "
                 f"got {output_fmt=}, {stop_early=}, {intermediates_only=}."
             )
         taken = self.take(indices)
@@ -146,15 +146,15 @@ class Encoder(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what lies behind the grids of the pyramid that are wanted, in place.
+        """Remove the rows and the head that the chosen grids of the pyramid do not need, in place.
 
         Args:
             indices: As in `forward_intermediates`.
-            prune_norm: timm's; without effect here.
-            prune_head: Whether to remove the head's convolution and classifier where no row is removed either.
+            prune_norm: An argument of timm; no effect here.
+            prune_head: Whether to remove the head's convolution and classifier also if no row is removed.
 
         Returns:
-            The indices of the wanted grids, from 0.
+            The indices of the chosen grids, from 0.
         """
         taken = self.take(indices)
         end = self.feature_rows[max(taken)] + 1
@@ -166,7 +166,7 @@ class Encoder(nn.Module):
         return taken
 
     def take(self, indices: int | Sequence[int] | None) -> list[int]:
-        """Return indices of the pyramid from 0."""
+        """Return indices into the pyramid, counted from 0."""
         count = len(self.feature_rows)
         if indices is None or isinstance(indices, int):
             last = count if indices is None else indices
@@ -181,14 +181,14 @@ class Encoder(nn.Module):
         return [index % count for index in taken]
 
     def grids(self, image: Tensor) -> Iterator[Tensor]:
-        """The grid of each row."""
+        """Yield the grid of each row of blocks."""
         grid = self.enter(image)
         for row in self.rows:
             grid = self.run(row, grid)
             yield grid
 
     def run(self, rows: nn.Module, grid: Tensor) -> Tensor:
-        """Run rows, or a row, block by block if blocks are to run again."""
+        """Run rows, a row or a block; with checkpointing block by block."""
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return cast(Tensor, rows(grid))
         if isinstance(rows, nn.Sequential):
@@ -199,24 +199,24 @@ class Encoder(nn.Module):
 
 
 def contexts(block: nn.Module) -> tuple[Any, Any]:
-    """In which a block runs, and runs again."""
+    """Return the contexts of the forward run and of the second run in the backward pass, for `checkpoint`."""
     return contextlib.nullcontext(), statistics_of_once(block)
 
 
 @contextlib.contextmanager
 def statistics_of_once(block: nn.Module) -> Iterator[None]:
-    """Leave running statistics as they are: what runs again has counted its batch before."""
+    """Restore running statistics after the second run of a block: its first run has counted the batch already."""
     kept = [buffer.clone() for buffer in block.buffers()]
     try:
         yield
     finally:
         for buffer, before in zip(block.buffers(), kept, strict=True):
-            # Not in a way that autograd sees: what it keeps is not theirs to have changed.
+            # Through .data, so that autograd does not report its saved tensors as modified in place.
             buffer.data.copy_(before)
 
 
 def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tuple[int, int]]:
-    """Return strides whose product is at most the output stride, and the dilation of what follows each."""
+    """Return strides whose product is at most the output stride, each with the dilation of the layers after it."""
     total, dilation, limited = 1, 1, []
     for stride in strides:
         if output_stride is not None and total * stride > output_stride:
@@ -229,7 +229,7 @@ def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tup
 def dilate_blocks(row: Iterable[nn.Module], first: int, others: int) -> None:
     """Dilate the 3x3 convolutions of a row's first block, which may have lost its stride, and those of the others.
 
-    So every few positions are those that the strides would give, with the same weights (timm and torchvision).
+    The positions of the strided grid are then a subset of the dilated one, with the same weights (timm, torchvision).
     """
     for index, block in enumerate(row):
         convolution, dilation = cast(Any, block).depthwise.convolution, others if index else first

@@ -1,4 +1,4 @@
-"""SAGAN: a generator of images and its discriminator, residual blocks under spectral norm, attention in one place."""
+"""SAGAN: a generator and a discriminator of images; residual blocks with spectral norm, attention in one place."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.norm import norm_of
 from farfield.ops.table import OPERATORS, Operator
 
-# The side of the first grid and of the last: the generator doubles it until it is the image's.
+# Side of the generator's first grid and of the discriminator's last one; the generator doubles it up to the image.
 SMALLEST = 4
 
 
 class GatedAttention(nn.Module):
-    """Attention behind a gate that is learned and closed at first: `grid + gate · attention(grid)`.
+    """Attention with a learned gate that is 0 at first: `grid + gate · attention(grid)`.
 
-    Queries and keys have an eighth of the channels, values half; all maps are under spectral norm and without biases.
-    `softmax_pooled` pools positions and then maps them, where the published network maps first. The bound of spectral norm
-    keeps small what other operators make of products of such maps: without a norm of their coefficients some begin at
-    less than a hundredth of the grid.
+    Queries and keys have an eighth of the channels, values half; all projections have spectral norm and no biases.
+    `softmax_pooled` pools positions before their projection; the published network projects first. Spectral norm bounds
+    the projections, which makes products of several of them small: without a norm of the coefficients the response of
+    some operators begins at less than a hundredth of the grid.
 
     Args:
-        channels: Of the grid.
+        channels: Channels of the grid.
         operator: A name of `ops.OPERATORS` or an `Operator`.
-        normalized: Whether the Kronecker operators and `factorized_gaussian` have a norm of their coefficients.
+        normalized: Whether the Kronecker operators and `factorized_gaussian` normalize their coefficients.
 
     Reference: Zhang et al. 2019.
 
@@ -45,10 +45,10 @@ class GatedAttention(nn.Module):
 
     def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
-        row = OPERATORS[operator] if isinstance(operator, str) else operator
+        entry = OPERATORS[operator] if isinstance(operator, str) else operator
         options: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
-        options |= {"project": "qkvo" if row.reads_keys else "qvo", "bias": False, "scale": 1.0}
-        options |= {"coefficient_norm": norm_of(row) if normalized else False}
+        options |= {"project": "qkvo" if entry.reads_keys else "qvo", "bias": False, "scale": 1.0}
+        options |= {"coefficient_norm": norm_of(entry) if normalized else False}
         self.attention = GridAttention(channels, operator, **options)
         for linear in list(self.attention.children()):
             if isinstance(linear, nn.Linear):
@@ -56,7 +56,7 @@ class GatedAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """Return the grid with what its positions have gathered from all others."""
+        """Return the grid plus the gated response of attention."""
         return grid + self.gate * self.attention(grid)
 
 
@@ -64,8 +64,8 @@ class ConditionalNorm(nn.Module):
     """Batch norm with a scale and a shift for each class; without classes, batch norm.
 
     Args:
-        channels: Of the grid.
-        num_classes: Classes; 0 for none.
+        channels: Channels of the grid.
+        num_classes: Number of classes; 0 for none.
     """
 
     def __init__(self, channels: int, num_classes: int) -> None:
@@ -78,7 +78,7 @@ class ConditionalNorm(nn.Module):
             nn.init.zeros_(self.shift.weight)
 
     def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b c h w"]:
-        """Return the normed grid, each sample scaled and shifted as its class says."""
+        """Return the normalized grid, each sample with the scale and shift of its class."""
         grid = self.norm(grid)
         if self.scale is None or self.shift is None:
             return grid
@@ -86,62 +86,62 @@ class ConditionalNorm(nn.Module):
 
 
 class GeneratorBlock(nn.Module):
-    """Two convolutions of 3x3 after norm and ReLU, on doubled sides, plus a 1x1 map of the input, doubled too."""
+    """Residual block that doubles the size: two 3x3 convolutions after norm and ReLU, shortcut of a 1x1 convolution."""
 
     def __init__(self, channels: int, out_channels: int, num_classes: int) -> None:
         super().__init__()
         self.first_norm = ConditionalNorm(channels, num_classes)
-        self.first = bounded(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.first = bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
         self.second_norm = ConditionalNorm(out_channels, num_classes)
-        self.second = bounded(nn.Conv2d(out_channels, out_channels, 3, padding=1))
-        self.shortcut = bounded(nn.Conv2d(channels, out_channels, 1))
+        self.second = bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        self.shortcut = bound_weight(nn.Conv2d(channels, out_channels, 1))
 
     def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
-        """Return the block's grid, of twice the sides."""
-        out = self.first(doubled(F.relu(self.first_norm(grid, labels))))
+        """Return a grid of twice the size."""
+        out = self.first(double_size(F.relu(self.first_norm(grid, labels))))
         out = self.second(F.relu(self.second_norm(out, labels)))
-        # A 1x1 convolution of repeated positions is its repeated result.
-        return doubled(self.shortcut(grid)) + out
+        # A 1x1 convolution commutes with the repetition of positions, and costs a quarter before it.
+        return double_size(self.shortcut(grid)) + out
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two convolutions of 3x3 after ReLU plus a 1x1 map of the input, both on halved sides if `halve`.
+    """Residual block: two 3x3 convolutions after ReLU plus a 1x1 convolution of the input; half the size if `halve`.
 
     Args:
-        channels: Of the grid.
-        out_channels: Of the block's grid.
-        activate: Whether the input goes through ReLU; that of the first block is an image.
-        halve: Whether the sides are halved, by averages.
+        channels: Channels of the grid.
+        out_channels: Channels of the result.
+        activate: Whether ReLU is applied to the input; not for the first block, whose input is an image.
+        halve: Whether the size is halved, by average pooling.
     """
 
     def __init__(self, channels: int, out_channels: int, *, activate: bool = True, halve: bool = True) -> None:
         super().__init__()
         self.activate, self.halve = activate, halve
-        self.first = bounded(nn.Conv2d(channels, out_channels, 3, padding=1))
-        self.second = bounded(nn.Conv2d(out_channels, out_channels, 3, padding=1))
-        mapped = halve or channels != out_channels
-        self.shortcut = bounded(nn.Conv2d(channels, out_channels, 1)) if mapped else nn.Identity()
+        self.first = bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.second = bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        has_shortcut = halve or channels != out_channels
+        self.shortcut = bound_weight(nn.Conv2d(channels, out_channels, 1)) if has_shortcut else nn.Identity()
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
-        """Return the block's grid."""
+        """Return the sum of convolutions and shortcut."""
         out = self.second(F.relu(self.first(F.relu(grid) if self.activate else grid)))
         if not self.halve:
             return self.shortcut(grid) + out
-        # A 1x1 convolution of averages is the average of its results.
+        # A 1x1 convolution commutes with average pooling, and costs a quarter after it.
         return self.shortcut(F.avg_pool2d(grid, 2)) + F.avg_pool2d(out, 2)
 
 
 class Generator(nn.Module):
-    """Draw images from noise: a linear map to 4x4 positions, then blocks that double the sides and halve the channels.
+    """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size.
 
     Args:
-        operator: Of the attention; None leaves it out.
+        operator: Operator of the attention; None leaves attention out.
         normalized: See `GatedAttention`.
-        side: Of the images.
-        attention_at: Side of the grid that attends.
-        num_classes: Classes; 0 for none.
-        noise_channels: Numbers of noise an image.
-        channels: Of the last block.
+        side: Side of the images, in pixels.
+        attention_at: Side of the grid on which attention is computed.
+        num_classes: Number of classes; 0 for none.
+        noise_channels: Length of an image's noise vector.
+        channels: Channels of the last block.
     """
 
     def __init__(
@@ -157,18 +157,18 @@ class Generator(nn.Module):
         super().__init__()
         self.noise_channels, self.num_classes = noise_channels, num_classes
         widths = [channels * 2**level for level in reversed(range(halvings(side)))]
-        self.linear = bounded(nn.Linear(noise_channels, widths[0] * SMALLEST**2))
+        self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * SMALLEST**2))
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
         self.attending = halvings(attention_at) - 1
         self.attention = attend(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
-        self.last = bounded(nn.Conv2d(channels, 3, 3, padding=1))
+        self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
-        """Return images with pixels between -1 and 1; without labels, of classes drawn at random."""
+        """Return images with pixels between -1 and 1; without labels the classes are drawn at random."""
         if noise.dim() != 2 or noise.shape[1] != self.noise_channels:
             fix = f"torch.randn(batch, {self.noise_channels})."
             raise shape_error("sagan", f"noise must be (batch, {self.noise_channels}).", fix, noise=noise)
@@ -183,17 +183,18 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score images, high for real ones: blocks that halve the sides and double the channels, then a sum over positions.
+    """Score images, high for real ones: blocks that halve the size and double the channels, then a sum over positions.
 
-    With classes the score has a second term, the product of the features and a vector of the class ("projection").
+    With classes the score has a second term: the dot product of the features and an embedding of the class (the
+    projection discriminator).
 
     Args:
-        operator: Of the attention; None leaves it out.
+        operator: Operator of the attention; None leaves attention out.
         normalized: See `GatedAttention`.
-        side: Of the images.
-        attention_at: Side of the grid that attends.
-        num_classes: Classes; 0 for none.
-        channels: Of the first block.
+        side: Side of the images, in pixels.
+        attention_at: Side of the grid on which attention is computed.
+        num_classes: Number of classes; 0 for none.
+        channels: Channels of the first block.
     """
 
     def __init__(
@@ -213,16 +214,16 @@ class Discriminator(nn.Module):
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
         self.attending = halvings(side) - halvings(attention_at) - 1
         self.attention = attend(widths[self.attending], operator, normalized)
-        self.score = bounded(nn.Linear(widths[-1], 1))
+        self.score = bound_weight(nn.Linear(widths[-1], 1))
         self.classes = spectral_norm(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def forward(
         self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, " b"]:
-        """Return one score an image, as one of its class where there are classes."""
+        """Return the score of each image; with classes, its score as an image of its label."""
         if images.dim() != 4 or images.shape[1:] != (3, self.side, self.side):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
-            fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network of another side."
+            fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network for another side."
             raise shape_error("sagan", problem, fix, images=images)
         grid = images
         for place, block in enumerate(self.blocks):
@@ -237,22 +238,23 @@ class Discriminator(nn.Module):
 class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditional-image-generation"):
     """Generator and discriminator of the self-attention GAN, for images of 16, 32, 64, 128 … pixels a side.
 
-    At 128 pixels and 64 channels the published networks: 1024, 1024, 512, 256, 128, 64 channels from 4x4 positions up, 64,
-    128, 256, 512, 1024, 1024 down again. Each halving of the images takes the widest of them away. The published code
-    attends at a side of 32; attention with the grid's size as its cost can be had at 64, where the discriminator has 64
-    channels, FA's example.
+    At 128 pixels and 64 channels these are the published networks: from 4x4 positions the generator has 1024, 1024,
+    512, 256, 128 and 64 channels, and the discriminator 64, 128, 256, 512, 1024 and 1024. Each halving of the image
+    side removes the widest level. The published code has attention on a grid of 32x32 positions; with an operator of
+    linear cost a grid of 64x64 is possible, where the discriminator has 64 channels: the example of FA.
 
     Args:
         model: `"sagan"`.
-        operator: Of the attention in both: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
-        side: Of the images, a power of two from 16.
-        attention_at: Side of the grid that attends, from 8 to half the images'.
-        num_classes: Classes; 0 for a network without.
-        noise_channels: Numbers of noise an image.
-        generator_channels: Of the generator's last block.
-        discriminator_channels: Of the discriminator's first block.
-        normalized: Whether attention by the Kronecker operators and `factorized_gaussian` has a norm of its
-            coefficients. In version 0.1 it had none, and began too small to be noticed.
+        operator: Operator of the attention in both networks: a name of `ops.OPERATORS` or an `Operator`; None leaves
+            attention out.
+        side: Side of the images, a power of two from 16.
+        attention_at: Side of the grid on which attention is computed, from 8 to half that of the images.
+        num_classes: Number of classes; 0 for an unconditional network.
+        noise_channels: Length of an image's noise vector.
+        generator_channels: Channels of the generator's last block.
+        discriminator_channels: Channels of the discriminator's first block.
+        normalized: Whether the Kronecker operators and `factorized_gaussian` normalize their coefficients. They did not
+            in version 0.1, and their response was too small at first to have an effect.
 
     Raises:
         LookupError: For an unknown operator.
@@ -301,11 +303,11 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
-        """Return the generator's images, pixels between -1 and 1; without labels, of classes drawn at random."""
+        """Return images of the generator, pixels between -1 and 1; without labels the classes are drawn at random."""
         return self.generator(noise, labels)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The noise whose MACs a model card counts; the side of the images is the network's own."""
+        """Shape of the noise whose MACs a model card counts; the network fixes the side of its images."""
         return (self.noise_channels,)
 
 
@@ -320,7 +322,7 @@ def sagan(
     discriminator_channels: int = 64,
     normalized: bool = True,
 ) -> SAGAN:
-    """Build SAGAN's two networks, their attention with any operator, or without. The arguments are `SAGAN`'s.
+    """Build the two networks of SAGAN, with attention by any operator or without. The arguments are those of `SAGAN`.
 
     Reference: FA §3.4, Zhang et al. 2019.
 
@@ -343,7 +345,7 @@ def sagan(
 
 
 def check_arguments(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    """Refuse a model, an operator or sides that there are not."""
+    """Refuse unknown models and operators, and image lengths that the networks cannot have."""
     if model != "sagan":
         raise unknown("models.SAGAN", "model", model, ["sagan"])
     if isinstance(operator, str) and operator not in OPERATORS:
@@ -351,31 +353,31 @@ def check_arguments(model: str, operator: str | Operator | None, side: int, atte
     check_whole(model, "side", side, 4 * SMALLEST)
     if side & (side - 1):
         raise ValueError(f"{model}: side must be a power of two from {4 * SMALLEST}, got {side}.")
-    size = [2 * SMALLEST * 2**level for level in range(halvings(side) - 1)]
-    if attention_at not in size:
+    allowed = [2 * SMALLEST * 2**level for level in range(halvings(side) - 1)]
+    if attention_at not in allowed:
         raise ValueError(
             f"{model}: attention_at must be the side of a grid inside both networks, "
-            f"{', '.join(map(str, size))} for images of {side}, got {attention_at!r}."
+            f"{', '.join(map(str, allowed))} for images of {side}, got {attention_at!r}."
         )
 
 
 def attend(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
-    """Attention behind its gate, or nothing."""
+    """Build gated attention, or the identity without an operator."""
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 
-def bounded(layer: nn.Conv2d | nn.Linear) -> nn.Module:
-    """The layer with its bias at 0 and its weight divided by its largest singular value, which an iteration follows."""
+def bound_weight(layer: nn.Conv2d | nn.Linear) -> nn.Module:
+    """Set the bias to 0 and add spectral norm: a power iteration divides the weight by its largest singular value."""
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return spectral_norm(layer)
 
 
-def doubled(grid: Tensor) -> Tensor:
-    """Each position as four."""
+def double_size(grid: Tensor) -> Tensor:
+    """Double height and width: repeat each position four times."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")
 
 
 def halvings(side: int) -> int:
-    """How often a side is halved down to the smallest: 5 for 128."""
+    """Return how often a side is halved to reach the smallest one: 5 for 128."""
     return (side // SMALLEST).bit_length() - 1

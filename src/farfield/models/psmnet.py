@@ -1,6 +1,6 @@
-"""PSMNet: the disparity of every pixel of a stereo pair, with attention of any operator after the features' last stage.
+"""PSMNet: the disparity of every pixel of a stereo pair, with attention by any operator after the last feature stage.
 
-Letters: D largest disparity, h and w the sides of the grids of features, a quarter of the images'.
+Letters: D largest disparity, h and w height and width of the grids of features, a quarter of those of the images.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
 from farfield.models.compact import check_image, check_whole, name_of
-from farfield.models.psmnet_parts import BasicBlock, Hourglass, activated, classifier, initialize, residual
+from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, initialize, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("psmnet_stacked", "psmnet_basic")
-# Sides of the windows of spatial pyramid pooling, in the order in which its branches are put beside each other.
+# Lengths of the square windows of spatial pyramid pooling, in the order in which its branches are concatenated.
 POOLS = (8, 16, 32, 64)
-# Channels of the four stages in units of the first's, their blocks, first strides and dilations.
+# Of the four stages: channels in units of those of the first, number of blocks, first stride, dilation.
 STAGES = ((1, 3, 1, 1), (2, 16, 2, 1), (4, 3, 1, 1), (4, 3, 1, 2))
-# How much smaller than the images the grids of features are, and the smallest ones of the hourglasses.
+# Strides of the grids of features and of the smallest grids in the hourglasses.
 FEATURE_STRIDE, WHOLE_STRIDE = 4, 16
 
 
 class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-estimation"):
-    """Give each pixel of the left image its disparity: how many pixels further left the right image shows the same.
+    """Predict the disparity of each left pixel: how many pixels further left the right image shows the same point.
 
     `disparity = Σ_d d · softmax_d(enlarge(classify(convolve_3d(volume))))`, d = 0 … D - 1,
     `volume[:, i, y, x] = (left features at (y, x), right features at (y, x - i))`, 0 where x < i
 
-    Both images go through one network of 2-D convolutions with pooling at four sizes, to a quarter of their sides. A
-    network of 3-D convolutions over disparity, height and width compares them: three hourglasses that share skips, each
-    with an output of its own (`"psmnet_stacked"`), or four residual blocks (`"psmnet_basic"`). Attention, where there
-    is any, follows the last stage, `layer4`, so that pooling and the comparison both see its response; it starts as the
-    identity.
+    Both images pass through one network of 2-D convolutions with pooling at four scales, to a quarter of height and
+    width. A network of 3-D convolutions over disparity, height and width compares them: three hourglasses that share
+    skips, each with its own output (`"psmnet_stacked"`), or four residual blocks (`"psmnet_basic"`). Attention, if
+    there is any, follows the last stage, `layer4`, so that pooling and comparison both use its response; it starts as
+    the identity.
 
-    Sides are enlarged with half-pixel centres throughout (`align_corners=False`). In training mode the disparities of
-    all outputs come, the last one the network's; in eval mode that one alone.
+    All interpolation has half-pixel centres (`align_corners=False`). In training mode the network returns the
+    disparities of all outputs, the last of which is its prediction; in eval mode that one alone.
 
     Args:
         model: `"psmnet_stacked"` or `"psmnet_basic"`.
-        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        operator: Operator of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
         max_disparity: D, a multiple of 16.
-        inner_channels: Of the attention's queries and keys: its basis.
-        value_channels: Of its values; those of `layer4` by default.
-        heads: Of the attention.
-        first_channels: Of the first stage; all others are multiples of it.
-        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
+        inner_channels: Channels of the queries and keys: the size of the basis.
+        value_channels: Channels of the values; those of `layer4` by default.
+        heads: Number of attention heads.
+        first_channels: Channels of the first stage; those of the others are multiples of it.
+        scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown model or operator.
         ValueError: For a number out of range.
 
     Cost:
-        Of "psmnet_stacked" 5,224,768 parameters; 185 billion MACs at 256x512 pixels and D = 192.
+        "psmnet_stacked" has 5,224,768 parameters; 185 billion MACs at 256x512 pixels and D = 192.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
@@ -69,7 +69,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         torch.Size([1, 1, 32, 48])
     """
 
-    # What a card counts, and what the sides of the images must be multiples of.
+    # Number of input images, for the model card, and the multiples that height and width must be of.
     images, multiples = 2, (WHOLE_STRIDE, WHOLE_STRIDE)
 
     def __init__(
@@ -106,13 +106,13 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The image whose MACs a model card counts: channels and sides."""
+        """Shape of each image for which a model card counts MACs: channels, height, width."""
         return (3, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def forward(self, left: Float[Tensor, "b 3 y x"], right: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b k y x"]:
-        """Return the disparities of the left image by each output, the last one the best; in eval mode that alone."""
+        """Return disparities of the left image, one channel per output, the best last; in eval mode only the last."""
         self.check_pair(left, right)
-        # One after the other: batch norm takes the statistics of each image's own kind.
+        # One after the other, so that batch norm has separate statistics for left and right images.
         volume = cost_volume(self.features(left), self.features(right), self.max_disparity // FEATURE_STRIDE)
         costs = self.compare(volume)
         if not self.training:
@@ -120,16 +120,16 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         return torch.cat([regress(cost, self.max_disparity, left.shape[2:]) for cost in costs], 1)
 
     def check_pair(self, left: Tensor, right: Tensor) -> None:
-        """Refuse what is no pair of image batches of one size, whose sides the strides divide."""
+        """Refuse inputs that are not two batches of images of one size that the strides divide."""
         check_image(self.name, left, 3)
         check_image(self.name, right, 3)
         if left.shape != right.shape:
-            fix = "give it both images of each pair, rectified, at one size."
+            fix = "pass both images of each pair, rectified, at one size."
             raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
         if any(side % WHOLE_STRIDE for side in left.shape[2:]):
             top, end = (-side % WHOLE_STRIDE for side in left.shape[2:])
             fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
-            problem = f"the sides must be multiples of {WHOLE_STRIDE}."
+            problem = f"height and width must be multiples of {WHOLE_STRIDE}."
             raise shape_error(self.name, problem, fix, left=left, right=right)
 
 
@@ -142,9 +142,9 @@ def psmnet_stacked(
     heads: int = 1,
     first_channels: int = 32,
 ) -> PSMNet:
-    """Build PSMNet with three stacked hourglasses, and attention with any operator.
+    """Build PSMNet with three stacked hourglasses and attention by any operator.
 
-    The arguments are `PSMNet`'s.
+    The arguments are those of `PSMNet`.
 
     Reference: FA §4.2, Table 6.
 
@@ -169,7 +169,7 @@ def psmnet_basic(
     heads: int = 1,
     first_channels: int = 32,
 ) -> PSMNet:
-    """Build PSMNet's basic model, residual blocks in the place of hourglasses; the arguments are `PSMNet`'s.
+    """Build PSMNet with residual blocks in place of hourglasses; the arguments are those of `PSMNet`.
 
     Example:
         >>> with torch.device("meta"):
@@ -184,16 +184,18 @@ def psmnet_basic(
 
 
 class Features(nn.Module):
-    """Features of one image at a quarter of its sides: four stages, attention if there is any, pooling at four sizes.
+    """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling.
 
     Args:
-        channels: Of the first stage, and of the features.
+        channels: Channels of the first stage and of the features.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            *activated(3, channels, stride=2), *activated(channels, channels), *activated(channels, channels)
+            *conv_norm_relu(3, channels, stride=2),
+            *conv_norm_relu(channels, channels),
+            *conv_norm_relu(channels, channels),
         )
         before, stages = channels, []
         for factor, blocks, stride, dilation in STAGES:
@@ -204,10 +206,12 @@ class Features(nn.Module):
             before = after
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.attention: nn.Module = nn.Identity()
-        self.pools = nn.ModuleList(nn.Sequential(*activated(before, channels, kernel=1)) for _ in POOLS)
-        # What layer2, layer4 and the pooled branches have together.
+        self.pools = nn.ModuleList(nn.Sequential(*conv_norm_relu(before, channels, kernel=1)) for _ in POOLS)
+        # Channels of the concatenation of layer2, layer4 and the pooled branches.
         together = (STAGES[1][0] + STAGES[3][0] + len(POOLS)) * channels
-        self.last = nn.Sequential(*activated(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False))
+        self.last = nn.Sequential(
+            *conv_norm_relu(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False)
+        )
 
     def forward(self, image: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b c h w"]:
         """Return the features."""
@@ -216,37 +220,37 @@ class Features(nn.Module):
         size = late.shape[2:]
         pooled = []
         for side, pool in zip(POOLS, self.pools, strict=True):
-            # A grid smaller than the window is one window.
+            # The window is at most the grid.
             branch = pool(F.avg_pool2d(late, [min(side, own) for own in size]))
             pooled.append(F.interpolate(branch, size, mode="bilinear", align_corners=False))
         return self.last(torch.cat([early, late, *pooled], 1))
 
 
 class Hourglasses(nn.Module):
-    """Compare by three hourglasses; each begins at the same grid, and their outputs are sums: "stacked hourglass".
+    """Compare by three stacked hourglasses; the output of each adds to that of the previous one.
 
     Args:
-        channels: Of the features; the volume has twice as many.
+        channels: Channels of the features; the volume has twice as many.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.enter = nn.Sequential(
-            *activated(2 * channels, channels, spatial_dims=3), *activated(channels, channels, spatial_dims=3)
+            *conv_norm_relu(2 * channels, channels, spatial_dims=3), *conv_norm_relu(channels, channels, spatial_dims=3)
         )
         self.residual = residual(channels)
         self.hourglasses = nn.ModuleList(Hourglass(channels) for _ in range(3))
         self.classifiers = nn.ModuleList(classifier(channels) for _ in range(3))
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
-        """Return the score of every disparity by each hourglass."""
+        """Return the scores of all disparities, one grid per hourglass."""
         entered = self.enter(volume)
         start = entered + self.residual(entered)
         grid, way_down, way_up = start, None, None
         scores: list[Tensor] = []
         for hourglass, classify in zip(self.hourglasses, self.classifiers, strict=True):
             out, down, way_up = hourglass(grid, way_down, way_up)
-            # Every later way up is joined by the first one's way down.
+            # On the way up, the second and third hourglass add the first one's grid of the way down.
             way_down = down if way_down is None else way_down
             grid = start + out
             score = classify(grid)
@@ -258,19 +262,19 @@ class ResidualBlocks(nn.Module):
     """Compare by four residual blocks and one output: the "basic" network.
 
     Args:
-        channels: Of the features; the volume has twice as many.
+        channels: Channels of the features; the volume has twice as many.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.enter = nn.Sequential(
-            *activated(2 * channels, channels, spatial_dims=3), *activated(channels, channels, spatial_dims=3)
+            *conv_norm_relu(2 * channels, channels, spatial_dims=3), *conv_norm_relu(channels, channels, spatial_dims=3)
         )
         self.blocks = nn.ModuleList(residual(channels) for _ in range(4))
         self.classify = classifier(channels)
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
-        """Return the score of every disparity, in a list as the hourglasses do."""
+        """Return the scores of all disparities, as a list of one grid, like `Hourglasses`."""
         grid = self.enter(volume)
         for block in self.blocks:
             grid = grid + block(grid)
@@ -280,9 +284,10 @@ class ResidualBlocks(nn.Module):
 def cost_volume(
     left: Float[Tensor, "b c h w"], right: Float[Tensor, "b c h w"], disparities: int
 ) -> Float[Tensor, "b e i h w"]:
-    """Put beside the left features, for every disparity i, the right ones i positions further left: 2 c channels.
+    """Concatenate, for every disparity i, the left features and the right features i positions further left.
 
-    Positions that the right image does not show at this disparity, x < i, are 0 in all channels.
+    The volume has 2 c channels. Positions that the right image does not show at disparity i, x < i, are 0 in all
+    channels.
 
     Example:
         >>> left, right = torch.tensor([[[[1.0, 2, 3]]]]), torch.tensor([[[[4.0, 5, 6]]]])
@@ -302,8 +307,8 @@ def cost_volume(
 
 
 def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
-    """Enlarge scores to all disparities and pixels, and return the mean disparity under their softmax."""
-    # In float32 at least, and without a product that autocast rounds: bfloat16 knows no 129.5.
+    """Interpolate scores to all disparities and pixels, and return the mean disparity under their softmax."""
+    # In float32 or wider, and without a matrix product, which autocast would round: bfloat16 cannot represent 129.5.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     enlarged = F.interpolate(scores, (disparities, *size), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
@@ -311,9 +316,9 @@ def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[in
 
 
 def attention_of(operator: str | Operator, channels: int, heads: int, options: dict[str, Any]) -> GridAttention:
-    """Build attention with linear maps of all that it reads and of its response, the identity at first."""
+    """Build residual attention with projections of its inputs and of its response; it is the identity at first."""
     if isinstance(operator, str) and operator not in OPERATORS:
         raise unknown("models.PSMNet", "operator", operator, OPERATORS)
-    row = OPERATORS[operator] if isinstance(operator, str) else operator
-    project = "qkvo" if row.reads_keys else "qvo"
+    entry = OPERATORS[operator] if isinstance(operator, str) else operator
+    project = "qkvo" if entry.reads_keys else "qvo"
     return GridAttention(channels, operator, heads=heads, project=project, residual=True, **options)

@@ -1,4 +1,4 @@
-"""What PSMNet is built of: convolutions with their norms, residual blocks, hourglasses, and how weights are drawn."""
+"""Parts of PSMNet: convolutions with norms, residual blocks, hourglasses, and the initialization of weights."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ class BasicBlock(nn.Module):
     Args:
         before: Channels of the grid.
         after: Channels of the result.
-        stride: Of the first convolution.
-        dilation: Of both.
+        stride: Stride of the first convolution.
+        dilation: Dilation of both convolutions.
     """
 
     def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(*activated(before, after, stride=stride, dilation=dilation))
-        self.second = nn.Sequential(*convolved(after, after, dilation=dilation))
+        self.first = nn.Sequential(*conv_norm_relu(before, after, stride=stride, dilation=dilation))
+        self.second = nn.Sequential(*conv_norm(after, after, dilation=dilation))
         same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*convolved(before, after, kernel=1, stride=stride))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*conv_norm(before, after, kernel=1, stride=stride))
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
-        """Return the sum."""
+        """Return the sum of shortcut and convolutions."""
         return self.shortcut(grid) + self.second(self.first(grid))
 
 
 class Hourglass(nn.Module):
-    """Halve the sides twice and double them twice, joined by what an earlier hourglass had at half the sides.
+    """Halve the size twice and double it twice; grids of an earlier hourglass at half the size are added.
 
     Args:
-        channels: Of the grid; inside there are twice as many.
+        channels: Channels of the grid; inside there are twice as many.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         inside = 2 * channels
         self.down = nn.Sequential(
-            *activated(channels, inside, spatial_dims=3, stride=2), *convolved(inside, inside, spatial_dims=3)
+            *conv_norm_relu(channels, inside, spatial_dims=3, stride=2), *conv_norm(inside, inside, spatial_dims=3)
         )
         self.bottom = nn.Sequential(
-            *activated(inside, inside, spatial_dims=3, stride=2), *activated(inside, inside, spatial_dims=3)
+            *conv_norm_relu(inside, inside, spatial_dims=3, stride=2), *conv_norm_relu(inside, inside, spatial_dims=3)
         )
-        self.up = nn.Sequential(*enlarged(inside, inside))
-        self.out = nn.Sequential(*enlarged(inside, channels))
+        self.up = nn.Sequential(*transposed_norm(inside, inside))
+        self.out = nn.Sequential(*transposed_norm(inside, channels))
 
     def forward(self, grid: Tensor, way_down: Tensor | None, way_up: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result, and the grids at half the sides on the way down and up.
+        """Return the result, and the grids at half the size on the way down and on the way up.
 
         Args:
             grid: `(b, c, i, h, w)`.
-            way_down: Of the first hourglass, added on the way up; None for its own.
-            way_up: Of the hourglass before, added on the way down; None for nothing.
+            way_down: Grid of the first hourglass, added on the way up; None to add its own.
+            way_up: Grid of the previous hourglass, added on the way down; None to add nothing.
         """
         down = self.down(grid)
         down = F.relu(down if way_up is None else down + way_up)
@@ -67,43 +67,45 @@ class Hourglass(nn.Module):
         return self.out(up), down, up
 
 
-def convolved(
+def conv_norm(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
-    """Build a convolution without bias, and its norm."""
+    """Build a convolution without bias and its batch norm."""
     kinds, padding = layers("psmnet", spatial_dims), dilation * (kernel // 2)
     convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
     return [convolution, kinds.batch_norm(after)]
 
 
-def activated(
+def conv_norm_relu(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
-    """Build a convolution without bias, its norm, and ReLU."""
-    parts = convolved(before, after, spatial_dims=spatial_dims, kernel=kernel, stride=stride, dilation=dilation)
+    """Build a convolution without bias, its batch norm and ReLU."""
+    parts = conv_norm(before, after, spatial_dims=spatial_dims, kernel=kernel, stride=stride, dilation=dilation)
     return [*parts, nn.ReLU(inplace=True)]
 
 
-def enlarged(before: int, after: int) -> list[nn.Module]:
-    """Build a transposed 3-D convolution that doubles the sides, and its norm."""
+def transposed_norm(before: int, after: int) -> list[nn.Module]:
+    """Build a transposed 3-D convolution that doubles the size, and its batch norm."""
     transposed = nn.ConvTranspose3d(before, after, 3, stride=2, padding=1, output_padding=1, bias=False)
     return [transposed, nn.BatchNorm3d(after)]
 
 
 def residual(channels: int) -> nn.Sequential:
-    """Build what a residual block of 3-D convolutions adds."""
-    return nn.Sequential(*activated(channels, channels, spatial_dims=3), *convolved(channels, channels, spatial_dims=3))
+    """Build the residual branch of a block of 3-D convolutions."""
+    return nn.Sequential(
+        *conv_norm_relu(channels, channels, spatial_dims=3), *conv_norm(channels, channels, spatial_dims=3)
+    )
 
 
 def classifier(channels: int) -> nn.Sequential:
-    """Build what gives each position of a volume one score."""
+    """Build the layers that compute one score for each position of a volume."""
     return nn.Sequential(
-        *activated(channels, channels, spatial_dims=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False)
+        *conv_norm_relu(channels, channels, spatial_dims=3), nn.Conv3d(channels, 1, 3, padding=1, bias=False)
     )
 
 
 def initialize(net: nn.Module) -> nn.Module:
-    """Draw convolutions from N(0, 2 / (positions of the kernel · output channels)); transposed ones keep torch's law."""
+    """Draw convolutions from N(0, 2 / (kernel size · output channels)); transposed ones keep torch's initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
             nn.init.normal_(module.weight, std=math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels)))

@@ -1,4 +1,4 @@
-"""Saved models: weights as safetensors, name and arguments as JSON, written whole or not at all, nothing pickled."""
+"""Saved models: weights as safetensors, name and arguments as JSON, written atomically, nothing pickled."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from farfield.models.card import is_edited, operators_of, write_card
 from farfield.models.description import FORMAT, check_arguments, read_text, translate_format_1
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-# What of a config its weights have to agree with; the rest shows in their shapes or does not touch them.
+# Config entries stored in the weights' metadata too, where both must agree; others follow from shapes or do not matter.
 IDENTITY = ("model", "operator", "output")
 
 
 class Stored(PyTorchModelHubMixin):
-    """Save and load a model whose `config` holds its name, as "model", and its arguments.
+    """Save and load a model whose `config` holds its name, under the key "model", and its arguments.
 
-    See `huggingface_hub.PyTorchModelHubMixin`, whose files and methods these are; here they are written to a temporary
-    neighbour and then moved, so that a full disk or a killed process leaves what was there before.
+    Files and methods are those of `huggingface_hub.PyTorchModelHubMixin`. Files are written to a temporary folder in
+    the target and then moved, so that a full disk or a killed process leaves the previous files unchanged.
     """
 
     config: dict[str, Any]
 
     def card_part(self) -> Any:
-        """What of the network a model card counts the MACs of: all of it."""
+        """Module whose MACs a model card counts: the whole network."""
         return self
 
     def save_pretrained(  # type: ignore[override]
@@ -54,20 +54,20 @@ class Stored(PyTorchModelHubMixin):
         """Write model.safetensors, config.json and the model card, README.md, into a folder.
 
         Args:
-            save_directory: The folder, made if it is missing; a model saved there before is replaced, and its card if
-                nobody has edited it.
-            config: Must be left out: the model knows its own.
-            repo_id: On the Hub, with `push_to_hub`; the folder's name by default.
-            push_to_hub: Whether to upload it as well; `model.push_to_hub(repo_id)` has more options.
-            model_card_kwargs: What `generate_model_card` takes: training_data, metrics, image_size, license.
+            save_directory: The folder, created if missing. A model saved there before is replaced, its card only if it
+                has not been edited.
+            config: Must be left out, as the model has its own.
+            repo_id: Repository on the Hub, with `push_to_hub`; the folder's name by default.
+            push_to_hub: Whether to upload the model too; `model.push_to_hub(repo_id)` has more options.
+            model_card_kwargs: Arguments of `generate_model_card`: training_data, metrics, image_size, license.
 
         Returns:
             The address of the upload, None without one.
 
         Raises:
-            OSError: If the folder cannot be written; what was there is unchanged.
+            OSError: If the folder cannot be written to; the previous files are unchanged.
             ValueError: If the model cannot be rebuilt from its configuration.
-            LookupError: If the card has no such entry.
+            LookupError: For an unknown key of `model_card_kwargs`.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
         if config is not None:
@@ -90,10 +90,10 @@ class Stored(PyTorchModelHubMixin):
         return self.push_to_hub(repo_id or folder.name, model_card_kwargs=model_card_kwargs) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes, but make no repository for a model that cannot be saved.
+        """Upload the files that `save_pretrained` writes; a model that cannot be saved creates no repository.
 
         See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the repository's own;
-        `ignore_patterns="README.md"` leaves that as it is.
+        `ignore_patterns="README.md"` keeps the latter.
         """
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
@@ -106,13 +106,13 @@ class Stored(PyTorchModelHubMixin):
         image_size: int = 224,
         license: str | None = None,
     ) -> ModelCard:
-        """Word the model's card: operator, weights, MACs and arguments, and what only the caller knows.
+        """Write the model's card: operator, weights, MACs and arguments, and the information passed here.
 
         Args:
-            training_data: What it was trained on.
-            metrics: Name -> what was measured.
-            image_size: Side of the square image whose MACs are counted; the papers' by default.
-            license: Of the weights, as the Hub calls it, e.g. "cc-by-4.0".
+            training_data: Description of the training data.
+            metrics: Name -> measured value.
+            image_size: Side of the square image whose MACs are counted; by default that of the papers.
+            license: License of the weights, by its identifier on the Hub, e.g. "cc-by-4.0".
 
         Returns:
             The card; `print(card)` shows it.
@@ -125,7 +125,7 @@ class Stored(PyTorchModelHubMixin):
         return ModelCard(text)
 
     def contents(self, card: dict[str, Any]) -> dict[str, bytes]:
-        """Return what the files of the saved model hold, by their names; `card` is for `generate_model_card`."""
+        """Return file name -> content of the saved model; `card` holds arguments of `generate_model_card`."""
         known = list(inspect.signature(self.generate_model_card).parameters)
         for name in card:
             if name not in known:
@@ -139,9 +139,9 @@ class Stored(PyTorchModelHubMixin):
         }
 
     def rebuilt(self) -> nn.Module:
-        """Build what the configuration describes, without numbers; refuse a model that is no longer that."""
+        """Build the model of the configuration on the meta device; refuse weights that are no longer of that model."""
         caller = f"{self.config['model']}.save_pretrained"
-        fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model gives them back."
+        fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model restores them."
         if None in (self.config[key] for key in IDENTITY if key in self.config):
             raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
         try:
@@ -154,7 +154,7 @@ class Stored(PyTorchModelHubMixin):
         if problems:
             raise ValueError(
                 f"{caller}: the model was changed after it was built, so that its configuration would not bring it "
-                f"back: {problems}; fix: save it before the change or undo that, or {fix}"
+                f"back: {problems}; fix: save it before the change, undo the change, or {fix}"
             )
         return net.eval()
 
@@ -179,25 +179,26 @@ class Stored(PyTorchModelHubMixin):
 def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
 
-    It is built without memory first, and compared with the weights: what is not of their size is never made.
+    It is first built on the meta device and compared with the weights, so that a configuration that does not fit them
+    allocates no memory.
     """
     config_file, weights_file = find_files(caller, source, hub)
-    written = read_config(caller, config_file)
-    config = translate_format_1(written) if written.pop("format", 1) == 1 else written
+    saved = read_config(caller, config_file)
+    config = translate_format_1(saved) if saved.pop("format", 1) == 1 else saved
     metadata, shapes = read_header(caller, weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{caller}: {config_file} does not describe a model of this version: {error}") from error
-    check_weights(caller, written, metadata, differences(skeleton.state_dict(), shapes), weights_file)
+    check_weights(caller, saved, metadata, differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
 
 
 def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
-    """Return the paths of configuration and weights, downloaded where the source is a repository."""
+    """Return the paths of configuration and weights, downloaded if the source is a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         for name in (CONFIG, WEIGHTS):
@@ -227,9 +228,9 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
 
 
 def is_path(source: str) -> bool:
-    """Whether a text that is no path here is meant as one: a repository is an owner, a slash and a name.
+    """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
 
-    An owner that is a folder here is taken for that folder.
+    A repository is an owner, a slash and a name. If the owner is the name of a local folder, the source is a path.
     """
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
@@ -238,7 +239,7 @@ def is_path(source: str) -> bool:
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Return what a configuration holds: an object of a known format with the model's name and arguments in bounds."""
+    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
         config = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -266,7 +267,7 @@ def read_config(caller: str, path: Path) -> dict[str, Any]:
 
 
 def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return what a file of weights says of itself, and its tensors without their numbers; refuse a damaged file."""
+    """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
@@ -280,7 +281,7 @@ def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, st
     for key in IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
             raise ValueError(
-                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {CONFIG} says "{config.get(key)}"; '
+                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {CONFIG} states "{config.get(key)}"; '
                 f"fix: keep the two files of one save together."
             )
     if problems:
@@ -291,11 +292,11 @@ def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, st
 
 
 def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
-    """Read a state dict that a user has named, from a `.safetensors` file or one of `torch.save`; run nothing in it.
+    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or holds more than a state dict.
+        ValueError: If it is damaged, or is not a state dict.
     """
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
@@ -312,14 +313,14 @@ def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
-    """Read what `torch.save` wrote, if that is tensors and plain values alone; whatever else it holds is not run.
+    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
 
     Raises:
-        ValueError: If it is damaged, or holds more; its text goes on from the file's name.
+        ValueError: If it is damaged or holds other content. The caller puts the file name before the text.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    # A damaged pickle is a program with errors of every kind.
+    # A damaged pickle is a program that can raise any error.
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             text = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
@@ -328,24 +329,24 @@ def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
 
 
 def is_entry(entry: tuple[Any, Any]) -> bool:
-    """Whether a name and what it stands for can be of a state dict."""
+    """Return whether a key and its value can be an entry of a state dict."""
     return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """Say where names and shapes of two state dicts differ; empty if nowhere."""
-    problems = [f"it lacks {name}" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in found if name not in expected]
+def differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Describe the first three differences in names and shapes of two state dicts; an empty text if there are none."""
+    problems = [f"it lacks {name}" for name in expected if name not in given]
+    problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [
-        f"{name} is {tuple(found[name].shape)} and not {tuple(expected[name].shape)}"
+        f"{name} is {tuple(given[name].shape)} and not {tuple(expected[name].shape)}"
         for name in expected
-        if name in found and found[name].shape != expected[name].shape
+        if name in given and given[name].shape != expected[name].shape
     ]
     return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
 def write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file to the disk itself, not only to the system's cache."""
+    """Write a file and flush it from the system's cache to the disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()

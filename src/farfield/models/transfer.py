@@ -1,4 +1,4 @@
-"""torchvision's MobileNetV2 weights in our networks: all of them in ours, what has the same meaning in the others."""
+"""Transfer of torchvision's MobileNetV2 weights: all of them into `mobilenet_v2`, the shared part into the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from farfield.nn.blocks import AttentionBlock, BaseBlock
 
 
 class Loaded(NamedTuple):
-    """Which entries of a network's state dict came from elsewhere.
+    """Names of a network's state-dict entries, by how much of each was copied.
 
     Attributes:
-        whole: Copied entirely.
-        part: Copied for the expanded channels, which come first; the rest is as it was.
-        kept: As it was, for want of a counterpart.
+        whole: Entries that were copied entirely.
+        part: Entries of which the expanded channels, which come first, were copied; the rest is unchanged.
+        kept: Entries without a counterpart, which are unchanged.
     """
 
     whole: list[str]
@@ -27,12 +27,12 @@ class Loaded(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where one entry comes from.
+    """Counterpart of an entry in torchvision's state dict.
 
     Attributes:
-        name: Its name in torchvision's state dict.
-        dimension: The one of expanded channels, where the entry has one.
-        shared: How many of the expanded channels, the first ones, mean the same in both networks.
+        name: Name in torchvision's state dict.
+        dimension: Dimension of the expanded channels; None if the entry has none.
+        shared: Number of expanded channels, the first ones, with the same meaning in both networks.
     """
 
     name: str
@@ -40,28 +40,29 @@ class Source(NamedTuple):
     shared: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of an entry that means the same in both networks."""
+        """Return the part of an entry that has the same meaning in both networks."""
         return tensor if self.dimension is None or tensor.dim() == 0 else tensor.narrow(self.dimension, 0, self.shared)
 
 
 def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loaded:
     """Copy the weights of torchvision's MobileNetV2 into a network of the same width.
 
-    Into `mobilenet_v2` every entry is copied, and the outputs are torchvision's. The other networks expand to (r-1)c
-    channels and take the rest of their rc from the block's input or from attention: of MobileNetV2's expanded channels
-    the first (r-1)c are copied (their 1x1, depthwise and norm entries, and the columns of the last 1x1 that read them);
-    what reads the other c keeps its values, as it means something else. A classifier of other classes keeps its values
-    too, and so does the first convolution where the image has not 3 channels.
+    Into `mobilenet_v2` every entry is copied, and its outputs are then those of torchvision. The other networks expand
+    to (r-1)c channels and take the remaining c of their rc channels from the block's input or from attention. Of
+    MobileNetV2's expanded channels the first (r-1)c are copied: their entries in the first 1x1 convolution, in the
+    depthwise convolution and in the norms, and their columns in the last 1x1 convolution. The weights of the other c
+    channels are unchanged, as these channels have another meaning. A classifier with another number of classes is
+    unchanged too, and so is the first convolution if the image does not have 3 channels.
 
     Args:
         net: The network, changed in place.
-        state_dict: Of `torchvision.models.mobilenet_v2`.
+        state_dict: State dict of `torchvision.models.mobilenet_v2`.
 
     Returns:
-        What was copied whole, in part, and not at all.
+        The names of the entries that were copied entirely, in part, and not at all.
 
     Raises:
-        ValueError: If it is not the state dict of a MobileNetV2 of this width; nothing is copied then.
+        ValueError: If it is not the state dict of a MobileNetV2 of this width; then nothing is copied.
 
     Example:
         >>> import torchvision
@@ -90,7 +91,7 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
 
 
 def find_sources(net: CompactNet) -> Iterator[tuple[str, Source]]:
-    """Yield each entry that has a counterpart, and which."""
+    """Yield the name of each entry that has a counterpart, and the counterpart."""
     entries = net.state_dict()
     for module, other, dimension, shared in find_modules(net):
         for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
@@ -99,13 +100,13 @@ def find_sources(net: CompactNet) -> Iterator[tuple[str, Source]]:
 
 
 def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
-    """Yield each of our modules, torchvision's, and where the expanded channels are in its entries."""
+    """Yield each module's path, its path in torchvision, the dimension of expanded channels, how many are shared."""
     yield "stem.convolution", "features.0.0", None, 0
     yield "stem.norm", "features.0.1", None, 0
     parts = net.rows.named_modules(prefix="rows")
     blocks = [(path, part) for path, part in parts if isinstance(part, BaseBlock | AttentionBlock)]
     for number, (path, block) in enumerate(blocks, 1):
-        # torchvision numbers the layers of a block: expansion, if any, depthwise, last 1x1, its norm.
+        # torchvision numbers the layers of a block: expansion (if any), depthwise, last 1x1 convolution, its norm.
         names = ["depthwise"] if block.expand is None else ["expand", "depthwise"]
         for layer, name in enumerate(names):
             yield f"{path}.{name}.convolution", f"features.{number}.conv.{layer}.0", 0, block.expanded
@@ -118,13 +119,13 @@ def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
 
 
 def is_replaceable(net: CompactNet, name: str) -> bool:
-    """Whether an entry depends on the data and not on the architecture: classes, image channels."""
+    """Return whether the shape of an entry depends on the data: number of classes, image channels."""
     return name.startswith("classifier.") or (name == "stem.convolution.weight" and net.in_channels != 3)
 
 
 def check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
     """Refuse a state dict that lacks entries of MobileNetV2 or has others."""
-    classifier = {"classifier.1.weight", "classifier.1.bias"}  # not asked for by a net without classes
+    classifier = {"classifier.1.weight", "classifier.1.bias"}  # unused by a net without classes
     lacking, strange = sorted(expected - given), sorted(given - expected - classifier)
     if lacking or strange:
         problem = f"it lacks {lacking[0]}" if lacking else f"it has {strange[0]}"

@@ -1,4 +1,4 @@
-"""U-Nets that restore images and volumes, with attention at the end of the bottom block and of each decoder block.
+"""U-Nets for the restoration of images and volumes, with attention after the bottom block and each decoder block.
 
 Letters as in the papers: f channels of the first level, d depth, the number of levels above the bottom.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield.models.storage import Stored
 from farfield.models.unet_parts import (
-    attended,
+    append_attention,
     build_care,
     build_residual,
     build_selection,
@@ -28,31 +28,32 @@ from farfield.models.unet_parts import (
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
-# What is added to a predicted scale, so that the loss of a probabilistic net stays bounded (CARE's value).
+# Added to a predicted scale, so that the loss of a probabilistic net stays bounded (CARE's value).
 SMALLEST_SCALE = 1e-3
 
 
 class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
-    """Restore a grid: `grid + head(decoder(bottom(encoder(grid))))`, each level's sides half those of the one above.
+    """Restore a grid: `grid + head(decoder(bottom(encoder(grid))))`; each level has half the size of the one above.
 
-    `unet_care` is the network of CARE: two convolutions with ReLU a block, max pooling, nearest neighbours on the way
-    up; 996,769 parameters in 3-D at d = 2. `unet_residual` has residual blocks, strided and transposed convolutions and
-    no biases; 2,140,032 parameters. Without norms, so that a position depends on its surroundings (`halo`) and, where there
-    is attention, on all positions. Attention starts as the identity: the untrained net is that without attention.
+    `unet_care` is the network of CARE: two convolutions with ReLU per block, max pooling, nearest-neighbour upsampling;
+    996,769 parameters in 3-D at d = 2. `unet_residual` has residual blocks, strided and transposed convolutions and no
+    biases; 2,140,032 parameters. There are no norms, so a position of the output depends on its neighbourhood (`halo`)
+    and, with attention, on all positions. Attention starts as the identity: before training the network computes the
+    same as without it.
 
     Args:
         model: `"unet_care"` or `"unet_residual"`.
-        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        operator: Operator of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
         spatial_dims: Number of spatial dims: 2 for images, 3 for volumes.
         depth: d.
         first_channels: f; the channels double with each level.
         kernel: Side of the convolutions' kernels, odd.
-        heads: Of the attention.
-        in_channels: Channels of the grid and of what is restored.
-        probabilistic: Whether a scale is predicted beside each value; the output then has twice the channels, means
-            and after them scales.
-        normalized: Whether attention reads features that are normalized over each position's channels. In version 0.1
-            it read them as they are, which begin so small that it did next to nothing.
+        heads: Number of attention heads.
+        in_channels: Channels of the grid and of the restored grid.
+        probabilistic: Whether a scale is predicted for each value; the output then has twice the channels: first the
+            means, then the scales.
+        normalized: Whether the input of attention is normalized over the channels of each position. It was not in
+            version 0.1, where the features were so small at first that attention had almost no effect.
 
     Raises:
         LookupError: For an unknown model or operator.
@@ -108,7 +109,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         self.stem, self.activation = parts.stem, parts.activation
         self.encoder, self.down, self.up = map(nn.ModuleList, (parts.encoder, parts.down, parts.up))
         options = (operator, heads, activated, normalized)
-        attending = (attended(block, channels, *options) for block, channels in parts.attending)
+        attending = (append_attention(block, channels, *options) for block, channels in parts.attending)
         self.bottom = next(attending)
         self.decoder = nn.ModuleList(attending)
         point = layers(model, spatial_dims).convolution
@@ -117,7 +118,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         initialize(self)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *n"]:
-        """Return the restored grid; for a probabilistic net means and scales, side by side."""
+        """Return the restored grid; for a probabilistic net means, then scales, concatenated along the channels."""
         self.check_grid(grid)
         skips, features = [], self.stem(grid)
         for encode, down in zip(self.encoder, self.down, strict=True):
@@ -134,13 +135,13 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     @property
     def multiples(self) -> tuple[int, ...]:
-        """What each side of the grid must be a multiple of: 2^d."""
+        """Numbers that the size of the grid must be multiples of: 2^d for each spatial dim."""
         return (2**self.depth,) * self.spatial_dims
 
     @property
     def halo(self) -> int:
-        """How far a position sees through convolutions and pooling, in positions; attention sees everything."""
-        # Pooling's windows lie where they lie: the farthest over the 2^d places a position can have in one.
+        """Radius of the receptive field of convolutions and pooling, in positions; attention sees all positions."""
+        # The reach depends on where a position lies in a pooling window: the maximum over its 2^d possible places.
         radius = self.kernel // 2
         care = self.name == "unet_care"
         spans = [
@@ -151,11 +152,11 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         return stem + max(max(place - low, high - place) for place, (low, high) in spans)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The grid whose MACs a model card counts: channels and sides."""
+        """Shape of the grid whose MACs a model card counts: channels, then size."""
         return (self.in_channels, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def check_grid(self, grid: Tensor) -> None:
-        """Refuse what is not a floating-point batch of grids whose sides the net can halve d times."""
+        """Refuse inputs that are not a floating-point batch of grids whose size can be halved d times."""
         check_stack(self.name, grid, self.in_channels, self.spatial_dims, self.multiples)
 
 
@@ -164,16 +165,16 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
 
     `unet(Σ_z softmax_z(select(stack))_z · stack_z)`
 
-    A small network of the whole stack selects, position by position, from which depth the image is taken (14,329 parameters);
-    the U-Net restores what was selected.
+    A small network (14,329 parameters) scores all positions of the stack, and thereby selects for each pixel the depths
+    from which it is taken; the U-Net restores the selected image.
 
     Args:
         model: `"unet_projection"`.
-        operator: Of the attention in the U-Net: a name of `ops.OPERATORS` or an `Operator`; None leaves it out.
-        depth: Levels of the U-Net above its bottom.
+        operator: Operator of the U-Net's attention: a name of `ops.OPERATORS` or an `Operator`; None leaves it out.
+        depth: Number of levels of the U-Net above its bottom.
         first_channels: Channels of its first level.
-        kernel: Side of its kernels.
-        heads: Of the attention.
+        kernel: Side of its kernels, odd.
+        heads: Number of attention heads.
         probabilistic: See `UNet`.
         normalized: See `UNet`.
 
@@ -186,7 +187,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         torch.Size([1, 1, 16, 32])
     """
 
-    # Levels and channels of the network that selects.
+    # Levels and channels of the selection network.
     LEVELS, CHANNELS = 4, 8
 
     def __init__(
@@ -220,16 +221,16 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         self.select = initialize(build_selection(self.LEVELS, self.CHANNELS))
 
     def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
-        """Return the restored image; for a probabilistic net means and scales, side by side."""
+        """Return the restored image; for a probabilistic net means, then scales, concatenated along the channels."""
         return self.unet(self.project(stack))
 
     def project(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b 1 y x"]:
-        """Return the image that was selected from the stack."""
+        """Return the image selected from the stack."""
         check_stack("unet_projection", stack, 1, 3, self.multiples)
         return (self.select(stack).softmax(2) * stack).sum(2)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The stack whose MACs a model card counts: channels and sides."""
+        """Shape of the stack whose MACs a model card counts: channels, depth, height, width."""
         side = max(1, side // self.multiples[1]) * self.multiples[1]
         return 1, 16, side, side
 
@@ -245,7 +246,7 @@ def unet_care(
     in_channels: int = 1,
     probabilistic: bool = False,
 ) -> UNet:
-    """Build the U-Net of CARE, its attention with any operator, or without. The arguments are `UNet`'s.
+    """Build the U-Net of CARE, with attention by any operator or without. The arguments are those of `UNet`.
 
     Example:
         >>> from farfield import models
@@ -276,7 +277,7 @@ def unet_residual(
     in_channels: int = 1,
     probabilistic: bool = False,
 ) -> UNet:
-    """Build the U-Net of residual blocks, its attention with any operator, or without. The arguments are `UNet`'s.
+    """Build the residual U-Net, with attention by any operator or without. The arguments are those of `UNet`.
 
     Example:
         >>> from farfield import models
@@ -305,7 +306,7 @@ def unet_projection(
     heads: int = 1,
     probabilistic: bool = False,
 ) -> ProjectionUNet:
-    """Build the network that projects a stack and restores the image. The arguments are `ProjectionUNet`'s.
+    """Build the network that projects a stack to an image and restores it. The arguments are those of `ProjectionUNet`.
 
     Example:
         >>> from farfield import models

@@ -1,4 +1,4 @@
-"""The parts of the U-Nets: blocks, what stands between them, and how far a position sees through them."""
+"""Parts of the U-Nets: blocks, the layers between them, and their receptive field."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from farfield.ops.grid import accumulation
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("unet_care", "unet_residual")
-# Added to the variance of a position's features, so that those which are all 0 stay 0.
+# Added to the variance of a position's features, so that features that are all 0 stay 0.
 SMALLEST = 1e-6
 
 
 class PreActivated(nn.Module):
-    """Attention of features as version 0.1 read them: `grid + attention(relu(grid))`, at first the identity."""
+    """Attention without normalization, as in version 0.1: `grid + attention(relu(grid))`, at first the identity."""
 
     def __init__(self, attention: GridAttention) -> None:
         super().__init__()
@@ -35,26 +35,26 @@ class PreActivated(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with what its positions have gathered from all others."""
+        """Return the grid plus the response of attention."""
         return grid + self.attention(torch.relu(grid))
 
 
 class PreNormalized(PreActivated):
-    """Attention where nothing keeps the size of features: `grid + attention(normalize(relu(grid)))`.
+    """Attention for networks without norms: `grid + attention(normalize(relu(grid)))`.
 
-    Each position's channels get mean 0 and variance 1, and the attention has a norm of its coefficients where it needs
-    one. Behind convolutions without norms features begin at about 0.03, and what attention makes of them, up to their
-    cube, would be too small to be noticed beside them.
+    The channels of each position get mean 0 and variance 1, and the attention normalizes its coefficients if its
+    operator needs that. After convolutions without norms features are about 0.03 at first, and the response of
+    attention, up to their cube, would be too small to have an effect.
     """
 
-    _version = 2  # of its state; in 1 there was no norm
+    _version = 2  # of the state dict; version 1 had no norm
 
     def __init__(self, attention: GridAttention) -> None:
         super().__init__(attention)
         self.register_load_state_dict_pre_hook(refuse_version_1)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with what its positions have gathered from all others."""
+        """Return the grid plus the response of attention."""
         features = torch.relu(grid).to(accumulation(grid.dtype))
         centred = features - features.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)
@@ -71,14 +71,14 @@ def refuse_version_1(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Refuse a state that `torch.save` wrote with version 0.1: there features were read as they are."""
+    """Refuse a state dict that farfield 0.1 saved by `torch.save`: its attention had no norm."""
     if metadata.get("version") == 1:
         fix = "UNet(…, normalized=False) gives the same numbers."
         errors.append(f"{prefix}: this state is of farfield 0.1, whose attention had no norm before it; fix: {fix}")
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, each after its ReLU6, plus the input; a 1x1 map of it where the channels change."""
+    """Two convolutions, each after a ReLU6, plus the input, with a 1x1 convolution of it if the channels change."""
 
     def __init__(self, spatial_dims: int, kernel: int, channels: int, out_channels: int) -> None:
         super().__init__()
@@ -90,20 +90,20 @@ class ResidualBlock(nn.Module):
             self.shortcut = convolution(channels, out_channels, 1, bias=False)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *n"]:
-        """Return the block's grid."""
+        """Return the sum of shortcut and convolutions."""
         return self.shortcut(grid) + self.second(F.relu6(self.first(F.relu6(grid))))
 
 
 class Parts(NamedTuple):
-    """What a U-Net is made of, from its input to its last features.
+    """Modules of a U-Net, from its input to its last features.
 
     Attributes:
-        stem: What comes before the first level.
-        encoder: One block a level, from the top.
-        down: What halves the sides after each of them.
-        attending: The bottom block and the decoder's, from the bottom, each with its output channels.
-        up: What doubles the sides before each block of the decoder.
-        activation: What the last features go through.
+        stem: Module before the first level.
+        encoder: One block per level, from the top.
+        down: Modules that halve the size, one after each encoder block.
+        attending: The bottom block and the decoder blocks, from the bottom, each with its output channels.
+        up: Modules that double the size, one before each decoder block.
+        activation: Activation of the last features.
     """
 
     stem: nn.Module
@@ -158,7 +158,7 @@ def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[i
 
 
 def build_selection(levels: int, channels: int) -> nn.Sequential:
-    """Build the network that scores every position of a stack; sides are halved and doubled, the depth stays."""
+    """Build the network that scores every position of a stack; it pools height and width and keeps the depth."""
     step = (1, 2, 2)
 
     def convolved(before: int) -> list[nn.Module]:
@@ -173,24 +173,24 @@ def build_selection(levels: int, channels: int) -> nn.Sequential:
     return nn.Sequential(*parts, nn.Conv3d(channels, 1, 3, padding=1))
 
 
-def attended(
+def append_attention(
     block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool, normalized: bool
 ) -> nn.Module:
-    """Put attention with maps of queries, keys, values and outputs at the end of a block; identity at first."""
+    """Append attention to a block, with projections of queries, keys, values and response; at first the identity."""
     if operator is None:
         return nn.Sequential(OrderedDict(block=block))
-    row = OPERATORS[operator] if isinstance(operator, str) else operator
-    project = "qkvo" if row.reads_keys else "qvo"
-    # As in version 0.1; what is activated already is its own ReLU.
+    entry = OPERATORS[operator] if isinstance(operator, str) else operator
+    project = "qkvo" if entry.reads_keys else "qvo"
+    # As in version 0.1, without a ReLU before attention if the block ends with one.
     alone = activated and not normalized
-    options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(row) if normalized else False}
+    options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(entry) if normalized else False}
     attention = GridAttention(channels, operator, heads=heads, project=project, residual=alone, **options)
     before = PreNormalized if normalized else PreActivated
     return nn.Sequential(OrderedDict(block=block, attention=attention if alone else before(attention)))
 
 
 def initialize(net: nn.Module) -> nn.Module:
-    """Draw convolutions as the papers: Glorot uniform, biases 0; attention keeps what it was built with."""
+    """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
             nn.init.xavier_uniform_(module.weight)
@@ -200,36 +200,36 @@ def initialize(net: nn.Module) -> nn.Module:
 
 
 def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
-    """The first and the last position that a U-Net reads for the positions from `low` to `high`, without attention.
+    """Return the first and the last input position on which outputs `low` to `high` depend, without attention.
 
     Args:
         low: First position of the output.
         high: Last position of the output.
-        levels: How many levels are below this one.
-        block: How far a block sees: the sum of its convolutions' radii.
-        radius: Of strided and transposed convolutions; None for pooling and nearest neighbours.
+        levels: Number of levels below this one.
+        block: Reach of a block: the sum of the radii of its convolutions.
+        radius: Radius of strided and transposed convolutions; None for pooling and nearest-neighbour upsampling.
     """
     low, high = low - block, high + block
     if not levels:
         return low, high
-    seen = 0 if radius is None else radius
-    # A transposed convolution of stride 2 reads position i for the positions from 2i - radius to 2i + radius.
-    below = reach(-((seen - low) // 2), (high + seen) // 2, levels - 1, block, radius)
+    before = 0 if radius is None else radius
+    # In a transposed convolution of stride 2, outputs 2i - radius to 2i + radius depend on input i.
+    below = reach(-((before - low) // 2), (high + before) // 2, levels - 1, block, radius)
     last = 1 if radius is None else radius
-    return min(low, 2 * below[0] - seen) - block, max(high, 2 * below[1] + last) + block
+    return min(low, 2 * below[0] - before) - block, max(high, 2 * below[1] + last) + block
 
 
 def name_of(operator: str | Operator | None) -> str | None:
-    """Return the row's name of an operator, None for one of the user's own."""
+    """Return the name of an operator in `OPERATORS`, None for a user's own operator."""
     if operator is None or isinstance(operator, str):
         return operator
-    return next((name for name, row in OPERATORS.items() if row == operator), None)
+    return next((name for name, entry in OPERATORS.items() if entry == operator), None)
 
 
 def check_arguments(
     model: str, operator: str | Operator | None, depth: int, first_channels: int, kernel: int, in_channels: int
 ) -> None:
-    """Refuse what no net can be built from."""
+    """Refuse arguments from which no network can be built."""
     if model not in VARIANTS:
         raise unknown("models.UNet", "model", model, VARIANTS)
     if isinstance(operator, str) and operator not in OPERATORS:
@@ -242,16 +242,16 @@ def check_arguments(
 
 
 def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, multiples: tuple[int, ...]) -> None:
-    """Refuse what is not a floating-point batch of grids whose sides are multiples of some numbers."""
+    """Refuse inputs that are not a floating-point batch of grids whose size is a multiple of `multiples`."""
     names = ", ".join(("z", "y", "x")[3 - spatial_dims :])
     if grid.dim() != spatial_dims + 2 or grid.shape[1] != channels:
-        fix = f"give it (batch, {channels}, {names}), or build the net with spatial_dims and in_channels."
+        fix = f"pass (batch, {channels}, {names}), or build the net with other spatial_dims and in_channels."
         if grid.dim() == spatial_dims + 1:
             fix = "add the batch: grid.unsqueeze(0)."
         raise shape_error(model, f"the grid must be (batch, {channels}, {names}).", fix, grid=grid)
     if not grid.is_floating_point():
         raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), normalised.")
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
-        problem = f"the sides ({names}) must be multiples of {multiples}."
-        fix = "pad the grid, e.g. farfield.tasks.restoring.restore does, and crops what it restored."
+        problem = f"the size ({names}) must be multiples of {multiples}."
+        fix = "pad the grid; farfield.tasks.restoring.restore pads and crops again."
         raise shape_error(model, problem, fix, grid=grid)

@@ -1,6 +1,6 @@
 """Networks for clips: the non-local I3D-ResNet-50, and torchvision's video ResNets with attention at chosen layers.
 
-Clips are `(batch, 3, frames, height, width)`; attention is over time and both sides of the frames at once.
+Clips are `(batch, 3, frames, height, width)`; attention is over time, height and width at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from farfield.ops.grid import pooled
 from farfield.ops.table import OPERATORS, Operator
 
 BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
-# A bottleneck ends with this many times its inner channels.
+# Output channels of a bottleneck in units of its inner channels.
 EXPANSION = 4
 
 
 class Stage(NamedTuple):
-    """A stage of I3D-ResNet-50: its inner channels, one kernel over time a block, its stride over the frames' sides.
+    """A stage of I3D-ResNet-50.
 
-    `attending`: the blocks that a non-local block follows.
+    Attributes:
+        inner: Inner channels of its blocks.
+        temporal: Kernel size over time of each block.
+        stride: Stride over height and width.
+        attending: Indices of the blocks that a non-local block follows.
     """
 
     inner: int
@@ -48,15 +52,15 @@ STAGES = (
 
 
 class NonLocalBlock(nn.Module):
-    """Attention in half the channels, batch norm that starts at zero, and the input: at first the identity.
+    """Residual attention in half the channels, with a batch norm that starts at zero: at first the identity.
 
     `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
 
-    Products are divided by the root of the inner channels. `softmax_pooled`, the published block, pools windows of
-    (1, 2, 2) positions of (time, height, width); every other row has the positions it has anywhere.
+    Products are divided by the square root of the inner channels. `softmax_pooled`, the published block, pools keys and
+    values over windows of (1, 2, 2) positions of (time, height, width); the other operators are unchanged.
 
     Args:
-        channels: Of the grid.
+        channels: Channels of the grid.
         operator: A name of `ops.OPERATORS` or an `Operator`.
 
     Reference: FA §3.4, Wang et al. 2018.
@@ -69,26 +73,26 @@ class NonLocalBlock(nn.Module):
 
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
-        row = OPERATORS[operator] if isinstance(operator, str) else operator
+        entry = OPERATORS[operator] if isinstance(operator, str) else operator
         if operator == "softmax_pooled":
-            row = dataclasses.replace(row, keys_from=pooled((1, 2, 2)))
+            entry = dataclasses.replace(entry, keys_from=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
-        if row.has_scale:
+        if entry.has_scale:
             sizes["scale"] = inner**-0.5
-        self.attention = GridAttention(channels, row, project="qkvo" if row.reads_keys else "qvo", **sizes)
+        self.attention = GridAttention(channels, entry, project="qkvo" if entry.reads_keys else "qvo", **sizes)
         self.norm = nn.BatchNorm3d(channels)
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b c t h w"]:
-        """Return the grid with what its positions have gathered from all others."""
+        """Return the grid plus the normalized response of attention."""
         return grid + self.norm(self.attention(grid))
 
 
 class Bottleneck(nn.Module):
-    """Convolutions over time, over the frame and of single positions, each with its batch norm, plus the input.
+    """Residual block of convolutions over time, over the frame, and 1x1x1, each with its batch norm.
 
-    The names are those of torchvision's ResNet, whose weights `inflate` reads; `attention` comes last, if there is any.
+    The module names are those of torchvision's ResNet, whose weights `inflate` loads; `attention`, if any, comes last.
     """
 
     def __init__(self, channels: int, inner: int, temporal: int, stride: int, operator: str | Operator | None) -> None:
@@ -109,7 +113,7 @@ class Bottleneck(nn.Module):
         self.attention = nn.Identity() if operator is None else NonLocalBlock(out, operator)
 
     def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b d t y x"]:
-        """Return the block's grid."""
+        """Return the residual sum, after attention if there is any."""
         out = torch.relu(self.bn1(self.conv1(grid)))
         out = torch.relu(self.bn2(self.conv2(out)))
         shortcut = grid if self.downsample is None else self.downsample(grid)
@@ -117,16 +121,17 @@ class Bottleneck(nn.Module):
 
 
 class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
-    """Classify clips: ResNet-50 inflated over time, attention behind every other block of its third and fourth stage.
+    """Classify clips: ResNet-50 inflated over time, attention after every other block of `layer2` and `layer3`.
 
-    A clip of 8 frames of 224x224 attends on (4, 28, 28) positions of 512 channels, FA's example, and on (4, 14, 14) of
-    1024. 28,043,472 parameters without attention and 7,358,464 in its five blocks.
+    For a clip of 8 frames of 224x224 pixels attention has (4, 28, 28) positions of 512 channels, FA's example, and
+    (4, 14, 14) positions of 1024. There are 28,043,472 parameters without attention and 7,358,464 in its five blocks.
 
     Args:
         model: `"i3d_resnet50"`.
-        operator: Of the five blocks: a name of `ops.OPERATORS` or an `Operator`; None leaves them out.
-        num_classes: Classes.
-        dropout: Probability before the classifier.
+        operator: Operator of the five attention blocks: a name of `ops.OPERATORS` or an `Operator`; None leaves them
+            out.
+        num_classes: Number of classes.
+        dropout: Probability of the dropout before the classifier.
 
     Raises:
         LookupError: For an unknown operator.
@@ -155,7 +160,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
         self.bn1 = nn.BatchNorm3d(64)
         self.pool1 = nn.MaxPool3d((1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1))
-        # Half the frames are enough from the second stage on.
+        # Grids have half the frames from `layer2` on.
         self.pool2 = nn.MaxPool3d((2, 1, 1))
         channels, stages = 64, []
         for stage in STAGES:
@@ -174,24 +179,24 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         return self.fc(self.dropout(grid.mean((2, 3, 4))))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The clip whose MACs a model card counts: channels, frames and sides."""
+        """Shape of the clip whose MACs a model card counts: channels, frames, height, width."""
         return 3, 8, side, side
 
 
 class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classification"):
-    """Classify clips by a video ResNet of torchvision, with attention inserted behind some of its layers.
+    """Classify clips by a video ResNet of torchvision, with attention inserted after some of its layers.
 
-    `layer(grid) + attention(layer(grid))`; attention's last map starts at zero, so that the untrained network is
-    torchvision's, to the bit, and its weights (`.network.load_state_dict(…, strict=False)`) fit.
+    `layer(grid) + attention(layer(grid))`; the output projection starts at zero, so that the untrained network computes
+    the same as torchvision's, bit for bit. Its weights load with `.network.load_state_dict(…, strict=False)`.
 
     Args:
         model: `"video_resnet"`.
         backbone: `"r3d_18"`, `"mc3_18"` or `"r2plus1d_18"`.
-        operator: Of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
-        where: Paths of the layers, as `insert` reads them.
-        channels: Of queries and keys.
-        num_classes: Classes.
-        scale: Of products under a softmax, see `GridAttention`: by default 1/√d, in models of farfield 0.1 it was 1.0.
+        operator: Operator of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
+        where: Paths of the layers, as for `insert`.
+        channels: Channels of queries and keys.
+        num_classes: Number of classes.
+        scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown backbone, operator or layer.
@@ -226,9 +231,9 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         self.config |= {"channels": channels, "num_classes": num_classes, "scale": scale}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
-            row = OPERATORS[operator] if isinstance(operator, str) else operator
+            entry = OPERATORS[operator] if isinstance(operator, str) else operator
             options: dict[str, Any] = {"operator": operator, "inner_channels": channels, "scale": scale}
-            make = partial(GridAttention, project="qkvo" if row.reads_keys else "qvo", residual=True, **options)
+            make = partial(GridAttention, project="qkvo" if entry.reads_keys else "qvo", residual=True, **options)
             insert(self.network, list(where), make, example=torch.zeros(1, 3, 4, 32, 32))
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
@@ -237,14 +242,14 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """The clip whose MACs a model card counts: channels, frames and sides."""
+        """Shape of the clip whose MACs a model card counts: channels, frames, height, width."""
         return 3, 16, side, side
 
 
 def i3d_resnet50(
     operator: str | Operator | None = "softmax_pooled", *, num_classes: int = 400, dropout: float = 0.5
 ) -> I3D:
-    """Build I3D-ResNet-50 with five non-local blocks of any operator, or without. The arguments are `I3D`'s.
+    """Build I3D-ResNet-50 with five non-local blocks of any operator, or without. The arguments are those of `I3D`.
 
     Reference: FA §3.4, Wang et al. 2018.
 
@@ -265,12 +270,12 @@ def video_resnet(
     channels: int = 64,
     num_classes: int = 400,
 ) -> VideoResNet:
-    """Build a video ResNet of torchvision, attention behind some of its layers. The arguments are `VideoResNet`'s."""
+    """Build torchvision's video ResNet with attention after some layers. The arguments are those of `VideoResNet`."""
     return VideoResNet(backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes)
 
 
 def build_stage(stage: Stage, channels: int, operator: str | Operator | None) -> nn.Sequential:
-    """Build the blocks of a stage, of which the first takes the stride and some attend."""
+    """Build the blocks of a stage: the first has the stride, and attention follows some of them."""
     blocks = []
     for index, temporal in enumerate(stage.temporal):
         stride, attention = stage.stride if index == 0 else 1, operator if index in stage.attending else None
@@ -282,10 +287,10 @@ def build_stage(stage: Stage, channels: int, operator: str | Operator | None) ->
 def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
     """Fill I3D with the weights of a ResNet-50 for images: each kernel repeated over time and divided by its length.
 
-    Attention and classifier stay as they are.
+    Attention and classifier are unchanged.
 
     Args:
-        net: Changed in place.
+        net: The network, changed in place.
         tensors: The state dict of torchvision's `resnet50`.
 
     Raises:
@@ -317,19 +322,19 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
 
 
 def configuration(model: str, operator: str | Operator | None) -> dict[str, Any]:
-    """What a saved configuration begins with; `None` in it means an operator without a name."""
+    """Return the first entries of a saved configuration; an operator of None has no name."""
     return {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
 
 
 def check_arguments(model: str, operator: str | Operator | None, num_classes: int) -> None:
-    """Refuse an operator or a number that there is not."""
+    """Refuse unknown operators, and numbers of classes below 1."""
     if isinstance(operator, str) and operator not in OPERATORS:
         raise unknown(model, "operator", operator, OPERATORS)
     check_whole(model, "num_classes", num_classes, 1)
 
 
 def check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
-    """Refuse what is no batch of clips, or clips too short."""
+    """Refuse inputs that are not a batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""
         fix = "clip[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."

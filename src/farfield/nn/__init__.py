@@ -1,4 +1,4 @@
-"""Modules: learned state and one call into `farfield.ops`."""
+"""Modules with learned state, which call `farfield.ops` for the attention itself."""
 
 from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite

@@ -1,4 +1,4 @@
-"""One attention module for every operator, any rank, self and cross attention."""
+"""One attention module for every operator, any number of spatial dims, self- and cross-attention."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class GridAttention(nn.Module):
-    """Attend over a grid of any number of spatial dims by any operator, with linear maps around it.
+    """Attend over a grid of any number of spatial dims by any operator, with linear projections around it.
 
     `output(attention(query(X), key(Y), value(Y)))`, plus X if residual.
 
-    Maps of values and outputs act on the summary and not on the grid (reduce first, project second), exactly, biases
-    included; so do the norm of the coefficients and siamese scores. One instance serves sequences, images and volumes.
-    See `ops.softmax_attention` and its siblings for the equations.
+    Projections of values and outputs act on the summary and not on the grid (reduce first, project second), exactly,
+    biases included; so do the norm of the coefficients and siamese scores. One instance serves sequences, images and
+    volumes. See `ops.softmax_attention` and its siblings for the equations.
 
     Args:
-        channels: Of the grid, and of its context.
-        operator: A row's name in `ops.OPERATORS`, or an `ops.Operator` of one's own.
-        heads: Channels are split into this many groups in order.
-        project: Which linear maps there are: letters of "qkvo" (query, key, value, output), in that order.
-        inner_channels: Of projected queries and keys; the grid's by default.
-        value_channels: Of projected values; the grid's by default.
-        bias: Whether the maps have one.
-        scale: What products are multiplied by, for softmax and Kronecker rows; by default 1/√d, d channels of queries
-            and keys a head, as torch's `scaled_dot_product_attention` does. The papers have 1.0.
-        coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"` within: see `CoefficientNorm`.
-        residual: Whether the grid is added. With an output map, that map starts at zero: the module is the identity
-            at first (to undo: `attention.output.reset_parameters()`). Other maps start as Glorot uniform, biases at 0.
+        channels: Channels of the grid, and of its context.
+        operator: A name in `ops.OPERATORS`, or an `ops.Operator` of your own.
+        heads: Number of heads; channels are split into them in order.
+        project: Which linear projections there are: letters of "qkvo" (query, key, value, output), in that order.
+        inner_channels: Channels of projected queries and keys; the grid's by default.
+        value_channels: Channels of projected values; the grid's by default.
+        bias: Whether the projections have a bias.
+        scale: Factor of the products of queries and keys, for softmax and Kronecker operators; by default 1/√d for d
+            channels of queries and keys per head, as in torch's `scaled_dot_product_attention`. The papers have 1.0.
+        coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"`: see `CoefficientNorm`.
+        residual: Whether the grid is added. An output projection then starts at zero, so that the module is the
+            identity at first (to undo: `attention.output.reset_parameters()`). Other projections start as Glorot
+            uniform, biases at 0.
 
     Raises:
         LookupError: If there is no such operator.
@@ -61,7 +62,7 @@ class GridAttention(nn.Module):
         (True, torch.Size([2, 64, 14, 14]))
     """
 
-    _version = 2  # of its state; in 1 kronecker_qkv was the operator as printed, and the default scale 1.0
+    _version = 2  # of the state dict; in 1, kronecker_qkv was the operator as printed and the default scale 1.0
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class GridAttention(nn.Module):
                 raise unknown("GridAttention", "operator", operator, OPERATORS)
             self.operator_name, operator = operator, OPERATORS[operator]
         else:
-            self.operator_name = next((name for name, row in OPERATORS.items() if row == operator), "custom")
+            self.operator_name = next((name for name, entry in OPERATORS.items() if entry == operator), "custom")
         self.channels, self.operator, self.heads, self.residual = channels, operator, heads, residual
         self.inner_channels = channels if inner_channels is None else inner_channels
         self.value_channels = channels if value_channels is None else value_channels
@@ -109,7 +110,7 @@ class GridAttention(nn.Module):
                 draw(linear)
         if self.output is not None and self.residual:
             nn.init.zeros_(self.output.weight)
-        if self.weight is not None:  # Glorot uniform: one map from c/heads to 1 a head
+        if self.weight is not None:  # Glorot uniform: one projection from c/heads channels to 1 per head
             bound = math.sqrt(6 / (1 + self.inner_channels // self.heads))
             nn.init.uniform_(self.weight, -bound, bound)
 
@@ -130,14 +131,14 @@ class GridAttention(nn.Module):
         """Attend from every position of the grid to the grid itself, or to a context.
 
         Args:
-            grid: Asks, and answers if there is no context.
-            context: Answers; its sides and rank may differ from the grid's.
-            mask: The grid's own valid positions; others are read as 0, hold anything and change no response.
+            grid: The query grid; keys and values come from it too if there is no context.
+            context: The grid that keys and values come from; its size and spatial dims may differ from the grid's.
+            mask: The grid's own valid positions; others may hold anything, are read as 0 and change no response.
             context_mask: The context's valid positions.
 
         Returns:
             `(b, p, *m)` in the grid's dtype and memory format; p are the channels, or `value_channels` without an
-            output map.
+            output projection.
 
         Raises:
             ShapeError: If the grids or masks do not fit.
@@ -158,16 +159,16 @@ class GridAttention(nn.Module):
         origin: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
     ) -> Summary:
-        """Summarize what a grid, or a tile of one, has to say.
+        """Summarize the keys and values of a grid, or of a tile of one.
 
         Args:
-            grid: The answering grid or tile.
+            grid: The key grid or tile.
             mask: Its valid positions.
             origin: Of a tile: its first index on each axis.
             size: Of a tile: the size of the whole.
 
         Returns:
-            A summary; those of tiles merge, in any order, to that of the whole.
+            A summary; summaries of tiles merge, in any order, to that of the whole.
         """
         place = check_input(self, grid, mask, origin, size)
         return summarize_grid(self.call_for(grid), grid, mask=mask, place=place)
@@ -180,16 +181,16 @@ class GridAttention(nn.Module):
         origin: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
     ) -> Gathered:
-        """Gather the asking positions of a tile, for operators that ask with sums over the whole grid (kronecker_qkv).
+        """Gather the queries of a tile, for operators whose queries are sums over the whole grid (kronecker_qkv).
 
         Args:
-            grid: The asking grid or tile.
+            grid: The query grid or tile.
             mask: Its valid positions.
             origin: Of a tile: its first index on each axis.
             size: Of a tile: the size of the whole.
 
         Returns:
-            Sums and counts; those of tiles merge to those of the whole, for `respond(query_sums=…)`.
+            Sums and counts, which merge from tiles to those of the whole, for `respond(query_sums=…)`.
         """
         place = check_input(self, grid, mask, origin, size)
         return self.operator.queries_from.gather(grid, mask, place)
@@ -204,21 +205,21 @@ class GridAttention(nn.Module):
         size: Sequence[int] | None = None,
         query_sums: Gathered | tuple[Tensor, Tensor] | None = None,
     ) -> Float[Tensor, "b p *m"]:
-        """Let every position of a grid, or of a tile of one, respond to a summary.
+        """Respond to a summary at every position of a grid, or of a tile of one.
 
         Args:
-            grid: The asking grid or tile.
-            summary: Of the answering positions.
-            mask: The asking grid's valid positions; others are read as 0.
+            grid: The query grid or tile.
+            summary: Of keys and values.
+            mask: The query grid's valid positions; others are read as 0.
             origin: Of a tile: its first index on each axis.
             size: Of a tile: the size of the whole.
-            query_sums: Of a tile, for operators that ask with sums: those of the whole, from `gather_queries`.
+            query_sums: Of a tile, for operators whose queries are sums: those of the whole, from `gather_queries`.
 
         Returns:
             The response of each position.
 
         Raises:
-            ValueError: If a tile's asking sums are missing, or a tile responds while batch norm is in training.
+            ValueError: If a tile's query sums are missing, or a tile responds while batch norm is in training.
         """
         place = check_input(self, grid, mask, origin, size)
         check_summary(self, grid, summary, place, query_sums is not None)
@@ -227,7 +228,7 @@ class GridAttention(nn.Module):
         return hide(grid, mask) + response if self.residual else response
 
     def call_for(self, grid: Tensor) -> Call:
-        """The operator with this module's projections, as matrices that act on a summary."""
+        """Return the operator with this module's projections, as matrices that act on a summary."""
         query, key = read_projection(self.query, grid), read_projection(self.key, grid)
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)

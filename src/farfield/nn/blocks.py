@@ -21,8 +21,10 @@ from farfield.nn.spatial_dims import layers
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 
-# Of what a block gives, for float16, whose largest number has a fourth root of 16.
+# Least bound of a block's output, for float16, whose largest number has a fourth root of 16.
 LEAST_BOUND = 1000.0
+# The size in error texts, by the number of spatial dims.
+SIZES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
 class BaseBlock(Fusable):
@@ -37,13 +39,13 @@ class BaseBlock(Fusable):
         expansion: r.
         stride: s.
         skip: Whether the input is concatenated to the expanded channels.
-        spatial_dims: number of spatial dims of the grid, 1 to 3.
+        spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:
-        drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
+        drop_path: Share of the samples whose output is the skip alone in training (stochastic depth); 0 at first.
 
     Raises:
-        ValueError: For an expansion or stride below 1, or a rank above 3.
+        ValueError: For an expansion or stride below 1, or more than 3 spatial dims.
 
     Reference: KAN Figure 4 (a) BaseModule, (b) BaseSkipModule; SAN Figure 2 (a).
 
@@ -78,14 +80,14 @@ class BaseBlock(Fusable):
         self.project = convolved(wide, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
-        """Return the block's grid, its sides divided by the stride and rounded up."""
+        """Return the block's grid, its size divided by the stride and rounded up."""
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
         if folded.are_bare(self.expand, self.depthwise, self.project):
             return folded.base_block(self, grid)
         return self.plain(grid)
 
     def plain(self, grid: Tensor) -> Tensor:
-        """The figure, layer by layer: what `forward` computes, and how where a layer is wrapped or listened to."""
+        """Compute the figure layer by layer, as `forward` does where a layer is wrapped or has hooks."""
         wide = grid if self.expand is None else self.expand(grid)
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
@@ -97,25 +99,25 @@ class AttentionBlock(Fusable):
     """Inverted residual with a parallel global path: [depthwise(expand(x)) | attention(x)] to d channels by a 1x1.
 
     The local path makes (r-1)c channels, the global path the c others, so the last 1x1 is as wide as `BaseBlock`'s and
-    each position mixes what lies beside it with what lies anywhere. Attention reads the block's input, not the expanded
-    channels, and projects only the values: c² weights. At s > 1 the global path is average-pooled by s.
+    each position mixes local and global features. The attention's input is the block's input, not the expanded
+    channels, and only the values are projected: c² weights. At s > 1 the global path is average-pooled by s.
 
     Args:
         channels: c.
         out_channels: d.
-        operator: A name of `ops.OPERATORS`, an `Operator`, or a module that keeps a grid's shape, as `SqueezeExcite`.
+        operator: A name in `ops.OPERATORS`, an `Operator`, or a module that keeps a grid's shape, as `SqueezeExcite`.
         expansion: r, 2 at least.
         stride: s.
-        heads: Heads of the attention; read where `operator` is not a module.
+        heads: Heads of the attention; unused if `operator` is a module.
         skip: Whether the block's input is added to the attention's output (where s = 1).
-        spatial_dims: number of spatial dims of the grid, 1 to 3.
+        spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:
-        drop_path: For which share of samples training leaves out all but the skip (stochastic depth); 0 at first.
+        drop_path: Share of the samples whose output is the skip alone in training (stochastic depth); 0 at first.
 
     Raises:
-        ValueError: For an expansion below 2, a stride below 1, or a rank above 3.
-        LookupError: For an operator with no row in `ops.OPERATORS`.
+        ValueError: For an expansion below 2, a stride below 1, or more than 3 spatial dims.
+        LookupError: For a name that is not in `ops.OPERATORS`.
 
     Reference: KAN Figure 4 (c) AttnModule, (d) AttnSkipModule; SAN Figure 2 (b).
 
@@ -157,14 +159,14 @@ class AttentionBlock(Fusable):
         self.project = convolved(self.expanded + channels, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
-        """Return the block's grid, its sides divided by the stride and rounded up."""
+        """Return the block's grid, its size divided by the stride and rounded up."""
         check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
         if folded.are_bare(self.expand, self.depthwise, self.project):
             return self.bounded(folded.attention_block(self, grid))
         return self.bounded(self.plain(grid))
 
     def plain(self, grid: Tensor) -> Tensor:
-        """The figure, layer by layer: what `forward` bounds, and how it computes where a layer is wrapped or heard."""
+        """Compute the figure layer by layer, unbounded, as `forward` does where a layer is wrapped or has hooks."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
         return grid + folded.drop_samples(self, out) if self.residual else out
@@ -177,22 +179,23 @@ class AttentionBlock(Fusable):
         return self.average(far) if self.stride > 1 else far
 
     def bounded(self, out: Tensor) -> Tensor:
-        """In eval mode, bound what the next block's attention reads, where the response is no average.
+        """In eval mode, bound the block's output where the attention's response is no average of values.
 
-        The response is then a product of two or three things that it reads. Batch norm bounds it in training, but not
-        by running statistics, where an image is far from them: a few blocks further it would be infinite. The bound is
-        the fourth root of the dtype's largest number, 4·10⁹ in float32, so that no image near them is changed.
+        The response is then a product of two or three factors computed from the input. Batch norm bounds it in
+        training, but in eval mode not for an image that is far from the running statistics: after a few more blocks it
+        would be infinite. The bound is the fourth root of the dtype's largest number, 4·10⁹ in float32, so that no
+        image near the statistics is changed.
         """
         attention = self.attention
         if self.training or type(attention) is not GridAttention or attention.operator.averages:
             return out
         largest = max(torch.finfo(out.dtype).max ** 0.25, LEAST_BOUND)
-        if out.requires_grad or torch.jit.is_tracing():  # a trace is the same with gradients and without
+        if out.requires_grad or torch.jit.is_tracing():  # a trace is the same with and without gradients
             return out.clamp(-largest, largest)
         return out.clamp_(-largest, largest)
 
     def fold(self) -> None:
-        """Fold a norm of the attention's responses: a scale into the value map, a shift into the last bias."""
+        """Fold a norm of the attention's responses: a scale into the value projection, a shift into the last bias."""
         attention, convolution = self.attention, self.project.convolution
         if type(attention) is not GridAttention or convolution.bias is None:
             return
@@ -208,23 +211,23 @@ class AttentionBlock(Fusable):
         attention.coefficient_norm = None
 
     def average(self, grid: Tensor) -> Tensor:
-        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 positions by 2 are 4 on both paths."""
-        # Not torch's pooling with ceil_mode, which AOTInductor compiles for sides of the example's parity alone.
+        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 positions at stride 2 give 4."""
+        # Not torch's pooling with ceil_mode, which AOTInductor compiles only for sizes of the example's parity.
         strides = (self.stride,) * self.spatial_dims
         positions = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
         return windows(grid, strides, 0).sum(-1) / positions
 
 
 class SqueezeExcite(nn.Module):
-    """Scale each channel by a gate read from all channels' means: sigmoid(W₂ relu(W₁ mean(x))) · x.
+    """Scale each channel by a gate computed from the means of all channels: sigmoid(W₂ relu(W₁ mean(x))) · x.
 
-    The baseline of SAN Table 4: global as attention is, but with the same answer in every position. Without biases and at
-    ρ = 2 it has the c² weights of a value map, which is the one reading that gives the table's parameters.
+    The baseline of SAN Table 4: global like attention, but the same at every position. Without biases and at ρ = 2 it
+    has the c² weights of a value projection; only with these options do the parameters match the table.
 
     Args:
         channels: c.
-        reduction: ρ; the two maps have c/ρ channels between them.
-        bias: Whether the two maps have biases.
+        reduction: ρ; there are c/ρ channels between the two layers.
+        bias: Whether the two layers have biases.
 
     Raises:
         ShapeError: If `reduction` does not divide the channels.
@@ -258,7 +261,7 @@ class SqueezeExcite(nn.Module):
 
 
 def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
-    """Refuse an expansion or a stride with which a block has no channels or no positions, and a rank without layers."""
+    """Raise for an expansion or stride that leaves no channels or positions, and for more than 3 spatial dims."""
     layers(caller, spatial_dims)
     if expansion < smallest:
         why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
@@ -268,9 +271,9 @@ def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, 
 
 
 def check_channels(caller: str, grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
-    """Refuse a grid of other channels, or of another rank, than a block was built for."""
+    """Raise for a grid of other channels, or another number of spatial dims, than a block was built for."""
     if grid.dim() < 3 or grid.shape[1] != channels or (spatial_dims is not None and grid.dim() != spatial_dims + 2):
-        size = "*size" if spatial_dims is None else ", ".join(["side"] * spatial_dims)
+        size = "*size" if spatial_dims is None else SIZES[spatial_dims]
         fix = f"a block for this grid: channels={grid.shape[1] if grid.dim() > 1 else None}"
         fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
         raise shape_error(caller, f"the grid must be (batch, {channels}, {size}).", fix, grid=grid)

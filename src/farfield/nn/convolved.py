@@ -1,4 +1,4 @@
-"""Convolution, batch norm and ReLU6 as one part of a block, on one grid or on several that stand side by side."""
+"""Convolution, batch norm and ReLU6 as one part of a block, on one grid or on several without concatenating them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
 
-CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of a weight
-CONVOLUTIONS = {row.convolution for row in LAYERS.values()}
-NORMS = {row.batch_norm for row in LAYERS.values()}
+CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
+CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
+NORMS = {each.batch_norm for each in LAYERS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
-# An operation of torch's library for CPUs that inductor writes; None in a torch without it.
+# An operation of torch's oneDNN that inductor emits; None in a torch without it.
 CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
 
 
 class Piece(NamedTuple):
-    """What some of a part's channels are convolved and normed by.
+    """The parameters that convolve and norm some of the channels of a `Convolved`.
 
     Attributes:
-        weight: Of the convolution.
-        bias: Of the convolution.
-        statistics: Running mean and variance, weight and bias of the norm, None where it is folded away.
+        weight: Weight of the convolution.
+        bias: Bias of the convolution.
+        statistics: Running mean and variance, weight and bias of the norm; None if it is folded away.
         momentum: Weight of a batch in the running statistics.
     """
 
@@ -40,11 +40,11 @@ class Piece(NamedTuple):
 
 
 class Convolved(Fusable, nn.Sequential):
-    """A convolution, its batch norm and perhaps ReLU6, under the names state dicts carry.
+    """A convolution, its batch norm and an optional ReLU6, with their names in state dicts.
 
-    `beside` and `across` are the same layers on grids that stand side by side in the channels, which are never
-    concatenated: a depthwise convolution and batch norm treat every channel for itself, and a 1x1 convolution of a
-    concatenation is the sum of its parts' convolutions.
+    `beside` and `across` run the same layers on several grids as if their channels were concatenated, without the
+    concatenation: a depthwise convolution and batch norm treat each channel separately, and a 1x1 convolution of a
+    concatenation is the sum of the convolutions of its parts.
     """
 
     convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -56,12 +56,12 @@ class Convolved(Fusable, nn.Sequential):
 
     @property
     def is_bare(self) -> bool:
-        """Whether this is torch's own layers alone: no hooks, wrappers, parametrizations or other kinds of norm."""
+        """Whether all layers are torch's own: no hooks, wrappers, parametrizations or other kinds of norm."""
         norm = self.norm_or_none
         if norm is not None and (type(norm) not in NORMS or norm.running_mean is None or norm.weight is None):
             return False
-        listened = hooked(self) or any(map(hooked, self._modules.values()))
-        return type(self._modules.get("convolution")) in CONVOLUTIONS and not listened
+        any_hooked = hooked(self) or any(map(hooked, self._modules.values()))
+        return type(self._modules.get("convolution")) in CONVOLUTIONS and not any_hooked
 
     def forward(self, grid: Tensor) -> Tensor:
         """Run the layers in their order."""
@@ -70,24 +70,24 @@ class Convolved(Fusable, nn.Sequential):
         )
 
     def beside(self, grids: list[Tensor]) -> list[Tensor]:
-        """What these layers, depthwise, make of each of the grids."""
+        """Run these layers, depthwise, on each of the grids."""
         pieces = self.pieces([grid.shape[1] for grid in grids])
         return [self.run(grid, piece) for grid, piece in zip(grids, pieces, strict=True)]
 
     def across(self, grids: list[Tensor]) -> Tensor:
-        """What these layers, 1x1, make of the concatenated grids."""
+        """Run these layers, 1x1, on the concatenated grids."""
         weights = self.convolution.weight.split([grid.shape[1] for grid in grids], 1)
         out = convolve(grids[0], weights[0], self.convolution.bias)
         for grid, weight in zip(grids[1:], weights[1:], strict=True):
-            out.add_(convolve(grid, weight))  # in place: a convolution does not keep what it returns
+            out.add_(convolve(grid, weight))  # in place: a convolution does not save its output
         return self.after(out)
 
     def after(self, out: Tensor) -> Tensor:
-        """What follows the convolution, whose result nobody else holds."""
+        """Norm and activate the output of the convolution, which is referenced nowhere else."""
         return self.follow(out, self.pieces([out.shape[1]])[0])
 
     def pieces(self, sizes: list[int]) -> list[Piece]:
-        """The layers' parameters for grids of so many channels; counts a batch in training."""
+        """Split the parameters for grids of these numbers of channels; count a batch in training."""
         convolution, norm, several = self.convolution, self.norm_or_none, range(len(sizes))
         weights, biases = convolution.weight.split(sizes), [None] * len(sizes)
         if convolution.bias is not None:
@@ -99,9 +99,9 @@ class Convolved(Fusable, nn.Sequential):
         return [Piece(weights[i], biases[i], tuple(entry[i] for entry in entries), momentum) for i in several]
 
     def run(self, grid: Tensor, piece: Piece) -> Tensor:
-        """Run the layers by a piece of their parameters."""
+        """Run the layers with a piece of their parameters."""
         layer, kernel = self.convolution, piece.weight
-        groups = layer.groups * len(kernel) // layer.out_channels  # of a depthwise convolution those that remain
+        groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
             where = (layer.padding, layer.stride, layer.dilation, groups)
             return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
@@ -109,14 +109,14 @@ class Convolved(Fusable, nn.Sequential):
         return self.follow(out, piece)
 
     def follow(self, out: Tensor, piece: Piece) -> Tensor:
-        """Norm and activate what the convolution made."""
+        """Norm and activate the output of the convolution."""
         if piece.statistics is not None:
             out = normed(out, piece.statistics, self.norm_or_none, piece.momentum)
         activation = self._modules.get("activation")
         return out if activation is None else activation(out)
 
     def fold(self) -> None:
-        """Fold the batch norm: convolution by weight · scale, plus a bias."""
+        """Fold the batch norm into the convolution: weight · scale, plus a bias."""
         norm, convolution = self.norm_or_none, self.convolution
         if type(norm) not in FOLDABLE or norm.running_mean is None or type(convolution) not in CONVOLUTIONS:
             return
@@ -140,7 +140,7 @@ def convolved(
     activate: bool = True,
     spatial_dims: int = 2,
 ) -> Convolved:
-    """Build convolution, batch norm and ReLU6, which a block's last leaves out."""
+    """Build convolution, batch norm and ReLU6; the last layer of a block has `activate=False`."""
     convolution, batch_norm, *_ = layers("convolved", spatial_dims)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["convolution"] = convolution(
@@ -153,9 +153,9 @@ def convolved(
 
 
 class ReLU6(nn.ReLU6):
-    """min(max(x, 0), 6) in place, keeping its result for the backward pass and not a copy of its input.
+    """min(max(x, 0), 6) in place, saving its output for the backward pass and not a copy of its input.
 
-    Where the input was clamped shows in the result as well, which the next layer keeps anyway.
+    The output also shows where the input was clamped, and the next layer saves it anyway.
     """
 
     def forward(self, grid: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class ReLU6(nn.ReLU6):
 
 
 class _Clamp(torch.autograd.Function):
-    """The clamp in place, with the gradient that torch's has."""
+    """The clamp in place, with the gradient of torch's clamp."""
 
     @staticmethod
     def forward(ctx: Any, grid: Tensor) -> Tensor:
@@ -176,19 +176,19 @@ class _Clamp(torch.autograd.Function):
         return grid
 
     @staticmethod
-    def backward(ctx: Any, upon: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         """Pass gradients where nothing was clamped."""
         (clamped,) = ctx.saved_tensors
-        return torch.ops.aten.hardtanh_backward(upon, clamped, 0.0, 6.0)
+        return torch.ops.aten.hardtanh_backward(grad_output, clamped, 0.0, 6.0)
 
 
 def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> Tensor:
-    """Convolve a grid of the rank that the weight has; how: stride, padding, dilation and groups."""
+    """Convolve a grid with as many spatial dims as the weight; `how`: stride, padding, dilation and groups."""
     return CONVOLVE[weight.dim()](grid, weight, bias, *how)
 
 
 def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
-    """Norm a grid by its channels' statistics; in place, for inference, where that can be."""
+    """Norm a grid by its channels' statistics; in place in inference, if possible."""
     mean, variance, weight, bias = statistics
     if norm.training or is_watched(out) or out.dtype != accumulation(variance.dtype):
         return F.batch_norm(out, mean, variance, weight, bias, norm.training, momentum, norm.eps)
@@ -198,7 +198,7 @@ def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: flo
 
 
 def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """What torch's flop counter counts: the clamp counts nothing."""
+    """Count FLOPs for torch's flop counter; the clamp has none."""
     return conv_flop_count(grid, weight, out_shape)
 
 
@@ -207,26 +207,26 @@ if CONVOLVE_AND_CLAMP is not None:
 
 
 def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
-    """Whether torch's library for CPUs can clamp what it convolves before it writes it: one pass less over the grid."""
+    """Whether torch's oneDNN can convolve and clamp before it writes: one pass less over the grid."""
     able = CONVOLVE_AND_CLAMP is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
     return bool(able) and fits and not autocasts(grid) and not is_watched(grid, weight)
 
 
 def is_watched(*tensors: Tensor) -> bool:
-    """Whether anything records what is done with tensors: autograd, a transform, a compiler or an exporter."""
+    """Whether the operations on tensors are recorded: by autograd, a transform, a compiler or an exporter."""
     return is_recorded() or is_recorded_by_autograd(*tensors) or not all(map(is_itself, tensors))
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to a module's calls."""
+    """Whether a module has hooks."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 def count_batch(norm: Any) -> float:
-    """Count a batch in training, as batch norm itself does; return the weight of its statistics in the running ones."""
+    """Count a batch in training, as batch norm itself does; return its weight in the running statistics."""
     if not norm.training or norm.num_batches_tracked is None:
         return norm.momentum or 0.0
     norm.num_batches_tracked.add_(1)
@@ -236,10 +236,10 @@ def count_batch(norm: Any) -> float:
 def scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What a norm does in eval mode, in float32 at least: its input times the first plus the second."""
+    """Return the factor and the offset by which a norm acts in eval mode, in float32 at least."""
     dtype = torch.promote_types(variance.dtype, torch.float32)
     scale = (variance.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     mean = mean.to(dtype)
-    # As torch's own kernels round, so that a norm in place is a norm to the last digit.
+    # Rounds as torch's kernels do, so that the norm in place gives the same digits.
     return scale, -mean * scale if bias is None else torch.addcmul(bias.to(dtype), mean, scale, value=-1)

@@ -4,8 +4,8 @@ A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and 
 
     W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
 
-so the far path enters the block's last convolution through its summary: as one product with a few coefficients a position,
-or, where sums along axes ask, as one vector an axis, added in place.
+so the far path enters the block's last convolution through its summary: as one product with a few coefficients per
+position, or, where queries are sums along axes, as one vector per axis, added in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farfield.ops.projection import Projection
 
 
 class Block(Protocol):
-    """What is asked of every block."""
+    """The interface of every block."""
 
     expand: Convolved | None
     depthwise: Convolved
@@ -33,7 +33,7 @@ class Block(Protocol):
 
 
 class BlockWithAttention(Protocol):
-    """What is asked of an `AttentionBlock`."""
+    """The interface of an `AttentionBlock`."""
 
     expand: Convolved
     depthwise: Convolved
@@ -51,12 +51,12 @@ class BlockWithAttention(Protocol):
 
 
 def are_bare(*parts: nn.Module | None) -> bool:
-    """Whether all parts that there are may be taken apart: nobody listens to them, and none is wrapped."""
+    """Whether all parts that are not None may be taken apart: none has hooks or is wrapped."""
     return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
 
 
 def base_block(block: Block, grid: Tensor) -> Tensor:
-    """`BaseBlock.plain`, the grid taking its own way beside the expanded channels."""
+    """Compute `BaseBlock.plain` without concatenating the grid to the expanded channels."""
     wide = [grid if block.expand is None else block.expand(grid)]
     if block.concatenates:
         wide.append(grid)
@@ -65,7 +65,7 @@ def base_block(block: Block, grid: Tensor) -> Tensor:
 
 
 def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
-    """`AttentionBlock.plain`, the far path entering the last convolution by itself."""
+    """Compute `AttentionBlock.plain` without concatenating: the far path enters the last convolution separately."""
     near = block.depthwise(block.expand(grid))
     attention = block.attention
     if block.stride == 1 and enters_by_summary(attention):
@@ -76,7 +76,7 @@ def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
 
 
 def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
-    """In training make 0 what a block adds to some samples, and scale what it adds to the others for it."""
+    """In training, zero the block's contribution to some samples and scale it up for the others."""
     if not block.training or block.drop_path == 0:
         return out
     share = 1 - block.drop_path
@@ -84,16 +84,16 @@ def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
 
 
 def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
-    """Whether mapping slots is cheaper than mapping responses: not where there are as many slots as positions."""
+    """Whether projecting slots is cheaper than projecting responses: not where there are as many slots as positions."""
     if type(attention) is not GridAttention or hooked(attention):
         return False
-    row = attention.operator
-    few = row.basis is not None or not row.queries_from.side_by_side
+    operator = attention.operator
+    few = operator.basis is not None or not operator.queries_from.side_by_side
     return few and attention.output is None and not attention.residual
 
 
 def with_response(block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
-    """The block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
+    """Run the block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
     project = block.project
     near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
 

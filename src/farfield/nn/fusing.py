@@ -1,4 +1,4 @@
-"""Networks and blocks for inference alone, their batch norms folded into what stands before them."""
+"""Copies of networks and blocks for inference, with batch norms folded into the layers before them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Fusable(nn.Module):
 
         `norm(W x) = (scale · W) x + shift`
 
-        In eval mode batch norm is one factor and one number a channel, and convolutions take both without a further
-        pass over the grid. Norms of attention's responses go into the value map and the bias of the block's last
-        convolution; norms of its coefficients, one factor a head on a few queries, stay. What is not torch's own
-        layers (quantized, parametrized) is left as it is.
+        In eval mode batch norm is one factor and one offset per channel, and convolutions take both without a further
+        pass over the grid. Norms of attention's responses go into the value projection and the bias of the block's last
+        convolution; norms of its coefficients, one factor per head on a few queries, stay. Layers that are not torch's
+        own (quantized, parametrized) are left unchanged.
 
         Returns:
-            The copy, in eval mode, without gradients of its parameters. Its state dict has `convolution.bias` in
+            The copy, in eval mode, with parameters that require no gradient. Its state dict has `convolution.bias` in
             place of the `norm` entries. It cannot be trained; the module itself is unchanged.
 
         Raises:
-            ValueError: If the module is in training, where the norms still move.
+            ValueError: If the module is in training mode, where the norms still change.
 
         Cost:
             A copy of the parameters.
@@ -53,10 +53,10 @@ class Fusable(nn.Module):
         return fused.requires_grad_(False)
 
     def fold(self) -> None:
-        """Fold this module's own norms, those of its parts being folded."""
+        """Fold this module's own norms; those of its parts are folded already."""
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or eval mode; refuse training where norms are folded away."""
+        """Set training or eval mode; raise for training if norms are folded away."""
         if mode and self.fused:
             name, fix = type(self).__name__, "train the module that it was fused from, then fuse() that again"
             raise ValueError(f"{name}.train: its batch norms are folded away; fix: {fix}.")

@@ -1,4 +1,4 @@
-"""Batch norm of coefficients or responses, which never forms what it norms."""
+"""Batch norm of coefficients or responses, without forming the matrix that is normed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ class CoefficientNorm(nn.Module):
     """Batch norm inside an operator: of its coefficient matrix, or of its responses.
 
     Where coefficients are a softmax of products, it is batch norm of the products over the heads before the softmax
-    (KAN): the shift cancels in the softmax, so a scale a head on the query is all of it. Elsewhere it is batch norm of
+    (KAN): the shift cancels in the softmax, and a scale of the query per head remains. Otherwise it is batch norm of
     the responses over their channels (SAN): a scale on the slots and a shift. Statistics are those of
     `torch.nn.BatchNorm2d` on the explicit matrix, from the moments of queries, keys and slots; in distributed training
-    they are those of all processes. They are computed in float32 at least; running ones that are kept in float16 end at
-    65,504, which is a standard deviation of 256: where responses vary more, keep the norm of a module of half precision
-    in float32, `attention.coefficient_norm.float()`.
+    they are those of all processes. They are computed in float32 at least; running ones in float16 are at most
+    65,504, which is a standard deviation of 256: where responses vary more, keep the norm of a half-precision module in
+    float32, `attention.coefficient_norm.float()`.
 
-    What is the same for all positions that answer one position, a column of the matrix, cancels in the softmax as well. For
-    `kronecker_qkv` that is nearly all of the variance (97 % at the start), so that its softmax is nearly flat. With
-    `columns` the variance is that within columns alone, and products differ by 1 there whatever the operator.
+    A column of the matrix holds the products of one query with all keys, and their mean cancels in the softmax as well.
+    For `kronecker_qkv` the column means hold nearly all of the variance (97 % at the start), so that its softmax is
+    nearly flat. With `columns` only the variance within columns counts, and products there have a deviation of 1 for
+    any operator.
 
     Args:
-        operator: Whose coefficients or responses.
+        operator: The operator whose coefficients or responses are normed.
         heads: Number of heads.
         channels: Channels of the response.
-        columns: Whether products are divided by their deviation within columns; for a softmax of products alone.
+        columns: Whether products are divided by their deviation within columns; only for a softmax of products.
         eps: Added to the variance.
-        momentum: Of the running statistics.
+        momentum: Weight of a batch in the running statistics.
 
     Raises:
-        ValueError: If the operator's responses are not on positions, so that they have no closed form; or for columns
-            without a softmax of products.
+        ValueError: If the operator adds its responses along axes, so that their statistics have no closed form; or for
+            columns without a softmax of products.
 
     Reference: KAN §4.1, SAN Appendix.
     """
@@ -66,7 +67,9 @@ class CoefficientNorm(nn.Module):
         self.columns, self.of_products = columns, operator.has_scale
         if columns and not self.of_products:
             fix = "coefficient_norm=True norms its responses."
-            raise ValueError(f"CoefficientNorm: columns are of a softmax of products, which it has not; fix: {fix}")
+            raise ValueError(
+                f"CoefficientNorm: columns=True needs a softmax of products, which this operator has not; fix: {fix}"
+            )
         if not (self.of_products or operator.queries_from.side_by_side):
             raise ValueError("CoefficientNorm: responses that are added along axes have no norm in closed form.")
         features = heads if self.of_products else channels
@@ -77,27 +80,27 @@ class CoefficientNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def extra_repr(self) -> str:
-        """Name what is normed."""
+        """Return the options, for `repr`."""
         of = ("columns" if self.columns else "coefficients") if self.of_products else "responses"
         return f"{len(self.weight)}, of {of}, eps={self.eps}, momentum={self.momentum}"
 
     def forward(
-        self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator | None = None
+        self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
-        """Fold the norm into what the response is made from.
+        """Fold the norm into the query and the summary.
 
         Args:
-            query: `(b, h, d, m)`, times the scale of products if there is one.
-            query_valid: `(b, 1, m)`, more than 0 where an asking position is valid.
-            summary: Of the answering positions.
-            row: The operator in the order of its products that the summary is of; by default the module's own.
+            query: `(b, h, d, m)`, multiplied by the scale of products if there is one.
+            query_valid: `(b, 1, m)`, more than 0 where a query is valid.
+            summary: Of keys and values.
+            operator: The operator with the order of products that the summary has; by default the module's own.
 
         Returns:
             The query, the summary, and a shift `(channels,)` of the responses or None.
         """
         with full_precision(query):
             mean, variance = self.statistics(
-                query, (query_valid[:, None] > 0).to(query_valid.dtype), summary, row or self.operator
+                query, (query_valid[:, None] > 0).to(query_valid.dtype), summary, operator or self.operator
             )
             scale = self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
             if self.bias is None:
@@ -105,14 +108,16 @@ class CoefficientNorm(nn.Module):
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
 
-    def statistics(self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator) -> tuple[Tensor, Tensor]:
-        """Mean and variance to norm by: of the batch in training (which moves the running ones), else the running."""
+    def statistics(
+        self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean and variance: of the batch in training, which updates the running ones, else the running ones."""
         wide = accumulation(self.running_var.dtype)
         if not self.training:
             return self.running_mean.to(wide), self.running_var.to(wide)
-        moments = self.moments(query, query_valid, summary, row)
+        moments = self.moments(query, query_valid, summary, operator)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            moments = of_all_processes(moments)
+            moments = gather_moments(moments)
         mean, variance, count = moments.mean.flatten(), moments.variance.flatten(), moments.count
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp_min(1))
@@ -122,32 +127,32 @@ class CoefficientNorm(nn.Module):
             self.num_batches_tracked += 1
         return mean, variance
 
-    def moments(self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator) -> Moments:
-        """Moments of what is normed, in closed form."""
+    def moments(self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator) -> Moments:
+        """Return the moments of the coefficients or responses, in closed form."""
         if self.of_products:
             keys = (cast(Tensor, summary.keys) / weight(query, summary)).mT
             key_valid = (summary.weights > 0).to(query_valid.dtype).mT
             return product_moments(query, query_valid, keys, key_valid, columns=self.columns)
-        slots = summary.values / row.per(query, summary)
-        if row.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
+        slots = summary.values / operator.per(query, summary)
+        if operator.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
             return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, query_valid)
-        return response_moments(slots, row.coefficients(query, summary), query_valid)
+        return response_moments(slots, operator.coefficients(query, summary), query_valid)
 
 
-def norm_of(row: Operator) -> bool | Literal["columns"]:
-    """The `coefficient_norm` of an operator whose responses would be too small beside what they are added to.
+def norm_of(operator: Operator) -> bool | Literal["columns"]:
+    """Return the `coefficient_norm` for an operator, where its responses would be too small beside the skip.
 
-    Those are averages over averages. Means over axes differ little from each other: with a norm within columns the
+    That is so for averages of averages. Means over axes differ little from each other: with a norm within columns the
     products of their softmax have a deviation of 1. The basis of `factorized_gaussian` weighs positions nearly equally
-    at first, so its responses are normed. A softmax over the positions themselves needs none, nor do sums.
+    at first, so its responses are normed. A softmax over the positions themselves needs no norm, nor do sums.
     """
-    if not row.has_scale:
-        return row.averages
-    return False if row.keys_from.side_by_side else "columns"
+    if not operator.has_scale:
+        return operator.averages
+    return False if operator.keys_from.side_by_side else "columns"
 
 
-def of_all_processes(moments: Moments) -> Moments:
-    """Moments of the union of all processes' batches; gradients flow through."""
+def gather_moments(moments: Moments) -> Moments:
+    """Return the moments of the union of all processes' batches; gradients flow through."""
     own = torch.stack([moments.mean, moments.variance, moments.count.expand_as(moments.mean)])
     mean, variance, count = all_gather(own).unbind(1)
     return pooled_moments(mean, variance, count.flatten(1)[:, 0])

@@ -1,4 +1,4 @@
-"""What `GridAttention` refuses, in words that name the fix."""
+"""Checks of the arguments of `GridAttention`, with errors that name the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from farfield.ops.table import Operator
 
 
 class Attention(Protocol):
-    """What is asked of a `GridAttention`."""
+    """The interface of a `GridAttention` that is checked."""
 
     operator: Operator
     operator_name: str
@@ -39,16 +39,16 @@ class Attention(Protocol):
 
     @property
     def coefficient_norm(self) -> object:
-        """Its norm, or None."""
+        """The norm, or None."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Its parameters."""
+        """The parameters."""
         ...
 
 
 def check_options(module: Attention, project: str) -> None:
-    """Refuse options that do not fit together."""
+    """Raise for options that do not fit together."""
     sizes = module.channels, module.inner_channels
     check_projections("GridAttention", module.operator_name, module.operator, project, *sizes)
     if module.value_channels != module.channels and "v" not in project:
@@ -72,7 +72,7 @@ def check_options(module: Attention, project: str) -> None:
 def check_projections(
     caller: str, name: str, operator: Operator, project: str, channels: int, inner_channels: int
 ) -> None:
-    """Refuse projections that an operator could not have."""
+    """Raise for projections that an operator cannot have."""
     if project != "".join(letter for letter in "qkvo" if letter in project):
         raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each once and in that order.')
     letters = operator.projections(project)
@@ -95,9 +95,9 @@ def check_version(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Refuse a state of version 0.1 for an operator that has another meaning since; warn of another default scale.
+    """Raise for a state of version 0.1 if its operator has another meaning now; warn of another default scale.
 
-    Only what `torch.save` wrote knows its version; a saved model has a format in its config.json.
+    Only a state dict with metadata, from `torch.save`, has a version; a saved model has a format in its config.json.
     """
     if metadata.get("version") != 1:
         return
@@ -124,7 +124,7 @@ def check_input(
     name: str = "grid",
     mask_name: str = "mask",
 ) -> Place | None:
-    """Refuse grids that are not this module's; return where a tile lies."""
+    """Raise for grids that do not fit the module; return where a tile lies."""
     check_grid("GridAttention", name, grid)
     if grid.shape[1] != module.channels:
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
@@ -145,7 +145,7 @@ def check_input(
 
 
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
-    """Refuse a context that does not fit the grid."""
+    """Raise for a context that does not fit the grid."""
     if context is None:
         if context_mask is not None:
             raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
@@ -160,16 +160,16 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
 
 
 def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:
-    """Refuse a summary of another batch, and tiles that cannot respond by themselves."""
+    """Raise for a summary of another batch, and for tiles that cannot respond without the whole grid."""
     if summary.count.shape[0] != grid.shape[0]:
         problem = "grid and summary must have the same batch."
-        fix = "summarize as many samples as ask."
+        fix = "summarize a batch of the same size."
         raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
     if place is None or place[1] == tuple(grid.shape[2:]):
         return
     if not query_sums and not module.operator.queries_from.side_by_side:
         raise ValueError(
-            f"GridAttention.respond: {module.operator_name} asks with sums over the whole grid; "
+            f"GridAttention.respond: {module.operator_name} takes its queries from sums over the whole grid; "
             f"fix: query_sums=, the merged gather_queries of all tiles."
         )
     if module.training and module.coefficient_norm is not None:

@@ -1,4 +1,4 @@
-"""The layers that come once per rank in torch: convolutions, batch norm and pooling, found by rank."""
+"""The layers that torch has once per number of spatial dims: convolutions, batch norm and pooling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Layers(NamedTuple):
-    """The layers of one rank."""
+    """The layers for one number of spatial dims."""
 
     convolution: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
     batch_norm: type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]
@@ -24,16 +24,17 @@ LAYERS = {
 
 
 def layers(caller: str, spatial_dims: int) -> Layers:
-    """Return the layers of a rank.
+    """Return the layers for a number of spatial dims.
 
-    Attention reads the rank from its grid; torch's convolutions have it in their class, so what holds one is told.
+    Attention takes the number of spatial dims from its grid. Torch's convolutions have it in their class, so a module
+    with convolutions needs the argument.
 
     Args:
-        caller: What an error names.
+        caller: The name in the error text.
         spatial_dims: Number of spatial dims: 1 for sequences, 2 for images, 3 for volumes and video.
 
     Raises:
-        ValueError: For a rank that torch has no convolution for.
+        ValueError: For a number of spatial dims that torch has no convolution for.
 
     Example:
         >>> layers("BaseBlock", 3).convolution.__name__
@@ -41,6 +42,7 @@ def layers(caller: str, spatial_dims: int) -> Layers:
     """
     if spatial_dims not in LAYERS:
         raise ValueError(
-            f"{caller}: convolutions have 1, 2 or 3 spatial dims, got spatial_dims={spatial_dims!r}; fix: fold further sides into the batch."
+            f"{caller}: convolutions have 1, 2 or 3 spatial dims, got spatial_dims={spatial_dims!r}; "
+            f"fix: fold further axes into the batch."
         )
     return LAYERS[spatial_dims]

@@ -1,4 +1,4 @@
-"""Any row of the table on the queries, keys and values of tokens, and dropout of its weights."""
+"""Any operator on the queries, keys and values of tokens, and dropout of its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farfield.ops.table import Operator
 
 
 def attend_tokens(
-    row: Operator,
+    operator: Operator,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -27,17 +27,17 @@ def attend_tokens(
     dropout: float = 0.0,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by any row of the table.
+    """Attend by any operator.
 
     Args:
-        row: The operator: queries are its coefficients, keys its basis.
+        operator: The operator: its coefficients come from the queries, its basis from the keys.
         query: `(b, h, m, d)`.
         key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
         value: `(b, g, n, c)`.
-        valid: `(b, 1, 1, n)`, True where an answering position is valid; None if all are. Others may hold anything.
-        scale: Of products under a softmax; other rows have none.
-        dropout: Of the weights of the basis, or, for rows that have none, of the coefficients.
-        weights: Whether the implied matrix is wanted too, which costs what it costs the host: N² numbers.
+        valid: `(b, 1, 1, n)`, True where a key is valid; None if all are. Other positions may hold anything.
+        scale: Factor of products under a softmax; other operators have none.
+        dropout: Dropout of the weights of the basis, or of the coefficients for operators without a basis.
+        weights: Whether to return the implied matrix too, which takes m·n numbers per head.
 
     Returns:
         The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
@@ -48,41 +48,42 @@ def attend_tokens(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
-    if row.score is not None:
+    if operator.score is not None:
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
-    if row.has_scale:
+    if operator.has_scale:
         q = q * scale
-    row = dropping(row, dropout)
+    operator = add_dropout(operator, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     positions = count if valid is None else valid.to(count.dtype)
     if not weights:
-        response = attend_heads(row, q, k, v, positions, valid is None)  # (b, h, c, m)
+        response = attend_heads(operator, q, k, v, positions, valid is None)  # (b, h, c, m)
         return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
     # The response to values that are unit vectors is the matrix itself.
     units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * positions.mT.to(v.dtype)  # (b, 1, n, n)
-    matrix = attend_heads(row, q, k, units.expand(-1, v.shape[1], -1, -1), positions, valid is None).mT
+    matrix = attend_heads(operator, q, k, units.expand(-1, v.shape[1], -1, -1), positions, valid is None).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 
 
-def dropping(row: Operator, dropout: float) -> Operator:
-    """Drop, at random, weights of answering positions in slots, or of slots in responses where a position is a slot."""
+def add_dropout(operator: Operator, dropout: float) -> Operator:
+    """Return the operator with dropout of the basis, or of the coefficients where each position is a slot."""
     if dropout == 0:
-        return row
-    if row.basis is None:
-        return dataclasses.replace(row, coefficients=partial(dropped_coefficients, row.coefficients, dropout))
-    return dataclasses.replace(row, basis=partial(dropped_basis, row.basis, dropout))
+        return operator
+    if operator.basis is None:
+        coefficients = partial(drop_coefficients, operator.coefficients, dropout)
+        return dataclasses.replace(operator, coefficients=coefficients)
+    return dataclasses.replace(operator, basis=partial(drop_basis, operator.basis, dropout))
 
 
-def dropped_coefficients(
+def drop_coefficients(
     coefficients: Callable[[Tensor, Summary], Tensor], dropout: float, query: Tensor, summary: Summary
 ) -> Tensor:
-    """Coefficients of which some are dropped and the others scaled, as softmax attention drops its weights."""
+    """Return coefficients with some dropped and the others scaled, as softmax attention drops its weights."""
     return F.dropout(coefficients(query, summary), dropout)
 
 
-def dropped_basis(
+def drop_basis(
     basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """A basis of which some weights are dropped: a slot hears fewer positions, and where it is a mean, averages those."""
+    """Return a basis with some weights dropped: a slot sums fewer positions, or averages them if it is a mean."""
     weights, peak = basis(key, valid)
     return F.dropout(weights, dropout), peak

@@ -1,4 +1,4 @@
-"""Running a model to look at it: with numbers or without, as far as needed, its bytes counted, left as it was."""
+"""Running a model for inspection: with or without numbers, as far as needed, counting bytes, leaving no trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def keep_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Put random numbers back behind a run: those of torch on the CPU and the model's GPUs, of Python, of NumPy."""
+    """Restore the random states after a run: of torch on the CPU and the model's GPUs, of Python, of NumPy."""
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -39,7 +39,7 @@ def call(model: nn.Module, example: Any) -> Any:
 
 
 def tensors(outputs: Any) -> list[Tensor]:
-    """The tensors of an output, in whatever it puts them."""
+    """Return the tensors of an output, nested in mappings, tuples, lists or dataclasses."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
@@ -50,13 +50,13 @@ def tensors(outputs: Any) -> list[Tensor]:
 
 
 class EnoughError(Exception):
-    """All that a model is run for has been seen; the rest of the pass would say nothing new."""
+    """Stop a run early: everything that it is for has been collected."""
 
 
 # ---- without numbers -------------------------------------------------------------------------------------------------
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """Tensors made inside have shapes and no numbers; an error of such a run is raised and not logged as well."""
+    """Make tensors with shapes and without numbers inside the context; errors are raised, not also logged."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
@@ -67,23 +67,23 @@ def without_numbers() -> Iterator[None]:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype that says it is on a CPU."""
+    """Return a tensor of this shape and dtype whose device is the CPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def empty_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model without numbers, for `torch.func.functional_call`."""
+    """Return a model's parameters and buffers without numbers, for `torch.func.functional_call`."""
     return {name: empty_like(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 class LiveBytes(TorchDispatchMode):
-    """Follow the storages that operations make, from the operation to the last reference."""
+    """Count the bytes of storages that operations make, from the operation to the last reference."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        # Storage address -> weak reference, of everything alive that was seen: storages from before count nothing.
+        # Storage address -> weak reference, of all live storages that were seen; those from before count 0 bytes.
         self.seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def follow(self, tensor: Tensor, *, counts: bool) -> None:
-        """See a tensor's storage, once; bytes of one that an operation made count until it dies."""
+        """Register a tensor's storage once; with `counts` its bytes count until it is freed."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.seen:

@@ -1,4 +1,4 @@
-"""A transformer's encoder layer with any row of the table as its attention."""
+"""A transformer's encoder layer with any operator as its attention."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class TransformerLayer(nn.Module):
-    """Attend over tokens, then map each token: BERT's encoder layer, the norms behind the sums.
+    """Attend over tokens, then apply a feed-forward layer to each: BERT's encoder layer, with norms after the sums.
 
     `x = norm(tokens + attention(tokens))`, `response = feedforward_norm(x + contract(GELU(expand(x))))`
 
-    With a factorized row this is FA's factorized Transformer: per head queries are the coefficients C, keys the basis
-    B, and the response is C (Bᵀ V), so that memory and time are linear in the tokens. Weights have the shapes of
-    conventional attention, whose queries, keys and values are coefficients, basis and values here.
+    With a factorized operator this is FA's factorized Transformer: per head queries give the coefficients C, keys the
+    basis B, and the response is C (Bᵀ V), so that memory and time are linear in the tokens. Weights have the shapes of
+    conventional attention: its queries, keys and values are coefficients, basis and values here.
 
     Args:
-        channels: Of each token.
-        operator: A row's name in `ops.OPERATORS`, or an `ops.Operator` of one's own.
-        heads: Channels are split into this many groups.
+        channels: Channels of each token.
+        operator: A name in `ops.OPERATORS`, or an `ops.Operator` of your own.
+        heads: Number of heads, which the channels are split into.
         hidden: Channels of the feed-forward layer; four times as many by default.
-        dropout: Of what attention and the feed-forward layer answer, in training.
-        attention_dropout: In training: of the weights of the basis, or of the N×N coefficients where each token is a
-            slot, which are then formed. For rows that hear every token and have no vector of their own.
-        epsilon: Of the norms.
+        dropout: Dropout of the outputs of attention and feed-forward layer, in training.
+        attention_dropout: Dropout, in training, of the weights of the basis, or of the N×N coefficients where each
+            token is a slot, which are then formed. For operators that attend to every token and learn no score vector.
+        epsilon: Epsilon of the norms.
 
     Raises:
         LookupError: If there is no such operator.
         ShapeError: If heads do not divide the channels.
-        ValueError: If there is dropout for a row that has no weights of tokens.
+        ValueError: If there is attention dropout for an operator that has no weights of tokens.
 
     Cost:
         For N tokens of c channels and d = c/heads, factorized: N·12·c² MACs and what the slots take; kept for
@@ -66,20 +66,20 @@ class TransformerLayer(nn.Module):
         epsilon: float = 1e-12,
     ) -> None:
         super().__init__()
-        row = OPERATORS.get(operator) if isinstance(operator, str) else operator
-        softmax = row is not None and row.has_scale
+        entry = OPERATORS.get(operator) if isinstance(operator, str) else operator
+        softmax = entry is not None and entry.has_scale
         self.attention = GridAttention(
             channels,
             operator,
             heads=heads,
-            project="qkvo" if row is None or row.reads_keys else "qvo",
-            # The papers have none; transformers do, and only products under a softmax need it.
+            project="qkvo" if entry is None or entry.reads_keys else "qvo",
+            # The papers have no scale; transformers do, and only products under a softmax need it.
             scale=(channels // heads) ** -0.5 if softmax and heads > 0 else 1.0,
         )
         if attention_dropout and not drops(self.attention.operator):
             raise ValueError(
                 f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
-                f"pools tokens or reads them through a vector; fix: attention_dropout=0."
+                f"pools tokens or learns a score vector; fix: attention_dropout=0."
             )
         hidden = 4 * channels if hidden is None else hidden
         self.norm = nn.LayerNorm(channels, epsilon)
@@ -95,10 +95,10 @@ class TransformerLayer(nn.Module):
             mask: True where a token is valid. Others may hold anything, and change no response and no gradient.
 
         Returns:
-            `(b, n, c)`; of tokens that are not valid something finite.
+            `(b, n, c)`; finite but meaningless for tokens that are not valid.
 
         Raises:
-            ShapeError: If the tokens have not the layer's channels, or the mask is another's.
+            ShapeError: If the tokens do not have the layer's channels, or the mask does not fit them.
         """
         channels = self.attention.channels
         if tokens.dim() != 3 or tokens.shape[2] != channels:
@@ -107,21 +107,21 @@ class TransformerLayer(nn.Module):
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
             raise shape_error("TransformerLayer", problem, "True where a token is valid.", mask=mask, tokens=tokens)
-        # A norm would hand on what is not valid to its own gradient.
+        # Otherwise tokens that are not valid, NaN for example, would enter the gradients of the norms.
         tokens = hide(tokens.mT, mask).mT
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
         inner = functional.gelu(self.expand(tokens))
         return self.feedforward_norm(tokens + self.dropout(self.contract(inner)))
 
     def attend(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend within tokens `(b, n, c)`, as a grid of one side; with dropout as token attention does it."""
+        """Attend within tokens `(b, n, c)`: as a grid of one spatial dim, or by `attend_tokens`, which has dropout."""
         attention, dropout = self.attention, self.attention_dropout if self.training else 0.0
-        if not (dropout or self.maps_first(tokens.shape[1])):
+        if not (dropout or self.projects_first(tokens.shape[1])):
             return attention(tokens.mT, mask=mask).mT
-        maps = (attention.query, attention.key, attention.value)
+        projections = (attention.query, attention.key, attention.value)
         query, key, value = (
             (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
-            for part in maps
+            for part in projections
         )
         valid = None if mask is None else mask[:, None, None]
         scale = attention.scale
@@ -129,18 +129,18 @@ class TransformerLayer(nn.Module):
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
 
-    def maps_first(self, tokens: int) -> bool:
-        """Whether values are mapped token by token: where tokens are fewer than their channels.
+    def projects_first(self, tokens: int) -> bool:
+        """Whether values are projected before they are reduced: where there are fewer tokens than channels.
 
-        Reduced first, c²·d MACs a sample and map, and c² numbers to keep, take the place of N·c·d and N·c.
+        Reducing first takes c²·d MACs per sample and projection and keeps c² numbers, in place of N·c·d and N·c.
         """
-        row = self.attention.operator
-        # A compiled graph is of one order; choosing would compile it anew for other lengths.
+        operator = self.attention.operator
+        # A compiled graph has one order; choosing would compile it again for other lengths.
         few = tokens < self.attention.channels and not torch.compiler.is_compiling()
-        # The attention itself is not called then, which who listens to it has to hear.
-        return few and row.basis is not None and row.score is None and not hooked(self.attention)
+        # The attention module itself is not called then, so its hooks would not run.
+        return few and operator.basis is not None and operator.score is None and not hooked(self.attention)
 
 
-def drops(row: Operator) -> bool:
-    """Whether a row weighs every token, by no vector of its own: what dropout of attention needs."""
-    return row.score != "learned" and row.keys_from == row.queries_from == ALL
+def drops(operator: Operator) -> bool:
+    """Whether attention dropout is possible: the operator weighs every token and learns no score vector."""
+    return operator.score != "learned" and operator.keys_from == operator.queries_from == ALL

@@ -1,4 +1,4 @@
-"""What the named operators share: their arguments are checked, and the engine attends."""
+"""What the functions of the named operators share: check the arguments, then call the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farfield.ops.table import Operator
 
 def attend(
     caller: str,
-    row: Operator,
+    operator: Operator,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -24,11 +24,11 @@ def attend(
     weight: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Check the arguments of an operator's function and attend; scores are a projection to a channel a head (SAN 4)."""
+    """Check the arguments of an operator's function and attend; scores are one channel per head (SAN 4)."""
     check_attention(caller, query, key, value, heads, mask, query_mask)
     score = IDENTITY
-    if row.score is not None:
+    if operator.score is not None:
         vector = query.new_ones(query.shape[1]) if weight is None else weight
         score = project_to_scores(IDENTITY, vector.to(query.dtype), heads)
-    call = Call(row, heads, scale, score, score)
+    call = Call(operator, heads, scale, score, score)
     return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)

@@ -1,4 +1,4 @@
-"""Means along the axes of a grid, and the grid that vectors of the axes add up to."""
+"""Means along the axes of a grid, and the outer sum of one vector per axis."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from farfield.ops.grid import AXES
 def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
-    `axis_means(X)[:, :, i] = mean of X over all positions with index i on their axis`; the axes stand side by side.
+    `axis_means(X)[:, :, i] = mean of X over all positions with index i on their axis`; the axes are concatenated.
 
-    These are KAN's lateral and horizontal means [L | H], for any rank: the marginals that a Kronecker operator attends
-    to in place of all positions. A grid of rank 1 is its own axis mean.
+    These are KAN's lateral and horizontal means [L | H], for any number of spatial dims: the marginals that a Kronecker
+    operator attends to in place of all positions. A grid of one spatial dim is its own axis mean.
 
     Args:
         grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a position is valid; means run over valid positions, and an index without one is 0.
+        mask: `(b, *n)`, True where a position is valid; means run over those and are 0 for an index without one.
 
     Returns:
         `(b, c, Σ n)`, in the grid's dtype.
 
     Raises:
-        ShapeError: If the grid has no side or an empty one, or the mask is not the grid's.
+        ShapeError: If the grid has no spatial dim or an empty one, or the mask does not have its size.
         TypeError: If the grid is not floating point or the mask not boolean.
 
     Cost:
-        b·c·N adds an axis, no MACs.
+        b·c·N additions per axis, no MACs.
 
     Reference: KAN Eq. 14, KAN Eq. 15.
 
@@ -53,13 +53,13 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
 def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Tensor, "b c *size"]:
     """Add the vectors of all axes into a grid.
 
-    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for rank 2, the sum of one vector an axis for any.
+    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for two spatial dims; one term per axis for any number.
 
-    It takes axis vectors back to a grid without a multiplication.
+    It turns axis vectors into a grid without a multiplication.
 
     Args:
-        vectors: `(b, c, Σ size)`, the axes side by side in the order of `size`.
-        size: Sides of the grid.
+        vectors: `(b, c, Σ size)`, the axes concatenated in the order of `size`.
+        size: Spatial size of the grid.
 
     Returns:
         `(b, c, *size)`.
@@ -68,7 +68,7 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
         ShapeError: If the vectors are not Σ size long.
 
     Cost:
-        (rank - 1)·b·c·N adds, no MACs.
+        (len(size) - 1)·b·c·N additions, no MACs.
 
     Reference: KAN Eq. 18 (Eq. 17 swaps the lengths of the two blocks; this is the consistent reading).
 
@@ -81,7 +81,7 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
     """
     check_grid("outer_sum", "vectors", vectors)
     if vectors.dim() != 3 or vectors.shape[2] != sum(size):
-        fix = f"one vector an axis, {sum(size)} positions for sides {tuple(size)}."
-        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of the size).", fix, vectors=vectors)
+        fix = f"give one vector per axis, {sum(size)} numbers for size {tuple(size)}."
+        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
     axes = AXES if choose_fast() is None else once(AXES)
     return axes.scatter(vectors, size)

@@ -1,4 +1,4 @@
-"""An operator with the projections around it, and what they make of gathered positions."""
+"""An operator with the projections around it; projecting gathered positions to queries and keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from farfield.ops.work import Work
 
 
 class Norm(Protocol):
-    """Batch norm of coefficients or of responses, folded into what the response is made from."""
+    """Batch norm of coefficients or of responses, folded into the queries and the summary."""
 
     @property
     def bias(self) -> Tensor | None:
-        """What the responses are shifted by, if they are."""
+        """The shift of the responses; None if they are not shifted."""
         ...
 
     def __call__(
-        self, query: Tensor, query_valid: Tensor, summary: Summary, row: Operator | None = None
+        self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
         """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
         ...
@@ -34,13 +34,13 @@ class Call(NamedTuple):
 
     Attributes:
         operator: The operator.
-        heads: Channels of queries, keys and values are split into this many groups in order.
-        scale: Of the products, for a softmax of them.
+        heads: Number of heads; channels of queries, keys and values are split into them in order.
+        scale: Factor of the products of queries and keys, for operators with a softmax of them.
         query: Projection of the query grid.
         key: Projection of the key grid.
         value: Projection of the value grid, which acts on the summary.
         output: Projection of the responses, which acts on the summary where that is cheaper.
-        norm: Of coefficients or responses.
+        norm: Batch norm of coefficients or responses.
     """
 
     operator: Operator
@@ -55,26 +55,26 @@ class Call(NamedTuple):
     @property
     def is_bare(self) -> bool:
         """Whether nothing is projected or normed; queries and keys may be scores."""
-        maps = (self.value.matrix, self.output.matrix, self.norm)
+        parts = (self.value.matrix, self.output.matrix, self.norm)
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
-        return same and all(part is None for part in maps)
+        return same and all(part is None for part in parts)
 
     def work(self, queries: int, keys: int, channels: int, width: int) -> Work:
-        """What is multiplied for one sample of so many positions, of channels in and of values."""
+        """Return the sizes that MACs per sample follow from, for `channels` of the input and `width` of the values."""
         inner = channels if self.query.matrix is None else len(self.query.matrix)
         value, output = self.value.matrix, self.output.matrix
         biased = self.output.bias is not None or (self.norm is not None and self.norm.bias is not None)
-        mapped, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
-        return Work(queries, keys, inner, width if value is None else len(value), self.heads, mapped, out, biased)
+        projected, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
+        return Work(queries, keys, inner, width if value is None else len(value), self.heads, projected, out, biased)
 
 
 def by_head(call: Call, dtype: torch.dtype) -> Tensor:
-    """The output's matrix by the channels of each head that it reads, `(h, out, c)`."""
+    """Split the matrix of the output projection by the input channels of each head: `(h, out, c)`."""
     return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
-    """Keys `(b, h, d, n)` of gathered positions, or their scores; of sums, sums."""
+    """Project gathered positions to keys `(b, h, d, n)` or scores; sums of positions give sums of keys."""
     (positions, valid), (matrix, bias) = gathered, call.key
     if not call.operator.reads_keys:
         return valid[:, None].expand(-1, call.heads, -1, -1)
@@ -84,10 +84,10 @@ def project_keys(call: Call, gathered: Gathered) -> Tensor:
 
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
-    """Queries `(b, h, d, m)` of gathered positions, or their scores; of sums, means, and 0 where nothing is valid."""
+    """Project gathered positions to queries `(b, h, d, m)` or scores; sums give means, and 0 where nothing is valid."""
     (positions, valid), (matrix, bias) = gathered, call.query
     if call.operator.queries_from.side_by_side:
         return split_heads(project(positions, call.query), call.heads)
-    rows = project(positions / valid.clamp_min(1), Projection(matrix))
-    rows = rows if bias is None else rows + bias[:, None].to(positions.dtype) * (valid > 0)
-    return split_heads(rows, call.heads)
+    queries = project(positions / valid.clamp_min(1), Projection(matrix))
+    queries = queries if bias is None else queries + bias[:, None].to(positions.dtype) * (valid > 0)
+    return split_heads(queries, call.heads)

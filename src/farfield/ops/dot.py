@@ -20,18 +20,18 @@ def dot_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by its product with the query, over the channels.
 
-    `response_i = (1/d) Σ_j (k_jᵀ q_i) v_j`, d channels a head.
+    `response_i = (1/d) Σ_j (k_jᵀ q_i) v_j`, d channels per head.
 
-    Computed in the quadratic order, so that `factorized_attention`, which is equal, has something to be compared with.
-    It divides by channels and not by positions: in float16, long grids of one sign exceed 65,504.
+    It computes in the quadratic order and is the reference for `factorized_attention`, which is equal.
+    It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.

@@ -25,7 +25,7 @@ SWITCH = "FARFIELD_FAST"
 
 
 def choose_fast() -> Steps | None:
-    """What is fast; None if it is switched off, or while what runs becomes a graph, which takes torch's operations."""
+    """Return the fast steps; None if they are switched off, or while a graph of torch's operations is recorded."""
     return None if os.environ.get(SWITCH) == "0" or is_recorded() else FAST
 
 
@@ -75,10 +75,10 @@ def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, plac
         call: The operator with its projections.
         grid: `(b, c, *n)`.
         mask: `(b, *n)`, True where a position is valid.
-        place: Of a tile: its origin, and the size of the whole.
+        place: For a tile: its origin and the size of the whole.
 
     Returns:
-        The summary; those of tiles merge, in any order, to that of the whole.
+        The summary; summaries of tiles merge, in any order, into that of the whole.
     """
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
@@ -96,16 +96,16 @@ def respond_grid(
     query_sums: Gathered | None = None,
     target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
-    """Let every position of a grid, or of a tile of one, respond to a summary.
+    """Respond to a summary at every position of a grid, or of a tile of one.
 
     Args:
         call: The operator with its projections.
         grid: The query grid, `(b, c, *m)`.
         summary: Of keys and values.
         mask: `(b, *m)`, True where a position is valid; others are read as 0.
-        place: Of a tile: its origin, and the size of the whole.
-        query_sums: Of a tile, for operators whose queries are sums over the grid: those of the whole.
-        target: Makes, with the bias that is to be added, the grid `(b, out, *m)` that projected responses are added to.
+        place: For a tile: its origin and the size of the whole.
+        query_sums: For a tile, for operators whose queries are sums over the grid: the sums of the whole.
+        target: From a bias to the grid `(b, out, *m)`, bias included, that projected responses are added to.
 
     Returns:
         `(b, out, *m)`.
@@ -116,27 +116,27 @@ def respond_grid(
     return respond_positions(fast, call, grid, query_positions, None, summary, place, target)
 
 
-# ---- what they share -------------------------------------------------------------------------------------------------
+# ---- shared by the steps ---------------------------------------------------------------------------------------------
 def summarize_positions(
     fast: Steps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
-    """Project keys, summarize and project the slots' values; where the same positions ask, project their queries too.
+    """Project keys, summarize, and project the slots' values; for `itself_queries`, project the queries too.
 
     Returns:
         The queries `(b, h, d, n)` or None, and the summary.
     """
-    found = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
-    if found is None:
+    result = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
+    if result is None:
         key, shared = project_keys(call, gathered), call.value.matrix is not None
         same = values is gathered.positions and call.operator.reads_keys and call.key.matrix is None and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
-        found = None, summarize(call.operator, key, value, gathered.valid[:, None], complete)
-    projected, summary = found
+        result = None, summarize(call.operator, key, value, gathered.valid[:, None], complete)
+    projected, summary = result
     if call.value.matrix is None:
         return projected, summary
     bias = None if call.value.bias is None else call.value.bias.unflatten(0, (call.heads, -1))
-    return projected, summary.map_values(call.value.by_head(call.heads), bias)
+    return projected, summary.project_values(call.value.by_head(call.heads), bias)
 
 
 def respond_positions(
@@ -149,7 +149,7 @@ def respond_positions(
     place: Place | None = None,
     target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
-    """Norm, respond, project the responses and scatter them into a grid like the query grid."""
+    """Normalize, respond, project the responses and scatter them into a grid like the query grid."""
     queries, scale, bias = call.operator.queries_from, call.scale, call.output.bias
     query = project_queries(call, query_positions) if query is None else query
     if call.norm is not None:
@@ -160,11 +160,13 @@ def respond_positions(
     if target is not None and fast is not None:
         return fast.add_responses(call, query_positions, query, summary, scale, target(bias))
     if target is not None:
-        responses = respond_mapped(None, call, query_positions, query, summary, scale, by_head(call, query.dtype), None)
+        responses = respond_projected(
+            None, call, query_positions, query, summary, scale, by_head(call, query.dtype), None
+        )
         out, responses = target(bias), queries.normalized(responses, query_positions.valid, spatial_dims)
         return out + queries.scatter(responses.to(out.dtype), grid.shape[2:], None)
     if bias is not None and queries.normalize is None and not queries.side_by_side:
-        bias = bias / spatial_dims  # each position adds up one response an axis; normalized, these count it once
+        bias = bias / spatial_dims  # each position adds up one response per axis; normalize counts the bias once
     responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
     responses = queries.normalized(responses, query_positions.valid, spatial_dims)
     responses = laid_out_for(grid, responses.to(grid.dtype))
@@ -180,20 +182,20 @@ def project_responses(
     scale: float,
     bias: Tensor | None,
 ) -> Tensor:
-    """Responses `(b, out, m)` after the output's projection, which acts on the slots where that is cheaper."""
+    """Return responses `(b, out, m)` after the output projection, which acts on the slots where that is cheaper."""
     matrix, slots = call.output.matrix, summary.values.shape[2]
     if matrix is None:
-        return respond_mapped(fast, call, query_positions, query, summary, scale, None, bias)
+        return respond_projected(fast, call, query_positions, query, summary, scale, None, bias)
     width = summary.values.shape[1] * summary.values.shape[3]
     work = call.work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
     if work.folds_output(slots, basis=call.operator.basis is not None):
-        return respond_mapped(fast, call, query_positions, query, summary, scale, by_head(call, query.dtype), bias)
-    responses = respond_mapped(fast, call, query_positions, query, summary, scale, None, None)
+        return respond_projected(fast, call, query_positions, query, summary, scale, by_head(call, query.dtype), bias)
+    responses = respond_projected(fast, call, query_positions, query, summary, scale, None, None)
     responses = matrix.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 
-def respond_mapped(
+def respond_projected(
     fast: Steps | None,
     call: Call,
     query_positions: Gathered,
@@ -203,19 +205,19 @@ def respond_mapped(
     matrix: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Respond; heads stand side by side, or are projected, by a matrix that acts on the slots, and added up."""
+    """Respond; heads are concatenated, or, with a matrix, projected by it on the slots and added up."""
     responses = None if fast is None else fast.respond(call, query_positions, query, summary, matrix, bias)
     if responses is not None:
         return responses
     if matrix is None:
         responses = respond(call.operator, query, summary, scale).flatten(1, 2)
     else:
-        responses = respond(call.operator, query, summary.map_values(matrix), scale).sum(1)
+        responses = respond(call.operator, query, summary.project_values(matrix), scale).sum(1)
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 
 def project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
-    """What is added to the projected responses: the output's bias and the shift of their norm, projected."""
+    """Return the bias of the responses: that of the output projection, plus the projected shift of the norm."""
     matrix, bias = call.output
     if shift is None or matrix is None:
         return bias if shift is None else shift

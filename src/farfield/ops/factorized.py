@@ -18,19 +18,19 @@ def averaged_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to every position by its product with the query, over the number of positions.
+    """Attend to every position by its product with the query, divided by the number of positions.
 
     `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, never forming an N×N matrix.
 
-    Without a softmax the product is associative: keys and values first, and the cost is linear in the positions.
+    Without a softmax the product is associative: with keys and values first, the cost is linear in the positions.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -67,18 +67,18 @@ def factorized_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by the query as coefficients, the values gathered by the key as a basis.
 
-    `response_i = (1/d) (Σ_j v_j k_jᵀ) q_i`, d channels a head: dot-product attention in the linear order.
+    `response_i = (1/d) (Σ_j v_j k_jᵀ) q_i`, d channels per head: dot-product attention in the linear order.
 
-    Each key channel is a map over the grid (a basis), each query channel says how much of it an asking position takes.
-    It divides by channels and not by positions: in float16, long grids of one sign exceed 65,504.
+    Each key channel is a weighting of the positions (a basis); each query channel is the coefficient of one of them.
+    It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
 
     Args:
         query: The coefficients, `(b, c, *m)`.
         key: The basis, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -122,20 +122,20 @@ def factorized_gaussian_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Combine, by a softmax over channels, the means gathered by a softmax over positions.
 
-    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *positions* of the basis, over *channels* of
-    the coefficients.
+    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *positions* of the basis, over *channels*
+    of the coefficients.
 
-    Both factors are normalised, so the implied attention row is a distribution over positions, as softmax attention's is,
+    Both factors are normalised, so the implied attention row is a distribution over positions, as in softmax attention,
     at a cost linear in the positions. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
-    bracket around the product; its text, followed here, puts it on the basis.
+    inner softmax around the product; FA's text, followed here, puts it on the basis.
 
     Args:
         query: The coefficients before their softmax, `(b, c, *m)`.
         key: The basis before its softmax, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.

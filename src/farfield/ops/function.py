@@ -1,7 +1,7 @@
 """A faster form of a function in one `torch.autograd.Function`, which every transform of torch goes through.
 
-Values and first gradients are the fast form's. All other derivatives are the plain form's: those of gradients, tangents
-in forward mode, and what `torch.vmap` maps.
+Values and first gradients come from the fast form. Derivatives of gradients, forward-mode tangents and `torch.vmap` use
+the plain form.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from farfield.ops.modes import autocasts, has_memory, has_tangent, is_recorded_b
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def with_all(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
-    """All arguments were kept."""
+def restore_all(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
+    """Return the arguments: all of them were saved."""
     return arguments
 
 
 def never() -> bool:
-    """`forward` runs torch's operations alone."""
+    """False: `forward` runs torch's operations only."""
     return False
 
 
 def always() -> bool:
-    """`forward` runs a kernel that has no derivative in forward mode."""
+    """True: `forward` runs a kernel that has no derivative in forward mode."""
     return True
 
 
 class Shape(NamedTuple):
-    """What derivatives of a linear function read of an argument."""
+    """What the derivatives of a linear function need of an argument."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -43,12 +43,12 @@ class Shape(NamedTuple):
 
 
 def shapes_alone(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Of tensors their shapes, which is all that derivatives of linear functions read."""
+    """Replace tensors by their shapes, which is all that derivatives of linear functions need."""
     return [Shape(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in arguments]
 
 
 def of_shapes(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
-    """One number for each tensor, as large as that."""
+    """Replace each `Shape` by one number, expanded to its size."""
     return [
         torch.zeros((), dtype=each.dtype, device=each.device).expand(each.size) if isinstance(each, Shape) else each
         for each in arguments
@@ -63,7 +63,7 @@ def accelerate(
     constants: int = 0,
     kept: int = 0,
     save: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
-    restore: Callable[[Sequence[Any], Precision], Sequence[Any]] = with_all,
+    restore: Callable[[Sequence[Any], Precision], Sequence[Any]] = restore_all,
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,
     kernels_run: Callable[[], bool] = never,
@@ -71,21 +71,21 @@ def accelerate(
     """Compute `plain` by `forward`, and its gradients by `backward`.
 
     Args:
-        plain: From arguments, tensors and others, to a tensor or a tuple of tensors and None, by torch's operations.
-        forward: The same, followed by what is kept for the backward pass beside the arguments.
-        backward: `(arguments, kept, upon, wanted, precision)` to the gradients of the arguments: `kept` are the
-            constants and what was kept, `upon` the gradients of the other outputs, `wanted` which arguments want one,
-            and `precision()` is a context of the autocast that the forward pass ran under.
-        constants: How many outputs of `plain`, the last ones, have no gradient.
-        kept: How many more `forward` has.
-        save: From the arguments to those that are kept in their place.
-        restore: From these, and `precision`, to the arguments.
-        again: `(arguments, upon)` to gradients that can be differentiated in turn; by default those of `plain`.
-        vmapped: What `torch.vmap` maps; by default `plain`.
-        kernels_run: Whether `forward` may run a kernel now, which carries no tangents, as torch's operations do.
+        plain: From arguments, tensors or not, to a tensor or a tuple of tensors and None, by torch's operations.
+        forward: The same outputs, followed by those that are kept for the backward pass beside the arguments.
+        backward: `(arguments, kept, grad_outputs, wanted, precision)` to the gradients of the arguments: `kept` are the
+            constants and the kept outputs, `grad_outputs` the gradients of the other outputs, `wanted` which arguments
+            need a gradient, and `precision()` is a context of the autocast that the forward pass ran under.
+        constants: Number of outputs of `plain`, the last ones, that have no gradient.
+        kept: Number of further outputs of `forward`.
+        save: From the arguments to what is saved in their place.
+        restore: From what was saved, and `precision`, to the arguments.
+        again: `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
+        vmapped: The function that `torch.vmap` maps; by default `plain`.
+        kernels_run: Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
 
     Returns:
-        A function of the same arguments, to what `forward` returns.
+        A function of the same arguments that returns what `forward` returns.
     """
 
     class Accelerated(torch.autograd.Function):
@@ -107,24 +107,24 @@ def accelerate(
             ctx.mark_non_differentiable(*(each for each in without if each is not None))
 
         @staticmethod
-        def backward(ctx: Any, *upon: Tensor | None) -> tuple[Tensor | None, ...]:
-            (arguments, rest), upon = arguments_of(ctx, restore), upon[: ctx.outputs]
+        def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+            (arguments, rest), grad_outputs = load_arguments(ctx, restore), grad_outputs[: ctx.outputs]
             if torch.is_grad_enabled():
                 with ctx.precision():
                     if again is not None:
-                        return tuple(again(arguments, upon))
-                    return pulled(plain, arguments, upon, ctx.needs_input_grad)
-            return tuple(backward(arguments, rest, upon, ctx.needs_input_grad, ctx.precision))
+                        return tuple(again(arguments, grad_outputs))
+                    return compute_vjp(plain, arguments, grad_outputs, ctx.needs_input_grad)
+            return tuple(backward(arguments, rest, grad_outputs, ctx.needs_input_grad, ctx.precision))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            arguments, rest = arguments_of(ctx, restore)
-            found = pushed(plain, arguments, tangents, ctx.outputs)
-            return found[0] if ctx.outputs == 1 and not rest else (*found, *[None] * len(rest))
+            arguments, rest = load_arguments(ctx, restore)
+            results = compute_jvp(plain, arguments, tangents, ctx.outputs)
+            return results[0] if ctx.outputs == 1 and not rest else (*results, *[None] * len(rest))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-            return mapped(vmapped or plain, info, in_dims, arguments, kept)
+            return compute_vmap(vmapped or plain, info, in_dims, arguments, kept)
 
     def run(*arguments: Any) -> Any:
         if are_free(arguments) and not (kernels_run() and any(map(has_tangent, arguments))):
@@ -135,87 +135,87 @@ def accelerate(
 
 
 def are_free(arguments: Sequence[Any]) -> bool:
-    """Whether nothing is to be derived backward: no tensor wants a gradient, and none is one that a transform wraps."""
+    """Whether no gradient is needed: no tensor requires one, and none is wrapped by a transform."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     return not is_recorded_by_autograd(*tensors) and all(map(has_memory, tensors))
 
 
-def arguments_of(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The arguments of the forward pass, and what was kept beside them."""
+def load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the arguments of the forward pass, and what was kept beside them."""
     count, saved = len(ctx.others), ctx.saved_tensors
     arguments = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=False)]
     return restore(arguments, ctx.precision), saved[count:]
 
 
-class OfTensors:
-    """`plain` as a function of some of its arguments, to those of its first outputs that are tensors.
+class TensorFunction:
+    """`plain` as a function of some of its arguments; returns those of its first outputs that are tensors.
 
     Attributes:
-        there: Which outputs are tensors, once it has run.
+        is_tensor: Which outputs are tensors; known after the first call.
     """
 
     def __init__(self, plain: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], outputs: int | None):
         self.plain, self.arguments, self.places, self.outputs = plain, arguments, places, outputs
-        self.there: list[bool] = []
+        self.is_tensor: list[bool] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run it."""
+        """Call `plain` with these tensors in their places."""
         given = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             given[place] = tensor
-        found = self.plain(*given)
-        found = (found if isinstance(found, tuple) else (found,))[: self.outputs]
-        self.there = [each is not None for each in found]
-        return tuple(each for each in found if each is not None)
+        outputs = self.plain(*given)
+        outputs = (outputs if isinstance(outputs, tuple) else (outputs,))[: self.outputs]
+        self.is_tensor = [each is not None for each in outputs]
+        return tuple(each for each in outputs if each is not None)
 
     def chosen(self) -> list[Any]:
-        """The arguments that it is a function of."""
+        """Return the arguments that it is a function of."""
         return [self.arguments[place] for place in self.places]
 
-    def filled(self, found: Iterable[Any]) -> list[Any]:
-        """One of `found` for each output that is a tensor, None for the others."""
-        rest = iter(found)
-        return [next(rest) if there else None for there in self.there]
+    def fill(self, results: Iterable[Any]) -> list[Any]:
+        """Return the next of `results` for each output that is a tensor, and None for the others."""
+        rest = iter(results)
+        return [next(rest) if is_tensor else None for is_tensor in self.is_tensor]
 
 
-def pulled(
-    plain: Callable[..., Any], arguments: Sequence[Any], upon: Sequence[Tensor | None], wanted: Sequence[bool]
+def compute_vjp(
+    plain: Callable[..., Any], arguments: Sequence[Any], grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the arguments that want one, by operations that can be differentiated in turn."""
+    """Return gradients of the wanted arguments, by operations that are differentiable again."""
     places = [place for place, want in enumerate(wanted) if want]
-    run = OfTensors(plain, arguments, places, len(upon))
+    run = TensorFunction(plain, arguments, places, len(grad_outputs))
     outputs, pull = torch.func.vjp(run, *run.chosen())[:2]
-    given = zip([each for each in upon if each is not None], outputs, strict=True)
-    found = dict(zip(places, pull(tuple(each.to(out.dtype) for each, out in given)), strict=True))
-    return tuple(found.get(place) for place in range(len(wanted)))
+    given = zip([each for each in grad_outputs if each is not None], outputs, strict=True)
+    gradients = dict(zip(places, pull(tuple(each.to(out.dtype) for each, out in given)), strict=True))
+    return tuple(gradients.get(place) for place in range(len(wanted)))
 
 
-def pushed(
+def compute_jvp(
     plain: Callable[..., Any], arguments: Sequence[Any], tangents: Sequence[Any], outputs: int
 ) -> list[Tensor | None]:
-    """Tangents of the outputs: the gradient, by what is upon the outputs, of a gradient that is linear in it."""
+    """Return tangents of the outputs, by the vector-Jacobian product of a vector-Jacobian product, which is linear."""
     places = [place for place, tangent in enumerate(tangents) if isinstance(tangent, Tensor)]
-    run = OfTensors(plain, arguments, places, outputs)
-    found, pull = torch.func.vjp(run, *run.chosen())[:2]
-    back = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in found))[1]
+    run = TensorFunction(plain, arguments, places, outputs)
+    values, pull = torch.func.vjp(run, *run.chosen())[:2]
+    back = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in values))[1]
     (pushes,) = back(tuple(tangents[place] for place in places))
-    return run.filled(pushes)
+    return run.fill(pushes)
 
 
-def mapped(
+def compute_vmap(
     plain: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: Sequence[Any], kept: int
 ) -> tuple[Any, Any]:
-    """Outputs of `plain` under vmap, and which dimension is the mapped one; nothing is kept."""
+    """Return the outputs of `plain` under vmap and their mapped dimensions; nothing is kept."""
     places = [place for place, dim in enumerate(in_dims) if dim is not None]
-    run = OfTensors(plain, arguments, places, None)
-    found = torch.vmap(run, tuple(in_dims[place] for place in places), randomness=info.randomness)(*run.chosen())
-    outputs = run.filled(found) + [None] * kept
+    run = TensorFunction(plain, arguments, places, None)
+    values = torch.vmap(run, tuple(in_dims[place] for place in places), randomness=info.randomness)(*run.chosen())
+    outputs = run.fill(values) + [None] * kept
     where = [0 if each is not None else None for each in outputs]
     return (outputs[0], where[0]) if len(outputs) == 1 else (tuple(outputs), tuple(where))
 
 
 def precision(tensor: Tensor) -> Precision:
-    """Return what makes a context of the autocast that is on now, for a backward pass that computes again."""
+    """Return a function that gives a context of the current autocast, for a backward pass that recomputes."""
     device = tensor.device.type
     if not autocasts(tensor):
         return contextlib.nullcontext

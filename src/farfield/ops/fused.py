@@ -1,6 +1,6 @@
-"""Softmax attention by torch's kernel, which keeps no matrix of products; by its equation where the kernel has no way.
+"""Softmax attention by torch's kernel, which keeps no matrix of products; by its equation where the kernel cannot.
 
-The kernel can be differentiated once and backwards. Positions are `(b, h, positions, channels)`, as it wants them.
+The kernel has first derivatives in reverse mode only. It takes positions as `(b, h, positions, channels)`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         query: `(b, h, m, d)`.
         key: `(b, h, n, d)`.
         value: `(b, h, n, c)`.
-        mask: `(b, 1, 1, n)`, True where a position is valid; one at least in each sample. None if all are.
-        scale: Of the products.
+        mask: `(b, 1, 1, n)`, True where a key is valid, at least one per sample; None if all are.
+        scale: Factor of the products.
 
     Returns:
         `(b, h, m, c)`.
 
     Cost:
-        b·h·m·n·(d + c) MACs, and 2.5 times that backward; kept for backward are the arguments, the response
-        and m numbers a head. In forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
+        b·h·m·n·(d + c) MACs, and 2.5 times that backward. Kept for backward are the arguments, the response and m
+        numbers per head; in forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
     """
     if is_recorded():
         return scaled_dot_product(query, key, value, mask, scale)
-    if not all(map(is_itself, (query, key, value))):  # a transform's: it derives each part for itself
+    if not all(map(is_itself, (query, key, value))):  # a transform of torch.func, which differentiates by itself
         return cast(Tensor, _transformed(query, key, value, mask, scale))
     response = scaled_dot_product(query, key, value, mask, scale)
     return cast(Tensor, _derivable(response, query, key, value, mask, scale)) if response.requires_grad else response
 
 
 def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Torch's kernel."""
+    """Compute the attention by torch's kernel."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The equation."""
+    """Compute the attention by its equation."""
     return (weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
 
 
 def weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The matrix `(b, h, m, n)`: softmax(scale · Q Kᵀ)."""
+    """Return the matrix `(b, h, m, n)`: softmax(scale · Q Kᵀ)."""
     dtype = accumulation(query.dtype)
     products = scale * query.to(dtype) @ key.to(dtype).mT
     return (products if mask is None else products.masked_fill(~mask, -torch.inf)).softmax(-1)
@@ -62,20 +62,20 @@ def weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tens
 def gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, by operations that can be differentiated in turn."""
+    """Return the gradients of query, key and value, by operations that are differentiable again."""
     dtype = accumulation(query.dtype)
     weights, grad = weigh(query, key, mask, scale), grad.to(dtype)
     grad_weights = grad @ value.to(dtype).mT
-    # Of the products: weights · (its gradient less the mean of gradients, weighed by the weights).
+    # Gradient of the products: weights · (gradient of the weights minus its mean under the weights).
     grad_products = scale * weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
-    found = grad_products @ key.to(dtype), grad_products.mT @ query.to(dtype), weights.mT @ grad
-    return found[0].to(query.dtype), found[1].to(key.dtype), found[2].to(value.dtype)
+    result = grad_products @ key.to(dtype), grad_products.mT @ query.to(dtype), weights.mT @ grad
+    return result[0].to(query.dtype), result[1].to(key.dtype), result[2].to(value.dtype)
 
 
 def gradients_by_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gradients`, without a matrix."""
+    """Return the same as `gradients` by the kernel, without a matrix."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scaled_dot_product(query, key, value, mask, scale)
@@ -84,36 +84,40 @@ def gradients_by_kernel(
     return cast(tuple[Tensor, Tensor, Tensor], pull(grad.to(response.dtype)))
 
 
-def pull_gradients(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor | None, ...]:
-    """What the gradients' own derivative is: the equation's."""
+def pull_gradients(
+    arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the vector-Jacobian product of `gradients`, by its equation."""
     grad, query, key, value, mask, scale = arguments
 
     def run(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return gradients(grad, query, key, value, mask, scale)
 
     pull = torch.func.vjp(run, grad, query, key, value)[1]
-    return *pull(tuple(upon)), None, None
+    return *pull(tuple(grad_outputs)), None, None
 
 
-def differentiate(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of the attention."""
-    return *_gradients(upon[0], *arguments), None, None
+def differentiate(
+    arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the attention."""
+    return *_gradients(grad_outputs[0], *arguments), None, None
 
 
 _gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel, kernels_run=always)
-# The attention, as a transform of torch.func sees it.
+# The attention for transforms of torch.func.
 _transformed = accelerate(
     attend,
     scaled_dot_product,
     differentiate,
-    again=lambda arguments, upon: differentiate(arguments, None, upon),
+    again=lambda arguments, grad_outputs: differentiate(arguments, None, grad_outputs),
     vmapped=scaled_dot_product,
     kernels_run=always,
 )
 
 
 class _Derivable(torch.autograd.Function):
-    """The kernel's response as it is. Its gradient is the kernel's, unless that is to be differentiated in turn."""
+    """The kernel's response, unchanged. Its gradient is the kernel's, or the equation's if differentiated again."""
 
     @staticmethod
     def forward(
@@ -124,7 +128,7 @@ class _Derivable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)  # the kernel keeps them too
+        ctx.save_for_backward(*tensors)  # the kernel saves the same tensors
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

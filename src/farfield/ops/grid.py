@@ -1,7 +1,7 @@
-"""Positions of a grid: which of them answer or ask, how they are gathered from a grid and scattered into one.
+"""Positions of a grid: how queries, keys and values are gathered from a grid and responses scattered into one.
 
-A grid is `(batch, channels, *size)`; its positions are `(batch, channels, positions)`. A tile of a larger grid says where it
-lies by a place, `(origin, size)`: its first index on each axis, and the size of the whole.
+A grid is `(batch, channels, *size)`; its positions are `(batch, channels, positions)`. The place of a tile in a larger
+grid is `(origin, size)`: its first index on each axis, and the size of the whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         positions: `(b, c, n)`; 0 where nothing is valid.
-        valid: `(b, 1, n)`; 1 where a position is valid, 0 where not. For axis sums the number of valid positions summed.
+        valid: `(b, 1, n)`; 1 where a position is valid, else 0. For axis sums the number of valid positions summed.
     """
 
     positions: Tensor
@@ -38,18 +38,20 @@ class Gathered(NamedTuple):
 
 
 def refuse_scatter(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Refuse to scatter: there is no position of the grid that a pooled response belongs to."""
-    raise ValueError("Operator: positions without a scatter hold keys only; fix: queries_from=ops.ALL or ops.AXES.")
+    """Raise ValueError: a pooled response belongs to no position of the grid."""
+    raise ValueError(
+        "Operator: queries cannot come from positions without a scatter; fix: queries_from=ops.ALL or ops.AXES."
+    )
 
 
 class Positions(NamedTuple):
-    """Which positions answer or ask.
+    """Where queries, or keys and values, come from.
 
     Attributes:
         gather: `(grid, mask, place) -> Gathered`.
-        scatter: `(responses (b, c, n), size, place) -> grid`; by default such positions only answer.
-        side_by_side: True if tiles stand beside each other, False if they add up.
-        normalize: `(responses, valid, rank) -> responses`, before they are scattered; None leaves them as they are.
+        scatter: `(responses (b, c, n), size, place) -> grid`; by default it raises, and only keys come from there.
+        side_by_side: True if the positions of tiles are concatenated, False if they are added.
+        normalize: `(responses, valid, spatial_dims) -> responses`, applied before the scatter; None changes nothing.
     """
 
     gather: Callable[..., Gathered]
@@ -58,29 +60,29 @@ class Positions(NamedTuple):
     normalize: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
     def normalized(self, responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
-        """The responses as they are scattered."""
+        """Apply `normalize` to responses before they are scattered."""
         return responses if self.normalize is None else self.normalize(responses, valid, spatial_dims)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over positions accumulate: float32 at least."""
+    """Return the dtype in which sums over positions accumulate: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Read masked positions as 0, whatever they hold."""
+    """Set masked positions to 0, whatever they hold."""
     return grid if mask is None else torch.where(mask[:, None], grid, 0)
 
 
 def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """`(b, 1, *size)`: 1 where a position is valid; without a mask one number, expanded."""
+    """Return `(b, 1, *size)`, 1 where a position is valid; without a mask it is one number, expanded."""
     dtype = accumulation(grid.dtype)
     if mask is None:
         return grid.new_ones((), dtype=dtype).expand(grid.shape[0], 1, *grid.shape[2:])
     return mask[:, None].to(dtype)
 
 
-# ---- all positions -------------------------------------------------------------------------------------------------------
+# ---- all positions ---------------------------------------------------------------------------------------------------
 def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """Gather every position, by view (KAN §2.2, unfolding along the channel mode)."""
     positions = grid.flatten(2)
@@ -91,20 +93,20 @@ def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None
 
 
 def unflatten(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Scatter one response a position back to a grid, by view."""
+    """Scatter one response per position back to a grid, by view."""
     return responses.unflatten(2, tuple(size))
 
 
-# ---- pooled positions ----------------------------------------------------------------------------------------------------
+# ---- pooled positions ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Pool:
-    """Gather windows of `size` positions a side, ceil mode: their largest or mean valid position, channel by channel."""
+    """Pool windows of `size` in ceil mode: the largest or the mean of their valid positions, channel by channel."""
 
     size: int | tuple[int, ...]
     kind: str
 
     def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-        """Pool a grid; a window of a tile must be one of the whole, so tiles start at multiples of `size`."""
+        """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
         return pool(grid, mask, place, self.size, self.kind)
 
 
@@ -113,7 +115,9 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
     spatial_dims = grid.dim() - 2
     sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
     if len(sizes) != spatial_dims:
-        raise ShapeError(f"softmax_pooled: a pooling size of {sizes} does not fit a grid of rank {spatial_dims}.")
+        raise ShapeError(
+            f"softmax_pooled: a pooling size of {sizes} does not fit a grid of {spatial_dims} spatial dims."
+        )
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
         raise ShapeError(f"softmax_pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
@@ -129,9 +133,9 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
-    """`(b, c, *ceil(size / sizes), window)`: the positions of each window side by side, padded by `fill`."""
+    """Return `(b, c, *ceil(size / sizes), window)`: the positions of each window, padded by `fill`."""
     spatial_dims = len(sizes)
-    pad = [extent for side, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-side % size, 0)]
+    pad = [extent for length, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-length % size, 0)]
     grid = F.pad(grid, pad[::-1], value=fill)
     for axis, size in enumerate(sizes):
         grid = grid.unflatten(2 + 2 * axis, (-1, size))
@@ -142,12 +146,12 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather, for each index of each axis, the sum over all other axes and the number of positions in it (KAN 14-15)."""
+    """Gather the sum over all other axes and the number of positions for each index of each axis (KAN 14–15)."""
     return Gathered(along_axes(hide(grid, mask), place), valid_counts(grid, mask, place))
 
 
 def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
-    """`(b, c, Σ size)`: sums over all axes but one, the axes in the grid's order."""
+    """Return `(b, c, Σ size)`: sums over all axes but one, the axes in the grid's order."""
     axes = range(2, grid.dim())
     others = [[other for other in axes if other != axis] for axis in axes]
     dtype = accumulation(grid.dtype)
@@ -156,34 +160,36 @@ def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
 
 
 def valid_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Tensor:
-    """`(b, 1, Σ size)`: how many valid positions each index of each axis has."""
+    """Return `(b, 1, Σ size)`: the number of valid positions at each index of each axis."""
     if mask is not None:
         return along_axes(valid_positions(grid, mask), place)
     size = tuple(grid.shape[2:])
     positions, dtype = math.prod(size), accumulation(grid.dtype)
-    counts = [grid.new_full((grid.shape[0], 1, side), positions // side, dtype=dtype) for side in size]
+    counts = [grid.new_full((grid.shape[0], 1, length), positions // length, dtype=dtype) for length in size]
     return torch.cat(at_place(counts, place), -1)
 
 
 def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
-    """A tile's axes inside those of the whole, zeros around them."""
+    """Pad a tile's axes with zeros to those of the whole."""
     if place is None:
         return parts
     return [
-        F.pad(part, (start, side - start - part.shape[-1])) for part, start, side in zip(parts, *place, strict=True)
+        F.pad(part, (start, length - start - part.shape[-1])) for part, start, length in zip(parts, *place, strict=True)
     ]
 
 
 def add_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Scatter one response an index into a grid by outer sum (KAN 18); a tile takes its part of the axes."""
+    """Scatter one response per index of each axis by outer sum (KAN 18); a tile takes its part of the axes."""
     if place is None:
         return add_parts(list(responses.split_with_sizes(list(size), -1)))
     parts = responses.split_with_sizes(list(place[1]), -1)
-    return add_parts([part.narrow(-1, start, side) for part, start, side in zip(parts, place[0], size, strict=True)])
+    return add_parts(
+        [part.narrow(-1, start, length) for part, start, length in zip(parts, place[0], size, strict=True)]
+    )
 
 
 def add_parts(parts: list[Tensor]) -> Tensor:
-    """Outer sum of one vector an axis, `(b, c, side)` each."""
+    """Return the outer sum of one vector per axis, `(b, c, length)` each."""
     ones = (1,) * len(parts)
     shapes = [(*ones[:axis], part.shape[-1], *ones[axis + 1 :]) for axis, part in enumerate(parts)]
     terms = [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -191,14 +197,14 @@ def add_parts(parts: list[Tensor]) -> Tensor:
 
 
 def count_mean_once(responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
-    """Take from the vectors of all axes what their outer sum has of its mean more than once (KAN 13).
+    """Subtract from the axes' vectors what makes their outer sum count its mean more than once (KAN 13).
 
-    The outer sum of n axes' vectors has the mean over positions n·m, m being the mean of the vectors by the counts of
-    their positions. With (n - 1)/n · m less in each, it has m, and the implied rows sum to 1.
+    The outer sum of n axes' vectors has the mean n·m over positions, m being the mean of all vectors, weighted by
+    their counts of positions. Subtracting (n - 1)/n · m from each leaves m, and the implied attention rows sum to 1.
 
     Args:
         responses: `(b, c, Σ size)`.
-        valid: `(b, 1, Σ size)`, how many valid positions each index has.
+        valid: `(b, 1, Σ size)`, the number of valid positions at each index.
         spatial_dims: Number of axes.
     """
     if spatial_dims == 1:
@@ -214,12 +220,13 @@ NORMALIZED_AXES = AXES._replace(normalize=count_mean_once)
 
 
 def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
-    """Return answering positions that are pooled first (Wang et al. 2018), for a row of one's own.
+    """Return key positions that are pooled first (Wang et al. 2018), for a user's own operator.
 
-    Ceil mode: a side of 7 pooled by 2 has 4 windows. Masked positions take no part; a window without a valid position is none.
+    Ceil mode: an axis of size 7 pooled by 2 has 4 windows. Masked positions take no part, nor does a window without a
+    valid position.
 
     Args:
-        size: Positions a side in a window, its stride too; one number, or one a side.
+        size: Size of a window and its stride; one number, or one per axis.
         kind: "max" or "mean".
 
     Returns:
@@ -248,17 +255,17 @@ POOLED = pooled()
 
 # ---- memory formats -------------------------------------------------------------------------------------------------
 def in_channels_last(grid: Tensor) -> bool:
-    """Whether the channels of a position lie side by side in memory."""
+    """Whether a grid is in channels-last memory format."""
     return not grid.is_contiguous() and grid.stride(1) == 1
 
 
 def laid_out_for(grid: Tensor, positions: Tensor) -> Tensor:
-    """Responses `(b, c, n)` in memory as the asking grid's positions are, so that scattering them writes in its order."""
+    """Lay out responses `(b, c, n)` in memory as the query grid is, so that scattering them writes in its order."""
     return positions.mT.contiguous().mT if in_channels_last(grid) else positions.contiguous()
 
 
 def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:
-    """The response in the asking grid's memory format (channels last or contiguous); copied only if it is not so."""
+    """Return the response in the query grid's memory format (channels last or contiguous), copied only if needed."""
     if in_channels_last(grid):
         return response.movedim(1, -1).contiguous().movedim(-1, 1)
     return response.contiguous()

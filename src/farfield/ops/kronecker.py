@@ -1,4 +1,4 @@
-"""Kronecker attention: attend to the averages along each axis in place of all positions."""
+"""Attention of Kronecker attention networks (KAN): to the averages along each axis in place of all positions."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def kronecker_kv_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend from every position to the averages along each axis.
 
-    `O = attn(X, C, C)` with C = [L | H] the axis means of the answering grid (`axis_means`).
+    `O = attn(X, C, C)` with C = [L | H] the axis means of the key grid (`axis_means`).
 
-    A grid of N positions has Σ size axis means: h + w for an image. On a grid of one spatial dim it is softmax attention exactly.
+    A grid of N positions has Σ size axis means: h + w for an image. With one spatial dim it is softmax attention.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
-            part. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
-        scale: What products are multiplied by.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
+            Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
+        scale: Factor of the products of queries and keys.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -43,7 +43,7 @@ def kronecker_kv_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·Σsides·(c + p) MACs; b·h·M·Σsides coefficients.
+        b·M·S·(c + p) MACs and b·h·M·S coefficients, with S = Σ size of the key grid.
 
     Reference: KAN Eq. 14, KAN Eq. 15, KAN Eq. 16.
 
@@ -82,19 +82,19 @@ def kronecker_qkv_attention(
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
 
     The attention itself is quadratic in Σ size only; the grid is read once and written once. The outer sum of n axes
-    has the grand mean n times; it is counted once, so that the implied rows sum to 1. As printed, without that, it is
-    `kronecker_qkv_literal_attention`.
+    contains the grand mean n times; it is counted once, so that the implied attention rows sum to 1.
+    `kronecker_qkv_literal_attention` is the printed form, without that correction.
 
     Args:
-        query: The asking grid, `(b, c, *m)`; its axis means ask.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
-            part. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
-            anything and respond finitely.
-        scale: What products are multiplied by.
+        query: The query grid, `(b, c, *m)`; the queries are its axis means.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
+            Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid. Means run over valid queries; others may hold anything,
+            count as 0 and respond finitely.
+        scale: Factor of the products of queries and keys.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -104,9 +104,9 @@ def kronecker_qkv_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(Σsides)²·(c + p) MACs, and one read and one write of the grid.
+        b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.
 
-    Reference: KAN Eq. 17, KAN Eq. 18, and KAN Eq. 13 for what is counted once.
+    Reference: KAN Eq. 17, KAN Eq. 18, and KAN Eq. 13 for the mean that is counted once.
 
     Example:
         >>> import torch
@@ -142,19 +142,20 @@ def kronecker_qkv_literal_attention(
 
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
 
-    The grand mean is in it once for each axis, and drowns what varies within an image: networks learn better with
-    `kronecker_qkv_attention`. The implied rows sum to the rank, not to 1. The cost is the same.
+    It contains the grand mean once per axis, which hides what varies within an image: networks learn better with
+    `kronecker_qkv_attention`. The implied attention rows sum to the number of spatial dims, not to 1. The cost is the
+    same.
 
     Args:
-        query: The asking grid, `(b, c, *m)`; its axis means ask.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; means run over those, an index without one takes no
-            part. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid: means of queries run over those; others are read as 0, hold
-            anything and respond finitely.
-        scale: What products are multiplied by.
+        query: The query grid, `(b, c, *m)`; the queries are its axis means.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
+            Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid. Means run over valid queries; others may hold anything,
+            count as 0 and respond finitely.
+        scale: Factor of the products of queries and keys.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -164,7 +165,7 @@ def kronecker_qkv_literal_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·(Σsides)²·(c + p) MACs, and one read and one write of the grid.
+        b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.
 
     Reference: KAN Eq. 17, KAN Eq. 18.
 

@@ -1,6 +1,6 @@
-"""What batch norm would compute on coefficients or responses, in closed form from moments of small things.
+"""The statistics of batch norm on coefficients or responses, in closed form from moments of queries, keys and slots.
 
-Second moments are centred before they are squared: nowhere is a small number the difference of two large ones.
+Numbers are centred before they are squared: no small number is the difference of two large ones.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from farfield.ops.grid import accumulation
 
 
 class Moments(NamedTuple):
-    """Moments of a set of numbers, one set a feature.
+    """Moments of sets of numbers, one set per feature.
 
     Attributes:
         mean: `(features…)`.
         variance: `(features…)`, over the whole set (biased).
-        count: `()`, how many numbers each set has.
+        count: `()`, the number of numbers in each set.
     """
 
     mean: Tensor
@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 
 
 def position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and number `(b, 1, 1, 1)` of the valid positions `(b, h, d, n)`."""
+    """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and count `(b, 1, 1, 1)` of valid positions `(b, h, d, n)`."""
     positions, valid = positions.to(accumulation(positions.dtype)), valid.to(accumulation(positions.dtype))
     count = valid.sum(-1, keepdim=True)
     mean = (positions * valid).sum(-1, keepdim=True) / count.clamp_min(1)
@@ -37,7 +37,7 @@ def position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
-    """Moments of a union of sets, from the moments of each along the first dimension, `(sets, features…)`."""
+    """Return the moments of a union of sets from those of each set, `(sets, features…)`."""
     total = count.sum()
     share = (count / total.clamp_min(1)).reshape(-1, *(1,) * (mean.dim() - 1))
     whole = (share * mean).sum(0)
@@ -47,18 +47,18 @@ def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
 def product_moments(
     query: Tensor, query_valid: Tensor, key: Tensor, key_valid: Tensor, *, columns: bool = False
 ) -> Moments:
-    """Moments, one a head, of all products kᵀq of valid positions of a batch, none of which is formed.
+    """Compute the moments, per head, of all products kᵀq of valid positions of a batch, without forming the products.
 
     mean = q̄ᵀk̄ and variance = q̄ᵀ C_k q̄ + k̄ᵀ C_q k̄ + tr(C_q C_k) within a sample, plus the variance of the means between
-    samples; pairs weigh alike, so a sample's share is n_q·n_k. Within columns, those of one asking position, each less its
-    mean, which the softmax does not see: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
+    samples; all pairs have the same weight, so a sample's share is n_q·n_k. With `columns`, the mean of each query's
+    products, which the softmax does not depend on, is subtracted: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
 
     Args:
         query: `(b, h, d, m)`.
-        query_valid: `(b, 1, 1, m)`, 1 where an asking position is valid.
+        query_valid: `(b, 1, 1, m)`, 1 where a query is valid.
         key: `(b, h, d, r)`.
         key_valid: `(b, 1, 1, r)`, 1 where a slot has a valid position.
-        columns: Whether each column is less its mean.
+        columns: Whether the mean of each column (the products of one query) is subtracted.
 
     Returns:
         Moments of `h` features.
@@ -81,12 +81,12 @@ def product_moments(
 
 
 def response_moments(slots: Tensor, coefficients: Tensor, query_valid: Tensor) -> Moments:
-    """Moments, one a head and channel, of the responses slotsᵀ · coefficients of the valid asking positions of a batch.
+    """Compute the moments, per head and channel, of the responses slotsᵀ · coefficients of valid queries of a batch.
 
     Args:
         slots: `(b, h, r, c)`.
         coefficients: `(b, h, r, m)`.
-        query_valid: `(b, 1, 1, m)`, 1 where an asking position is valid.
+        query_valid: `(b, 1, 1, m)`, 1 where a query is valid.
 
     Returns:
         Moments of `(h, c)` features.

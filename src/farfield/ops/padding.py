@@ -13,18 +13,18 @@ from farfield._checks import ShapeError, check_grid, check_same_kind, shape_erro
 
 
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
-    """Make one batch of grids of different sizes, and the mask that says which positions are valid.
+    """Make one batch of grids of different sizes, and the mask of their valid positions.
 
-    Padding never matters: with the mask, every operator answers as for each grid alone.
+    Padding changes no response: with the mask, every operator gives the same as for each grid alone.
 
     Args:
-        grids: Grids `(c, *size)` of one rank, channels, dtype and device.
+        grids: Grids `(c, *size)` with the same number of spatial dims, channels, dtype and device.
 
     Returns:
         The batch `(b, c, *largest size)`, zeros behind each grid, and the mask `(b, *largest size)`.
 
     Raises:
-        ShapeError: If there are no grids, or their ranks or channels differ.
+        ShapeError: If there are no grids, or their numbers of spatial dims or channels differ.
         TypeError: If their dtypes differ.
 
     Cost:
@@ -44,7 +44,7 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
     for name, grid in named.items():
         check_grid("pad_grids", name, grid[None])
         if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
-            fix = "give all grids one rank and the same channels."
+            fix = "give all grids the same number of spatial dims and channels."
             raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
     check_same_kind("pad_grids", **named)
     size = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]

@@ -1,4 +1,4 @@
-"""Linear maps of the channels of a grid: how its positions are projected to queries, keys, values and outputs."""
+"""Projections of the channels of a grid to queries, keys, values and outputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from farfield.ops.grid import accumulation
 
 
 class Projection(NamedTuple):
-    """A linear map of channels; the identity, if it has no matrix.
+    """A linear map of channels; the identity if it has no matrix.
 
     Attributes:
-        matrix: `(out, in)`; `out` are the heads' channels side by side.
+        matrix: `(out, in)`; `out` holds the channels of all heads in order.
         bias: `(out,)`.
     """
 
@@ -22,22 +22,22 @@ class Projection(NamedTuple):
     bias: Tensor | None = None
 
     def by_head(self, heads: int) -> Tensor:
-        """The matrix of each head's output channels, `(h, out/h, in)`."""
-        return self.matrix.unflatten(0, (heads, -1))  # type: ignore[union-attr]  # asked of maps alone
+        """Split the matrix by the output channels of each head: `(h, out/h, in)`."""
+        return self.matrix.unflatten(0, (heads, -1))  # type: ignore[union-attr]  # never called on the identity
 
 
 IDENTITY = Projection()
 
 
 def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
-    """The linear map of any affine module, so that it can act on a summary; the identity for None.
+    """Return the projection of any affine module, so that it can act on a summary; the identity for None.
 
-    It is the weight of a bare `nn.Linear`; any other module (LoRA, quantized, hooked) runs once on unit vectors:
-    bias = m(0), matrix = (m(I) - m(0))ᵀ.
+    It is the weight and bias of a plain `nn.Linear`; any other module m (LoRA, quantized, hooked) runs once on unit
+    vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ.
 
     Args:
         module: Has `in_features`.
-        like: A grid of the dtype and on the device that the matrix of such a module is to have.
+        like: A grid with the dtype and device that the matrix of such a module is to have.
     """
     if module is None:
         return IDENTITY
@@ -56,12 +56,12 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_biased(module: nn.Module | None) -> bool:
-    """Whether a module adds something; of one that is more than a weight and a bias one cannot know."""
+    """Whether a module adds a bias; assumed for a module that is not a plain `nn.Linear`."""
     return module is not None and not (is_plain(module) and module.bias is None)
 
 
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
-    """A projection, and after it a vector's scores, one a head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
+    """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
     scores, (matrix, bias) = score_matrix(vector, heads), projection
     if matrix is None:
         return Projection(scores)
@@ -69,22 +69,22 @@ def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Pro
 
 
 def score_matrix(vector: Tensor, heads: int) -> Tensor:
-    """A vector `(c,)`, c/heads numbers a head, as a map to one score a head, `(heads, c)`."""
+    """Return the matrix `(heads, c)` of one score per head, from a vector `(c,)` of c/heads numbers per head."""
     if heads == 1:
         return vector[None]
     return (torch.eye(heads, dtype=vector.dtype, device=vector.device)[:, :, None] * vector.view(heads, -1)).flatten(1)
 
 
 def split_heads(positions: Tensor, heads: int) -> Tensor:
-    """`(b, c, n)` to `(b, h, c/h, n)`, by view."""
+    """View `(b, c, n)` as `(b, h, c/h, n)`."""
     return positions[:, None] if heads == 1 else positions.unflatten(1, (heads, -1))
 
 
 def project(positions: Tensor, projection: Projection) -> Tensor:
-    """`(b, out, n)`: positions `(b, in, n)` through a map, or as they are."""
+    """Project positions `(b, in, n)` to `(b, out, n)`; the identity returns them unchanged."""
     matrix, bias = projection
     if matrix is None:
         return positions
-    # Expanded, or matmul would fold samples and positions into one dimension, by a copy of them.
+    # Expanded: otherwise matmul would copy the positions to fold samples and positions into one dimension.
     matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums of half precision are float32
     return matrix @ positions if bias is None else torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)

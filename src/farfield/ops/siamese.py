@@ -1,4 +1,4 @@
-"""Siamese attention: similarity as one learned vector's sum of two scores, so that it splits into local and global."""
+"""Siamese attention: a similarity that is a sum of two scores and splits into a local and a global term."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def siamese_attention(
     grid, and the grid is read once and written once.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        weight: The learned vector w, `(c,)`; c/heads numbers a head.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        weight: The learned vector w, `(c,)`; c/heads numbers per head.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -83,17 +83,17 @@ def siamese_local_attention(
 
     `response_i = v̄ (wᵀ q_i)`.
 
-    SAN's ablation without the global term: every position takes the mean value, weighed by its own score. Keys are not
-    read; they are an argument so that all rows are called alike.
+    SAN's ablation without the global term: the response of a position is the mean value, weighted by its own score.
+    Keys are not read; they are an argument so that all operators have the same signature.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
+        query: The query grid, `(b, c, *m)`.
         key: Not read, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        weight: The learned vector w, `(c,)`; c/heads numbers a head.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; the mean is over those. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        value: The values of the keys, `(b, p, *n)`.
+        weight: The learned vector w, `(c,)`; c/heads numbers per head.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; the mean is over those. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -144,12 +144,12 @@ def siamese_ones_attention(
     SAN's ablation without parameters.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; N counts those. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -188,7 +188,7 @@ def siamese_similarity(
     weight: Float[Tensor, " c"],
     other_weight: Float[Tensor, " c"] | None = None,
 ) -> Float[Tensor, " ..."]:
-    """Compare two vectors by the weighed sum of their features.
+    """Compute the similarity of two vectors as the weighted sum of their features.
 
     `s(a, b) = (a + b)ᵀ w`; with a second vector `aᵀ w + bᵀ w'`, which is not symmetric.
 
@@ -207,7 +207,7 @@ def siamese_similarity(
         TypeError: If dtypes differ.
 
     Cost:
-        2·c MACs a pair.
+        2·c MACs per pair.
 
     Reference: SAN Eq. 3, SAN Eq. 4.
 
@@ -222,11 +222,11 @@ def siamese_similarity(
 
 
 def check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
-    """Refuse a vector that does not have one number a query channel."""
+    """Raise ShapeError for a weight that does not have one number per query channel."""
     check_grid(caller, "query", query)
     if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
         raise ShapeError(
-            f"{caller}: weight must have one number a channel of query, got {tuple(weight.shape)} for "
+            f"{caller}: weight must have one number per channel of query, got {tuple(weight.shape)} for "
             f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
         )
     check_same_kind(caller, query=query, weight=weight)

@@ -1,4 +1,4 @@
-"""Softmax attention: the regular operator that all others make cheaper."""
+"""Softmax attention: the reference that all other operators make cheaper."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def softmax_attention(
 
     `response_i = Σ_j softmax_j(k_jᵀ q_i) v_j`, V · Softmax(KᵀQ) in matrices.
 
-    The regular (non-local) operator: exact, and quadratic in the number of positions. The papers do not scale the products.
+    The regular (non-local) operator: exact, quadratic in the number of positions. The papers do not scale the products.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`.
-        value: The answering grid's values, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid. Others may hold anything; a sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
-        scale: What products are multiplied by; 1/√(c/heads) for the usual scaling.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`.
+        value: The values of the keys, `(b, p, *n)`.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
+        scale: Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -76,21 +76,21 @@ def softmax_pooled_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend to the largest of every two positions a side.
+    """Attend to keys and values that are max-pooled by 2 along each axis.
 
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
-    Non-local networks pool keys and values to save 2^dims of the cost; a side of 7 has 4 windows (ceil mode).
-    `ops.pooled` makes rows with other windows and with means.
+    Non-local networks pool keys and values to divide the cost by 2^dims; an axis of size 7 has 4 windows (ceil mode).
+    `ops.pooled` is for operators with other windows or with means.
 
     Args:
-        query: The asking grid, `(b, c, *m)`.
-        key: The answering grid's keys, `(b, c, *n)`, pooled channel by channel.
-        value: The answering grid's values, `(b, p, *n)`, pooled channel by channel.
-        heads: Channels are split into this many groups in order, each attending for itself.
-        mask: `(b, *n)`, True where an answering position is valid; a window pools those. A sample without one answers 0.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0, hold anything and respond finitely.
-        scale: What products are multiplied by.
+        query: The query grid, `(b, c, *m)`.
+        key: The key grid, `(b, c, *n)`, pooled channel by channel.
+        value: The values of the keys, `(b, p, *n)`, pooled channel by channel.
+        heads: Channels are split into this many groups in order; each attends by itself.
+        mask: `(b, *n)`, True where a key is valid; a window pools those. Without a valid key the response is 0.
+        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
+        scale: Factor of the products of queries and keys.
 
     Returns:
         The responses, `(b, p, *m)`, in the query's dtype and memory format.
@@ -100,7 +100,7 @@ def softmax_pooled_attention(
         TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
-        b·M·N'·(c + p) MACs with N' windows, a quarter of N for images with even sides.
+        b·M·N'·(c + p) MACs with N' windows, a quarter of N for images of even size.
 
     Reference: KAN Table 2.
 

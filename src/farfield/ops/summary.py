@@ -1,4 +1,4 @@
-"""Far field by summary: summarize what answering positions say into slots, merge, respond. Once, for all rows.
+"""Far field by summary: summarize keys and values into slots, merge, respond. Once, for all operators.
 
     attention(q, k, v) == respond(q, summarize(k, v))
 
@@ -20,56 +20,59 @@ from farfield.ops.modes import autocasts, full_precision
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
-# Positions that one matrix product sums. Its error grows with the root of its length: one over 2^20 float32 positions is wrong
-# by up to 120 eps, one over 2,048 by 2, a sum of many over 1,024 each by 3.
+# Most positions that one matrix product sums, and the size of a block. The error of a product grows with the root of
+# its length: up to 120 eps over 2^20 float32 positions, 2 eps over 2,048; a sum of many products over 1,024: 3 eps.
 PRODUCT, BLOCK = 2048, 1024
-# Positions of a grid in half precision that are read as float32 at a time, so that no such copy of the grid is made.
+# Positions in half precision that are converted to float32 at a time, so that the whole grid is not copied.
 WIDENED = 16384
-# Times the channels of a head: of so many slots or queries a matrix of coefficients is small.
+# A matrix of coefficients is small if its longer side is at most SMALL times the channels of a head.
 SMALL = 8
 
 
-def summarize(row: Operator, key: Tensor, value: Tensor, valid: Tensor, complete: bool = False) -> Summary:
-    """Summarize answering positions: the sum over positions of basis(key) ⊗ value.
+def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, complete: bool = False) -> Summary:
+    """Summarize keys and values: the sum over positions of basis(key) ⊗ value.
 
     Args:
-        row: The operator.
+        operator: The operator.
         key: `(b, h, d, n)`; with a score, `(b, h, 1, n)`.
-        value: `(b, h, c, n)`, or `(b, 1, c, n)` if all heads hear all channels; 0 in masked positions.
+        value: `(b, h, c, n)`, or `(b, 1, c, n)` if every head takes all channels; 0 in masked positions.
         valid: `(b, 1, 1, n)`, 1 where a position is valid; for axis sums the number of positions summed.
-        complete: True if no position is masked, so that no slot has to be.
+        complete: True if no position is masked, so that no slot needs a mask.
 
     Returns:
-        The summary, in float32 at least for slots that are sums.
+        The summary, in float32 or wider if slots are sums.
 
     Cost:
-        b·h·r·c·n MACs and one read of the positions; nothing for rows without a basis.
+        b·h·r·c·n MACs and one read of the positions; nothing for operators without a basis.
 
     Reference: SAN Eq. 2, FA Eq. 3, FA Eq. 4, SAN Eq. 5.
 
     Example:
         >>> import torch
         >>> from farfield.ops import OPERATORS, respond, summarize
-        >>> row, positions, valid = OPERATORS["factorized"], torch.randn(2, 1, 8, 30), torch.ones(2, 1, 1, 30)
-        >>> halves = [summarize(row, x, x, m) for x, m in zip(positions.split(15, -1), valid.split(15, -1))]
-        >>> respond(row, positions, halves[0].merge(halves[1])).shape
+        >>> operator, positions, valid = OPERATORS["factorized"], torch.randn(2, 1, 8, 30), torch.ones(2, 1, 1, 30)
+        >>> halves = [summarize(operator, x, x, m) for x, m in zip(positions.split(15, -1), valid.split(15, -1))]
+        >>> respond(operator, positions, halves[0].merge(halves[1])).shape
         torch.Size([2, 1, 8, 30])
     """
-    if row.basis is None:  # each answering position is a slot of its own
+    if operator.basis is None:  # each position is a slot of its own
         values = value.mT
         keys = values if key is value else key.mT
-        return Summary(values, valid.mT, valid.sum(-1, keepdim=True), keys, None, row.keys_from.side_by_side, complete)
+        side_by_side = operator.keys_from.side_by_side
+        return Summary(values, valid.mT, valid.sum(-1, keepdim=True), keys, None, side_by_side, complete)
     with full_precision(value):
         dtype = accumulation(value.dtype)
-        # A compiled loop would be of one length, and widens as it reads.
+        # A compiled loop would have a fixed length; compiled code converts to float32 as it reads.
         if dtype == value.dtype or torch.compiler.is_compiling():
-            return sum_positions(row.basis, key.to(dtype), value.to(dtype), valid, complete)
+            return sum_positions(operator.basis, key.to(dtype), value.to(dtype), valid, complete)
         positions = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), valid.split(WIDENED, -1), strict=True)
-        return merge_all([sum_positions(row.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions])
+        return merge_all(
+            [sum_positions(operator.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions]
+        )
 
 
 def merge_all(parts: list[Summary]) -> Summary:
-    """Merge pairwise, so that rounding grows with the logarithm of their number."""
+    """Merge pairwise, so that the rounding error grows with the logarithm of their number."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
@@ -79,10 +82,10 @@ def merge_all(parts: list[Summary]) -> Summary:
 def sum_positions(
     weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, valid: Tensor, complete: bool
 ) -> Summary:
-    """Summarize positions, `weigh` being the row's basis."""
+    """Summarize positions, `weigh` being the operator's basis."""
     basis, peak = weigh(key, valid)  # (b, h, r, n)
     weights = (basis if complete else basis * valid).sum(-1, keepdim=True)
-    if value.shape[1] < basis.shape[1]:  # values shared by the heads are read once for all of them
+    if value.shape[1] < basis.shape[1]:  # values that heads share are read once for all heads
         values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
         values = sum_over_positions(basis, value)
@@ -91,7 +94,7 @@ def sum_positions(
 
 
 def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """Σ_j rows_j ⊗ positions_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`, by products of at most PRODUCT positions each."""
+    """Σ_j rows_j ⊗ positions_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`; one product sums at most PRODUCT."""
     length, dtype = positions.shape[-1], accumulation(positions.dtype)
     if dtype != positions.dtype:
         pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
@@ -107,26 +110,26 @@ def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def sum_blocks(rows: Tensor, positions: Tensor) -> Tensor:
-    """The same of one sample, `(r, n)` and `(c, n)` to `(r, c)`: one product for all its blocks."""
+    """`sum_over_positions` of one sample, `(r, n)` and `(c, n)` to `(r, c)`: one batched product for all its blocks."""
     even = positions.shape[-1] // BLOCK * BLOCK
     blocks = rows[:, :even].unflatten(1, (-1, BLOCK)).transpose(0, 1), positions[:, :even].unflatten(1, (-1, BLOCK))
     return torch.bmm(blocks[0], blocks[1].permute(1, 2, 0)).sum(0) + rows[:, even:] @ positions[:, even:].mT
 
 
-def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) -> Tensor:
-    """Respond to a summary: each asking position combines the slots with its coefficients.
+def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 1.0) -> Tensor:
+    """Respond to a summary: each query combines the slots with its coefficients.
 
     Args:
-        row: The operator.
+        operator: The operator.
         query: `(b, h, d, m)`; with a score, `(b, h, 1, m)`.
-        summary: Of the answering positions.
-        scale: Of the products, for rows whose coefficients are their softmax.
+        summary: Of the keys and values.
+        scale: Factor of the products, for operators whose coefficients are a softmax of them.
 
     Returns:
         `(b, h, c, m)`.
 
     Cost:
-        b·h·r·c·m MACs, and b·h·r·d·m for rows that find slots by their keys.
+        b·h·r·c·m MACs, and b·h·r·d·m for operators that compare queries with the keys of slots.
 
     Reference: KAN Eq. 1, SAN Eq. 2, FA Eq. 3, FA Eq. 4, SAN Eq. 5.
 
@@ -138,26 +141,28 @@ def respond(row: Operator, query: Tensor, summary: Summary, scale: float = 1.0) 
         >>> respond(OPERATORS["averaged"], positions[..., :7], summary).shape
         torch.Size([2, 1, 8, 7])
     """
-    slots = (summary.values / row.per(query, summary)).to(query.dtype)  # (b, h, r, c)
-    if row.coefficients is softmax_of_products:  # never materialised: scaled_dot_product_attention is its kernel
-        same = summary.keys is summary.values and row.per is weight
+    slots = (summary.values / operator.per(query, summary)).to(query.dtype)  # (b, h, r, c)
+    if operator.coefficients is softmax_of_products:  # never materialised: scaled_dot_product_attention
+        same = summary.keys is summary.values and operator.per is weight
         keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
         if summary.complete and matrix_is_small(query, slots):
             query = query if scale == 1 else query * scale
             return slots.mT @ (query.mT @ keys.mT).softmax(-1).mT
         return fused_softmax(query, keys, slots, summary, scale)
-    return slots.mT @ row.coefficients(query, summary)
+    return slots.mT @ operator.coefficients(query, summary)
 
 
-def attend_heads(row: Operator, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, complete: bool) -> Tensor:
-    """Attend within positions that are projected and split into heads: `respond(query, summarize(key, value))`."""
-    return respond(row, query, summarize(row, key, value, valid, complete))
+def attend_heads(
+    operator: Operator, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, complete: bool
+) -> Tensor:
+    """Attend with queries, keys and values that are split into heads: `respond(query, summarize(key, value))`."""
+    return respond(operator, query, summarize(operator, key, value, valid, complete))
 
 
 def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
     """Whether the matrix of coefficients is at most SMALL times the queries: then two plain products are faster.
 
-    Not where they would round to half precision, nor in a compiled graph, which is to be one for all sizes.
+    False where the products would round to half precision, and in a compiled graph, which serves all sizes.
     """
     if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
         return False
@@ -165,14 +170,14 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
-    """Apply softmax_of_products to slots by the kernel torch has for it, which wants `(…, positions, channels)`."""
+    """Apply softmax_of_products to slots by torch's kernel, which takes `(…, positions, channels)`."""
     dtype = query.dtype
-    if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep what it has cast
+    if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep the casts
         dtype = torch.get_autocast_dtype(query.device.type)
     q, v = (positions.to(dtype).contiguous() for positions in (query.mT, slots))
     k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:
         return fused_attention(q, k, v, None, scale).mT
     valid = (summary.weights > 0).mT  # (b, 1, 1, r)
-    some = valid.any(-1, keepdim=True)  # a sample with no valid position answers 0
+    some = valid.any(-1, keepdim=True)  # the response of a sample without a valid position is 0
     return torch.where(some, fused_attention(q, k, v, valid | ~some, scale), 0).mT

@@ -1,9 +1,9 @@
-"""The library on one screen: every operator is a basis, coefficients, and which positions answer and ask.
+"""The library on one screen: an operator is a basis, coefficients, and where its queries, keys and values come from.
 
     response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
 
-A row of one's own is two functions at module level and an `Operator`; masks, tiles, folded projections, norms and maps
-come with it. Shapes: keys `(b, h, d, n)`, queries `(b, h, d, m)`, slots `r`, valid positions `(b, 1, 1, n)`.
+A user's own operator is two functions at module level and an `Operator`; masks, tiles, folded projections, norms and
+attention maps work with it. Shapes: keys `(b, h, d, n)`, queries `(b, h, d, m)`, slots `r`, valid `(b, 1, 1, n)`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Positions
 from farfield.ops.slots import Summary
 
 
-# ---- basis(key, valid) -> weight (b, h, r, n) of each answering position in each slot, and its exponents' peak ------------
+# ---- basis(key, valid) -> weight (b, h, r, n) of each key in each slot, and the peak of its exponents or None ------
 def keys(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
     """SAN 2, FA 3: each key channel is a slot."""
     return key, None
 
 
 def exponentials(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """FA 4: a softmax over positions, without its division, relative to a peak that cancels in it."""
+    """FA 4: a softmax over positions before its division; exponents are relative to a peak, which cancels in it."""
     key = key.masked_fill(valid == 0, -torch.inf)
-    # Of a slot without a valid position the least finite number: -inf less -inf would be NaN.
+    # The least finite number for a slot without a valid position: -inf minus -inf would be NaN.
     peak = key.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(key.dtype).min)  # (b, h, r, 1)
     return torch.exp(key - peak), peak
 
 
 def one(score: Tensor, valid: Tensor) -> tuple[Tensor, None]:
-    """SAN 5, the local term: every position weighs the same."""
+    """SAN 5, the local term: every position has the same weight."""
     return torch.ones_like(score), None
 
 
 def one_and_key(score: Tensor, valid: Tensor) -> tuple[Tensor, None]:
-    """SAN 5: with scores for keys, Σ_j v_j and Σ_j v_j (k_jᵀ w)."""
+    """SAN 5: the keys are scores; the slots are Σ_j v_j and Σ_j v_j (k_jᵀ w)."""
     return torch.cat([torch.ones_like(score), score], 2), None
 
 
-# ---- coefficients(query, summary) -> (b, h, r, m): how an asking position combines the slots -----------------------------
+# ---- coefficients(query, summary) -> (b, h, r, m): how a query combines the slots ----------------------------------
 def queries(query: Tensor, summary: Summary) -> Tensor:
     """SAN 2, FA 3."""
     return query
@@ -55,7 +55,7 @@ def softmax_over_channels(query: Tensor, summary: Summary) -> Tensor:
 
 
 def query_and_one(score: Tensor, summary: Summary) -> Tensor:
-    """SAN 5: with scores for queries, v̄ (q_iᵀ w) and the global term once."""
+    """SAN 5: the queries are scores; the response is v̄ (q_iᵀ w) plus the global term once."""
     return torch.cat([score, torch.ones_like(score)], 2)
 
 
@@ -65,16 +65,16 @@ def products(query: Tensor, summary: Summary) -> Tensor:
 
 
 def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
-    """KAN 1: softmax of KᵀQ over the slots in which a valid position is; `respond` never calls it but fuses it."""
+    """KAN 1: softmax of KᵀQ over slots that hold a valid position; `respond` does not call it but computes it fused."""
     valid = summary.weights > 0  # (b, 1, r, 1)
     means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
-    hidden = ~valid & valid.any(2, keepdim=True)  # of a sample with no valid slot none, or its softmax would be NaN
+    hidden = ~valid & valid.any(2, keepdim=True)  # nothing is hidden in a sample without valid slots: no NaN
     return torch.where(valid, products(query, means).masked_fill(hidden, -torch.inf).softmax(2), 0)
 
 
-# ---- per(query, summary): what a slot's sum is divided by ------------------------------------------------------------
+# ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
 def weight(query: Tensor, summary: Summary) -> Tensor:
-    """The slot's weight: a weighted mean of its positions; 1 of a slot without weight, which stays in any dtype's range."""
+    """The slot's weight, which makes the slot a weighted mean; 1 for a slot without weight, in range in any dtype."""
     return torch.where(summary.weights == 0, 1, summary.weights)
 
 
@@ -84,7 +84,7 @@ def position(query: Tensor, summary: Summary) -> Tensor:
 
 
 def channel(query: Tensor, summary: Summary) -> int:
-    """The number of channels a head."""
+    """The number of channels per head."""
     return query.shape[2]
 
 
@@ -94,13 +94,14 @@ class Operator:
     """response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
 
     Attributes:
-        coefficients: How an asking position combines the slots.
-        basis: What weight each answering position has in each slot; None if each position is a slot of its own.
-        per: What a slot's sum is divided by: its weight, the number of positions, the number of channels.
-        keys_from: Which positions answer: ALL, POOLED or AXES.
-        queries_from: Which positions ask: ALL, AXES or NORMALIZED_AXES.
-        score: Whether queries and keys are read through one vector a head first (SAN 4): "learned", "ones" or None.
-        reads_keys: Whether the basis depends on the keys; if not, there is nothing to project them for.
+        coefficients: How a query combines the slots.
+        basis: The weight of each key in each slot; None if each key is a slot of its own.
+        per: The divisor of a slot's sum: its weight, the number of positions or the number of channels.
+        keys_from: Where keys and values come from: ALL, POOLED or AXES.
+        queries_from: Where queries come from: ALL, AXES or NORMALIZED_AXES.
+        score: Whether queries and keys are first reduced to scores by one vector per head (SAN 4): "learned", "ones" or
+            None.
+        reads_keys: Whether the basis depends on the keys; if not, keys are not projected.
     """
 
     coefficients: Callable[[Tensor, Summary], Tensor]
@@ -112,27 +113,27 @@ class Operator:
     reads_keys: bool = True
 
     def projections(self, letters: str) -> str:
-        """Which of the projections, letters of "qkvo", it has: none of keys that are not read."""
+        """Return those of `letters`, of "qkvo", that the operator has: no "k" if keys are not read."""
         return letters if self.reads_keys else letters.replace("k", "")
 
     @property
     def merges_by_adding(self) -> bool:
-        """Whether the slots of tiles add up; else each position is a slot, and they stand side by side."""
+        """Whether the slots of tiles are added; otherwise each position is a slot, and slots are concatenated."""
         return self.basis is not None or not self.keys_from.side_by_side
 
     @property
     def has_scale(self) -> bool:
-        """Whether coefficients are a softmax of products, which a scale multiplies."""
+        """Whether coefficients are a softmax of products, so that the products have a scale."""
         return self.coefficients is softmax_of_products
 
     @property
     def averages(self) -> bool:
-        """Whether coefficients are a softmax, so that a response is no larger than the values, times what norms do."""
+        """Whether coefficients are a softmax, so that without a norm a response is no larger than the values."""
         return self.coefficients in (softmax_of_products, softmax_over_channels)
 
     @property
     def weighs_by_products(self) -> bool:
-        """Whether values weigh by products of keys and queries: positions rotated into both count as distances."""
+        """Whether the weights of values are products of keys and queries: rotary positions in both act as distances."""
         products_of_slots = self.basis is keys and self.coefficients is queries
         return products_of_slots or self.coefficients in (products, softmax_of_products)
 

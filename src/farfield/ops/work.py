@@ -1,4 +1,4 @@
-"""How many MACs an attention takes, by the numbers of what is multiplied."""
+"""The number of MACs of an attention, from the sizes of its matrices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """What is multiplied for one sample, but for how queries and keys are read.
+    """The sizes of the products of one sample, except for the projections of queries and keys.
 
     Attributes:
-        queries: Positions that ask.
-        keys: Positions that answer.
+        queries: Number of queries.
+        keys: Number of keys.
         inner: Channels of queries and keys.
         width: Channels of values.
-        heads: Their groups.
-        channels: Of the grid where a map makes the values of them, else 0.
-        out: Channels after the output map, if there is one, else 0.
+        heads: Number of heads.
+        channels: Channels of the grid if values are a projection of them, else 0.
+        out: Channels after the output projection if there is one, else 0.
         biased: Whether a bias or a norm's shift is added to the responses.
     """
 
@@ -29,16 +29,21 @@ class Work(NamedTuple):
     biased: bool = False
 
     def folds_output(self, slots: int, *, basis: bool) -> bool:
-        """Whether it is cheaper to map the slots than the responses."""
-        if not basis:  # as many slots as positions: mapping them costs no more for one head
+        """Whether the output projection is cheaper on the slots than on the responses."""
+        if not basis:  # as many slots as positions: projecting them costs no more for one head
             return bool(self.out) and self.heads == 1 and self.out <= self.width
         return bool(self.out) and slots * self.heads <= self.width + self.out
 
     def macs(self, slots: int, *, basis: bool) -> int:
-        """Of a summary of so many slots a head, its maps and the responses; `basis`: slots are weighed, not positions."""
-        if basis:  # where values are mapped, every head hears every channel
+        """Count the MACs of a summary of `slots` per head, its projections and the responses.
+
+        Args:
+            slots: Slots per head.
+            basis: Whether the operator has a basis; otherwise each position is a slot.
+        """
+        if basis:  # where values are projected later, every head summarizes all channels
             total = self.keys * slots * (self.heads * self.channels or self.width)
-        else:  # slots are found by their keys
+        else:  # products of queries and the keys of slots
             total = self.queries * slots * self.inner
         total += slots * self.channels * self.width
         biased = self.biased and basis
@@ -51,5 +56,5 @@ class Work(NamedTuple):
 
 
 def is_a_slot(slots: int, channels: int) -> bool:
-    """Whether a bias is cheapest as one more slot, which copies the coefficients; else it is added to the responses."""
+    """Whether a bias is cheaper as one more slot, which copies the coefficients, than added to the responses."""
     return 8 * slots <= channels

@@ -1,7 +1,7 @@
-"""Grids that do not fit in memory: a layer, or a whole network, over tiles, with the response of the whole.
+"""Attention on grids that do not fit in memory: a layer or a whole network runs tile by tile, with the same result.
 
-A summary merges over tiles. So one pass over the tiles summarizes what answers, and the next lets each tile respond to
-the whole; a network with n attentions, one after the other, takes n + 1 passes. Needs the extra `stream`.
+Summaries of tiles merge. So one pass over the tiles summarizes keys and values, and the next lets each tile respond to
+the summary of the whole grid; a network of n attentions in sequence takes n + 1 passes. Needs the extra `stream`.
 """
 
 from farfield.streaming.layer import respond_whole

@@ -1,4 +1,4 @@
-"""Whether two arrays hold the same numbers, in memory or in a file: what a tile writes, another one would read."""
+"""Check whether two arrays share memory or a file: a tile must not overwrite numbers that a later tile reads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from farfield.streaming.outputs import unfinished
+from farfield.streaming.outputs import unfinished_folder
 
-# Offsets in files stand in for addresses, and 0 would be none.
+# Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12
-# Whether two strided boxes share a byte is decided exactly up to this many trials; beyond, they count as shared.
+# Whether two strided arrays share a byte is decided exactly up to this much work; beyond it they count as shared.
 TRIALS = 10**5
 
 
 class Place(NamedTuple):
-    """Where numbers of an array lie.
+    """Where the numbers of an array are stored.
 
     Attributes:
-        space: Memory, a file or a store.
-        part: Which bytes of it, as an array of addresses that is never read, or which object in it; None for all.
-        file: Its path, where it has one.
+        space: Key of the memory, file or store.
+        part: The bytes in it, as an array of these addresses that is never read, or the object in it; None for all.
+        file: Path of the file, if there is one.
     """
 
     space: Hashable
@@ -36,92 +36,93 @@ class Place(NamedTuple):
 
 
 def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse an output that holds the same numbers as an input.
+    """Refuse an output that shares memory, a file or a store with an input.
 
     Args:
-        caller: For errors.
+        caller: The function that errors name.
         out: A path, an array, or None.
-        inputs: What is read, by name; entries may be None.
+        inputs: Name -> array that is read, or None.
 
     Raises:
-        ValueError: Naming the input and where they meet.
+        ValueError: If it does; the text names the input and what is shared.
     """
     for name, array in inputs.items():
-        met = None if out is None or array is None else meeting(out, array)
-        if met is not None:
+        shared = None if out is None or array is None else find_shared(out, array)
+        if shared is not None:
             raise ValueError(
-                f"{caller}: out and the {name} are both in {met}, so tiles would read what others have written; "
+                f"{caller}: out and the {name} are both in {shared}, so tiles would read what other "
+                f"tiles have written; "
                 f"fix: another out, such as out=None or another path."
             )
 
 
-def meeting(out: Any, array: Any) -> str | None:
-    """Name what an output and an input have in common."""
+def find_shared(out: Any, array: Any) -> str | None:
+    """Name the memory or file that an output and an input share; None if they share nothing."""
     if isinstance(out, str | Path):
-        replaced = {Path(out).resolve(), unfinished(Path(out)).resolve()}
+        replaced = {Path(out).resolve(), unfinished_folder(Path(out)).resolve()}
         files = [place.file.resolve() for place in places(array) if place.file is not None]
         return next((f'"{file}"' for file in files if replaced & {file, *file.parents}), None)
     written = list(places(out))
     for one in places(array):
-        if any(one.space == other.space and overlap(one.part, other.part) for other in written):
+        if any(one.space == other.space and parts_overlap(one.part, other.part) for other in written):
             return "the same memory" if one.file is None else f'"{one.file}"'
     return None
 
 
-def overlap(one: Any, other: Any) -> bool:
-    """Whether two parts of a space have something in common."""
+def parts_overlap(one: Any, other: Any) -> bool:
+    """Whether two parts of the same space overlap."""
     if one is None or other is None:
         return True
     if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
         return bool(one == other)
     try:
-        return np.shares_memory(one, other, max_work=TRIALS)  # type: ignore[arg-type]  # any number of trials
+        return np.shares_memory(one, other, max_work=TRIALS)  # type: ignore[arg-type]  # int or numpy.MAY_SHARE_*
     except np.exceptions.TooHardError:
         return True
 
 
 def places(array: Any) -> Iterator[Place]:
-    """Say where the numbers of an array lie, for the kinds of arrays that are known."""
-    kinds = {"h5py": ("Dataset", of_hdf5), "zarr": ("Array", of_zarr)}
+    """List where the numbers of an array are stored; nothing for unknown kinds of arrays."""
+    kinds = {"h5py": ("Dataset", hdf5_places), "zarr": ("Array", zarr_places)}
     for package, (kind, find) in kinds.items():
-        module = sys.modules.get(package)  # without it there are no such arrays
+        module = sys.modules.get(package)  # if it is not imported, there are no such arrays
         if module is not None and isinstance(array, getattr(module, kind)):
             yield from find(array, module)
             return
     if isinstance(array, np.ndarray | Tensor):
-        yield from of_memory(array)
+        yield from memory_places(array)
 
 
-def of_memory(array: np.ndarray | Tensor) -> Iterator[Place]:
-    """An array in memory; where that is mapped from a file, in the file as well."""
+def memory_places(array: np.ndarray | Tensor) -> Iterator[Place]:
+    """Places of an array in memory: the memory and, if it is mapped from a file, the file."""
     device = "cpu" if isinstance(array, np.ndarray) else str(array.device)
     if isinstance(array, np.ndarray):
         address, strides, size = array.__array_interface__["data"][0], array.strides, array.itemsize
     else:
         size = array.element_size()
         address, strides = array.data_ptr(), tuple(size * step for step in array.stride())
-    yield Place(("memory", device), Bytes.view(address, tuple(array.shape), strides, size))
-    mapped = mapped_file(array, address) if device == "cpu" else None
+    yield Place(("memory", device), ByteAddresses.view(address, tuple(array.shape), strides, size))
+    mapped = find_mapped_file(array, address) if device == "cpu" else None
     if mapped is not None:
         file, offset = mapped
-        yield Place(file_key(file), Bytes.view(BASE + offset, tuple(array.shape), strides, size), file)
+        yield Place(file_key(file), ByteAddresses.view(BASE + offset, tuple(array.shape), strides, size), file)
 
 
-class Bytes:
-    """Addresses of an array's bytes, as NumPy's array interface words them."""
+class ByteAddresses:
+    """Addresses of an array's bytes, in the form of NumPy's array interface."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
 
     @classmethod
     def view(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """An array at an address, of which nothing is read."""
+        """Return an array at an address; its content is never read."""
         interface = {"data": (address, True), "typestr": f"|V{size}", "shape": shape, "strides": strides, "version": 3}
         return np.asarray(cls(interface))
 
 
-def mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | None:
-    """The file that memory is mapped from, and where in it an address lies."""
+def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | None:
+    """Return the file that memory is mapped from, and the offset of an address in it; None if there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             span, _, offset, _, inode, *name = line.split(maxsplit=5)
@@ -130,7 +131,7 @@ def mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | 
                 file = Path(*name)
                 return (file, int(offset, 16) + address - start) if inode != "0" and file.is_file() else None
         return None
-    # Elsewhere only what NumPy itself has mapped is known.
+    # Systems without /proc/self/maps: only memory that NumPy itself has mapped is known.
     while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray):
         array = array.base
     if not isinstance(array, np.memmap) or not array.filename:
@@ -138,8 +139,8 @@ def mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | 
     return Path(array.filename), array.offset + address - array.__array_interface__["data"][0]
 
 
-def of_hdf5(dataset: Any, h5py: ModuleType) -> Iterator[Place]:
-    """A dataset in its file, by the address of its header: the same for every name and every handle."""
+def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[Place]:
+    """Places of an HDF5 dataset: the address of its header, the same for every name and handle, in its file."""
     file, header = Path(str(dataset.file.filename)), h5py.h5o.get_info(dataset.id)
     key = ("hdf5", file_key(file) if file.exists() else header.fileno)
     if dataset.is_virtual:
@@ -148,14 +149,14 @@ def of_hdf5(dataset: Any, h5py: ModuleType) -> Iterator[Place]:
             yield Place(("hdf5", file_key(own)), None, own)
     yield Place(key, header.addr, file)
     offset = dataset.id.get_offset()
-    if offset is not None:  # in one piece, which can be mapped into memory too
-        yield Place(file_key(file), Bytes.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
+    if offset is not None:  # contiguous: its bytes can be mapped into memory too
+        yield Place(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 
-def of_zarr(array: Any, zarr: ModuleType) -> Iterator[Place]:
-    """An array in its store: a folder, a file, or what the store calls itself."""
+def zarr_places(array: Any, zarr: ModuleType) -> Iterator[Place]:
+    """Places of a zarr array: its folder, its file, or the name of its store."""
     store = array.store
-    while isinstance(getattr(store, "_store", None), zarr.abc.store.Store):  # one that wraps another
+    while isinstance(getattr(store, "_store", None), zarr.abc.store.Store):  # a store that wraps another
         store = store._store
     if type(store).__module__.startswith("tifffile"):
         for series in store._data:
@@ -172,7 +173,7 @@ def of_zarr(array: Any, zarr: ModuleType) -> Iterator[Place]:
 
 
 def file_key(file: Path) -> Hashable:
-    """What tells a file from others, whatever its path."""
+    """Return a key that identifies a file, whatever its path."""
     try:
         status = os.stat(file)
     except OSError:

@@ -1,4 +1,4 @@
-"""What callers give by hand: a volume, and whole numbers a side. Refused here, by name, before anything is read."""
+"""Checks of arguments that users give: volumes, and sizes as an integer or one per spatial dim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farfield._checks import ShapeError
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse what is no array, a list or a path for example.
+    """Refuse objects that are no arrays, such as lists and paths.
 
     Raises:
         TypeError: If it has no shape, or takes no slices.
@@ -29,41 +29,40 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
     )
 
 
-def positions_a_side(
+def parse_positions(
     caller: str, name: str, given: Any, least: int, *, optional: bool = False
 ) -> int | tuple[int | None, ...]:
-    """A whole number, or one for each side.
+    """Parse an integer, or one per spatial dim.
 
     Args:
-        caller: For errors.
-        name: Of the argument.
-        given: What the caller gave.
-        least: No number may be below it.
-        optional: Whether None may stand for a side.
+        caller: The function that errors name.
+        name: Name of the argument.
+        given: Its value.
+        least: The smallest allowed number.
+        optional: Whether None is allowed in a sequence.
 
     Returns:
-        An int for a number of any kind, a tuple for numbers in a row of any kind.
+        An int for a number of any type, a tuple for a sequence of any type.
 
     Raises:
         TypeError: If it is neither.
         ShapeError: If a number is too small.
     """
-    rows = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
-    row = rows and getattr(given, "ndim", 1) == 1
+    is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
+    is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
     try:
-        numbers = [None if optional and each is None else whole_number(each) for each in (given if row else [given])]
+        values = given if is_sequence else [given]
+        numbers = [None if optional and each is None else parse_integer(each) for each in values]
     except TypeError:
-        offered = "a whole number, or one for each side" + (", None where it is not cut" if optional else "")
-        raise TypeError(f"{caller}: {name} must be {offered}, got {given!r}; fix: {name}=64, for example.") from None
+        expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
+        raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
     if any(number is not None and number < least for number in numbers):
-        raise ShapeError(
-            f"{caller}: {name} must be {least} or more a side, got {given!r}; fix: {name}=64, for example."
-        )
-    return tuple(numbers) if row else numbers[0] or 0
+        raise ShapeError(f"{caller}: {name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
+    return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
-def whole_number(given: Any) -> int:
-    """An int of what counts as one: no truth, and nothing with a fraction."""
+def parse_integer(given: Any) -> int:
+    """Return an int for any integer type; raise TypeError for booleans and for numbers with a fraction."""
     if isinstance(given, bool | np.bool_):
         raise TypeError
     return operator.index(given)

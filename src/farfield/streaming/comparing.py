@@ -1,4 +1,4 @@
-"""Whether tiles give what the whole gives: small grids are cut as the volume will be, and both are compared."""
+"""Check that tiles give the result of the whole: small grids are cut as the volume will be, and both are compared."""
 
 from __future__ import annotations
 
@@ -10,79 +10,84 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from farfield.streaming.geometry import Along, Halo, Placed, at_least, rounded_up
+from farfield.streaming.geometry import AxisScale, Halo, NetworkGrid, enlarge_region, round_up
 from farfield.streaming.listening import Step
-from farfield.streaming.probing import Probe, replaced
+from farfield.streaming.probing import Probe, replace_length
 
-# Of the labels at one place on a side so many may differ, where two classes are as good as equal; they are compared on
-# so many grids, as labels are often equal by chance.
+# Labels may differ at this share of the positions with the same index on an axis, because two classes can have almost
+# equal scores. Labels are compared on LABEL_SAMPLES grids, because they are often equal by chance.
 TIES = 0.05
-LABELLED = 32
+LABEL_SAMPLES = 32
 
 
-def differing(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int]) -> str | None:
-    """Cut a small grid on one side, and see whether its parts give what the whole gives.
+def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int]) -> str | None:
+    """Cut a small grid along one axis, and compare its tiles with the whole.
 
     Args:
         probe: The network on small grids.
-        axis: The side.
-        halo: What parts read beyond their own positions.
-        widths: Positions of the parts; one in the middle becomes wider where the network takes no grid so small.
-        calls: Attentions whose grids must be equal; none for the output.
+        axis: The spatial axis.
+        halo: Positions that tiles read around their own.
+        widths: Lengths of the tiles; the second becomes longer if the network does not take so small a grid.
+        calls: Indices of the attentions whose input grids must be equal; if there are none, the output must be.
 
     Returns:
-        The first step that is not, and which may be the reason; None if all that must be are equal.
+        The name of the first step that differs; None if all required steps are equal.
     """
     positions = list(widths)
-    positions[1] += rounded_up(max(0, probe.least[axis] - sum(positions)), probe.scale.multiple[axis])
+    positions[1] += round_up(max(0, probe.least[axis] - sum(positions)), probe.scale.multiple[axis])
     stops = list(itertools.accumulate(positions))
-    side, last_call = stops[-1], max(calls, default=None)
-    grid = probe.draw(replaced(probe.small, axis, side), LABELLED if probe.labels else 1)
+    length, last_call = stops[-1], max(calls, default=None)
+    grid = probe.draw(replace_length(probe.small, axis, length), LABEL_SAMPLES if probe.labels else 1)
     whole = probe.run(grid, last_call)
-    wanted = needed_steps(whole, calls)
+    required = needed_steps(whole, calls)
     for core in zip([0, *stops], stops, strict=False):
-        spans = [own_span(step, along[axis], core, side) for step, along in zip(whole, probe.scale.along, strict=False)]
-        if not any(spans[index][0] < spans[index][1] for index in wanted):
+        spans = [
+            own_span(step, axis_scales[axis], core, length)
+            for step, axis_scales in zip(whole, probe.scale.axis_scales, strict=False)
+        ]
+        if not any(spans[index][0] < spans[index][1] for index in required):
             continue
-        read = max(0, core[0] - halo.before[axis]), min(side, core[1] + halo.after[axis])
-        ((start, stop),) = at_least(probe.least[axis : axis + 1], (read,), (side,))
+        read = max(0, core[0] - halo.before[axis]), min(length, core[1] + halo.after[axis])
+        ((start, stop),) = enlarge_region(probe.least[axis : axis + 1], (read,), (length,))
         try:
             own = probe.run(grid.narrow(axis + 2, start, stop - start).contiguous(), last_call)
-        except RuntimeError:  # smaller than what a layer takes
-            return whole[wanted[0]].name
-        pairs = zip(whole, own, probe.scale.along, spans, strict=False)
-        differs = [differ(one, other, along[axis], span, start) for one, other, along, span in pairs]
-        if any(differs[index] for index in wanted):
-            return whole[differs.index(True)].name
+        except RuntimeError:  # the grid is smaller than a layer takes
+            return whole[required[0]].name
+        pairs = zip(whole, own, probe.scale.axis_scales, spans, strict=False)
+        differences = [
+            is_different(one, other, axis_scales[axis], span, start) for one, other, axis_scales, span in pairs
+        ]
+        if any(differences[index] for index in required):
+            return whole[differences.index(True)].name
     return None
 
 
 def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
-    """Which steps are read by these attentions, or are the output if there are none."""
+    """Return the indices of the steps that are these attentions' inputs; of the output if there are none."""
     attends = [index for index, step in enumerate(steps) if step.attends]
     return [attends[call] for call in calls] or [len(steps) - 1]
 
 
-def own_span(whole: Step, follows: Along | None, core: tuple[int, int], side: int) -> tuple[int, int]:
-    """Where a part's own positions lie in a grid of the whole."""
-    if follows is None:
+def own_span(whole: Step, axis_scale: AxisScale | None, core: tuple[int, int], length: int) -> tuple[int, int]:
+    """Return where a tile's own positions lie in a grid of the whole volume."""
+    if axis_scale is None:
         return 0, 1
-    placed = Placed(whole.name, whole.attends, whole.shape, ())
-    return placed.span(follows, core, side)
+    grid = NetworkGrid(whole.name, whole.attends, whole.shape, ())
+    return grid.span(axis_scale, core, length)
 
 
-def differ(whole: Step, own: Step, follows: Along | None, span: tuple[int, int], first: int) -> bool:
-    """Whether the own positions of a part that reads from `first` on are not those of the whole, by more than rounding."""
+def is_different(whole: Step, own: Step, axis_scale: AxisScale | None, span: tuple[int, int], first: int) -> bool:
+    """Whether own positions of a tile that starts at `first` differ from the whole by more than rounding."""
     start, stop = span
-    if follows is None or start >= stop:
+    if axis_scale is None or start >= stop:
         return False
-    offset = int(first * follows.ratio)
-    if stop - offset > own.shape[follows.axis]:
+    offset = int(first * axis_scale.ratio)
+    if stop - offset > own.shape[axis_scale.axis]:
         return True
-    one = cast(Tensor, whole.grid).narrow(follows.axis, start, stop - start)
-    other = cast(Tensor, own.grid).narrow(follows.axis, start - offset, stop - start)
+    one = cast(Tensor, whole.grid).narrow(axis_scale.axis, start, stop - start)
+    other = cast(Tensor, own.grid).narrow(axis_scale.axis, start - offset, stop - start)
     if one.shape != other.shape:
         return True
     if not one.is_floating_point():
-        return bool((one != other).double().movedim(follows.axis, 0).flatten(1).mean(1).max() > TIES)
+        return bool((one != other).double().movedim(axis_scale.axis, 0).flatten(1).mean(1).max() > TIES)
     return bool((one - other).abs().max() > math.sqrt(torch.finfo(one.dtype).eps) * one.abs().max())

@@ -1,4 +1,4 @@
-"""How a volume is cut into tiles and how often they are passed over: halos, levels, and what memory allows."""
+"""Choose tiles and passes for a volume: halos, the order of attentions, and the memory of a tile."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.comparing import differing
-from farfield.streaming.geometry import Halo, Placed, at_least, cores, rounded_up
+from farfield.streaming.comparing import find_difference
+from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
 from farfield.streaming.listening import OUTPUT, Trace, device_of, trace
-from farfield.streaming.merging import is_grid
-from farfield.streaming.probing import Probe, Scale, not_local
+from farfield.streaming.merging import has_grid_summary
+from farfield.streaming.probing import Probe, Scale, not_local_error
 from farfield.streaming.refusals import NotLocalError
 
-# A tile may take this share of the memory that is free: what kernels need beside the grids is not counted.
+# Share of the free memory that the grids of a tile may take; the work space of kernels is not counted.
 SHARE = 1 / 4
-# A summary that is a whole grid may take this share.
+# Share of the free memory that a summary may take if it is the whole grid.
 SUMMARY_SHARE = 1 / 2
 
 
@@ -30,9 +30,9 @@ class Pass(NamedTuple):
     """One pass over all tiles.
 
     Attributes:
-        calls: Which attentions are summarized, by their place in the order of calls; none in the last pass.
-        halo: What tiles read beyond their own positions.
-        share: Of the network's MACs that runs: it stops at the last of these attentions.
+        calls: Indices of the attentions that are summarized, in the order of calls; none in the last pass.
+        halo: Positions that tiles read around their own.
+        share: Share of the network's MACs that the pass runs: it stops at the last of these attentions.
     """
 
     calls: tuple[int, ...]
@@ -41,15 +41,15 @@ class Pass(NamedTuple):
 
 
 class Draft:
-    """What is known of a network on a volume when it is cut.
+    """A network and a volume while tiles and passes are chosen.
 
     Args:
         model: The network.
-        batch: Samples of the volume.
-        channels: Of the volume.
-        size: Of the volume, padded.
+        batch: Batch size of the volume.
+        channels: Channels of the volume.
+        size: Size of the volume, padded.
         scale: The network's strides.
-        placed: Its grids.
+        grids: Its grids.
         whole: Its trace on the whole volume.
     """
 
@@ -60,127 +60,131 @@ class Draft:
         channels: int,
         size: tuple[int, ...],
         scale: Scale,
-        placed: list[Placed],
+        grids: list[NetworkGrid],
         whole: Trace,
     ) -> None:
         self.model, self.batch, self.channels, self.size = model, batch, channels, size
-        self.scale, self.placed, self.whole = scale, placed, whole
+        self.scale, self.grids, self.whole = scale, grids, whole
         self.probe: Probe | None = None
 
     def cut(
         self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None
     ) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
-        """Choose tiles and passes, and see that what tiles give is what the whole gives."""
-        given = None if halo is None else self.given_halo(halo)
+        """Choose tiles and passes, and check that they give the result of the whole."""
+        given = None if halo is None else self.round_halo(halo)
         if tile is None:
-            positions, needs = self.fitting(given)
+            positions, grid_halos = self.fit_memory(given)
         else:
-            positions = self.given_tile(tile)
-            needs = {axis: self.needs(axis, given) for axis in self.axes_cut(positions)}
-        if not needs:  # one tile: the network as it is
-            return positions, (Pass((), self.joined({}, range(0)), 1.0),)
-        for axis in needs:
-            self.check(axis, positions[axis], needs, given is not None)
+            positions = self.round_tile(tile)
+            grid_halos = {axis: self.find_grid_halos(axis, given) for axis in self.cut_axes(positions)}
+        if not grid_halos:  # a single tile, so no halo
+            return positions, (Pass((), self.join_halos({}, range(0)), 1.0),)
+        for axis in grid_halos:
+            self.check(axis, positions[axis], grid_halos, given is not None)
         self.check_summaries()
-        return positions, self.passes(needs)
+        return positions, self.passes(grid_halos)
 
-    def check(self, axis: int, positions: int, needs: dict[int, list[tuple[int, int]]], given: bool) -> None:
-        """See that tiles of one side give what the whole gives; read more, where they do not at its ends.
+    def check(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]], given: bool) -> None:
+        """Check that tiles along an axis give the result of the whole; enlarge the halo where they do not.
 
-        A layer that continues a side by its own positions, reflected for example, sees there as far to one side as
-        elsewhere to the other, and further if it makes the side longer.
+        Padding by the grid's own values, reflected for example, lets positions near a border depend on positions as
+        far behind them as others ahead, and further if the layer makes the grid longer.
 
         Raises:
-            NotLocalError: If they do not, however much they read.
+            NotLocalError: If tiles do not give it with the largest halo either.
         """
-        found, step = needs[axis], self.first_differing(axis, positions, needs)
+        halos, step = grid_halos[axis], self.first_difference(axis, positions, grid_halos)
         for times in () if given else (1, 2):
             if step is not None:
-                mirrored = [times * (before + after + self.beyond(axis)[1]) for before, after in found]
-                needs[axis] = [(both, both) for both in mirrored]
-                step = self.first_differing(axis, positions, needs)
+                mirrored = [times * (before + after + self.length_change(axis)[1]) for before, after in halos]
+                grid_halos[axis] = [(both, both) for both in mirrored]
+                step = self.first_difference(axis, positions, grid_halos)
         if step is not None:
-            raise not_local(self.model, step, axis, "gives a tile other than what it gives the whole")
+            raise not_local_error(self.model, step, axis, "gives other results in tiles than on the whole volume")
 
-    def first_differing(self, axis: int, positions: int, needs: dict[int, list[tuple[int, int]]]) -> str | None:
-        """The first step that gives a tile other than the whole, in any pass."""
-        last, (shorter, longer) = (self.size[axis] - 1) % positions + 1, self.beyond(axis)
-        for each in self.passes(needs):
+    def first_difference(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]]) -> str | None:
+        """Return the name of the first step that differs between tiles and the whole in any pass; None if none does."""
+        last, (shorter, longer) = (self.size[axis] - 1) % positions + 1, self.length_change(axis)
+        for each in self.passes(grid_halos):
             enough = each.halo.before[axis] + each.halo.after[axis] + longer + self.scale.multiple[axis]
-            # Near the end tiles may have nothing of a grid that ends earlier: the one before them is its last then.
+            # A grid may end earlier than the volume: the last tiles have nothing of it, and it ends in an inner tile.
             first, last = min(positions, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
             widths = [first, enough, *[first] * -(-shorter // first), last]
-            found = differing(self.look(), axis, each.halo, widths, each.calls)
-            if found is not None:
-                return found
+            difference = find_difference(self.get_probe(), axis, each.halo, widths, each.calls)
+            if difference is not None:
+                return difference
         return None
 
-    def beyond(self, axis: int) -> tuple[int, int]:
-        """By how much the network's grids are shorter and longer than the volume on a side, at most, in its positions."""
-        grids = [(grid.shape, grid.along[axis]) for grid in self.placed]
-        ends = [shape[along.axis] / along.ratio - self.size[axis] for shape, along in grids if along is not None]
+    def length_change(self, axis: int) -> tuple[int, int]:
+        """Return how much shorter, and longer, than the volume grids are along an axis at most, in its positions."""
+        grids = [(grid.shape, grid.axis_scales[axis]) for grid in self.grids]
+        ends = [
+            shape[axis_scale.axis] / axis_scale.ratio - self.size[axis]
+            for shape, axis_scale in grids
+            if axis_scale is not None
+        ]
         multiple = self.scale.multiple[axis]
-        return rounded_up(max(Fraction(0), -min(ends)), multiple), rounded_up(max(Fraction(0), max(ends)), multiple)
+        return round_up(max(Fraction(0), -min(ends)), multiple), round_up(max(Fraction(0), max(ends)), multiple)
 
     @property
     def least(self) -> tuple[int, ...]:
-        """Positions a side that a tile reads at least, as the network takes no fewer."""
+        """The smallest size that a tile reads, because the network takes no smaller one."""
         return (0,) * len(self.size) if self.probe is None else self.probe.least
 
-    def axes_cut(self, positions: Sequence[int]) -> list[int]:
-        """Sides that are cut."""
-        return [axis for axis, (own, side) in enumerate(zip(positions, self.size, strict=True)) if own < side]
+    def cut_axes(self, positions: Sequence[int]) -> list[int]:
+        """Return the axes that are cut."""
+        return [axis for axis, (own, length) in enumerate(zip(positions, self.size, strict=True)) if own < length]
 
-    def look(self) -> Probe:
-        """The network on small grids, which is tried once."""
+    def get_probe(self) -> Probe:
+        """Return the network on small grids, made once."""
         self.probe = self.probe or Probe(self.model, self.channels, self.size, self.scale)
         return self.probe
 
-    def given_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
-        """Positions a side of the tiles asked for, which begin at multiples of the strides."""
-        wanted = (tile,) * len(self.size) if isinstance(tile, int) else tuple(tile)
-        pairs = zip(wanted, self.size, self.scale.multiple, strict=True)
+    def round_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
+        """Return the size of the requested tiles, rounded up to multiples of the strides."""
+        requested = (tile,) * len(self.size) if isinstance(tile, int) else tuple(tile)
+        pairs = zip(requested, self.size, self.scale.multiple, strict=True)
         return tuple(
-            side if positions is None else min(side, rounded_up(positions, multiple))
-            for positions, side, multiple in pairs
+            length if positions is None else min(length, round_up(positions, multiple))
+            for positions, length, multiple in pairs
         )
 
-    def given_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
-        """Positions a side of the halo asked for."""
-        wanted = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
-        if len(wanted) != len(self.size):
+    def round_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
+        """Return the requested halo per spatial dim, rounded up to multiples of the strides."""
+        requested = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
+        if len(requested) != len(self.size):
             raise ShapeError(
-                f"predict_whole: halo must be one number, or one for each of {len(self.size)} sides, got {halo!r}; "
-                f"fix: halo={max(wanted, default=0)}."
+                f"predict_whole: halo must be one number, or one for each of {len(self.size)} spatial dims, got "
+                f"{halo!r}; fix: halo={max(requested, default=0)}."
             )
         return tuple(
-            rounded_up(positions, multiple) for positions, multiple in zip(wanted, self.scale.multiple, strict=True)
+            round_up(positions, multiple) for positions, multiple in zip(requested, self.scale.multiple, strict=True)
         )
 
-    def needs(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
-        """Positions that each grid needs before and after its own on a side that is cut.
+    def find_grid_halos(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
+        """Return the positions that each grid needs before and after a tile's own, along an axis.
 
         Raises:
-            NotLocalError: If that side cannot be cut.
+            NotLocalError: If that axis cannot be cut.
         """
-        for grid in self.placed:
-            follows = grid.along[axis]
-            if (grid.attends or grid.name == OUTPUT) and (follows is None or follows.axis < 2):
-                what = "what attends" if grid.attends else "what is returned"
+        for grid in self.grids:
+            axis_scale = grid.axis_scales[axis]
+            if (grid.attends or grid.name == OUTPUT) and (axis_scale is None or axis_scale.axis < 2):
+                what = f'the input of "{grid.name}"' if grid.attends else "the network's output"
                 raise NotLocalError(
-                    f"predict_whole: side {axis} of the volume is no side of {what}, {grid.name}, so tiles must not "
-                    f"cut it; fix: tile=None on that side."
+                    f"predict_whole: spatial axis {axis} of the volume is no spatial axis of {what}, so tiles must "
+                    f"not cut it; fix: tile=None on that axis."
                 )
         if given is not None:
-            return [(given[axis], given[axis])] * len(self.placed)
-        return self.look().reach(axis)
+            return [(given[axis], given[axis])] * len(self.grids)
+        return self.get_probe().reach(axis)
 
-    def fitting(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
-        """The largest tiles that memory allows: the longest side that can be cut is halved until they fit."""
+    def fit_memory(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
+        """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit."""
         budget, positions = int(SHARE * free_bytes(device_of(self.model))), list(self.size)
-        needs: dict[int, list[tuple[int, int]]] = {}
+        grid_halos: dict[int, list[tuple[int, int]]] = {}
         fixed: set[int] = set()
-        while self.tile_bytes(positions, self.joined(needs, range(len(self.placed)))) > budget:
+        while self.tile_bytes(positions, self.join_halos(grid_halos, range(len(self.grids)))) > budget:
             halves = [
                 (own, axis)
                 for axis, own in enumerate(positions)
@@ -190,54 +194,54 @@ class Draft:
                 break
             own, axis = max(halves)
             try:
-                needs[axis] = needs[axis] if axis in needs else self.needs(axis, given)
+                grid_halos[axis] = grid_halos[axis] if axis in grid_halos else self.find_grid_halos(axis, given)
             except NotLocalError:
                 fixed.add(axis)
                 continue
-            positions[axis] = rounded_up(-(-own // 2), self.scale.multiple[axis])
-        if fixed and not needs:
-            self.needs(fixed.pop(), given)
-        return tuple(positions), needs
+            positions[axis] = round_up(-(-own // 2), self.scale.multiple[axis])
+        if fixed and not grid_halos:
+            self.find_grid_halos(fixed.pop(), given)
+        return tuple(positions), grid_halos
 
-    def joined(self, needs: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
-        """The halo that is enough for some of the grids."""
+    def join_halos(self, grid_halos: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
+        """Return the smallest halo that is enough for these grids, given by index."""
         zeros = (0,) * len(self.size)
         halo = Halo(zeros, zeros)
         for grid in grids:
             before, after = (
-                tuple(needs[axis][grid][end] if axis in needs else 0 for axis in range(len(self.size)))
+                tuple(grid_halos[axis][grid][end] if axis in grid_halos else 0 for axis in range(len(self.size)))
                 for end in (0, 1)
             )
             halo = halo.join(Halo(before, after))
         return halo
 
-    def passes(self, needs: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
-        """One pass for all attentions that hear of none but those before, and the last."""
-        grids = [index for index, each in enumerate(self.placed) if each.attends]
-        levels = self.look().levels
-        found = []
+    def passes(self, grid_halos: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
+        """Return one pass for each level of attentions, and the last pass, which writes."""
+        attends = [index for index, each in enumerate(self.grids) if each.attends]
+        levels = self.get_probe().levels
+        passes = []
         for level in range(max(levels, default=-1) + 1):
             calls = tuple(call for call, own in enumerate(levels) if own == level)
             share = self.whole.macs[calls[-1]] / max(1, self.whole.macs[-1])
-            found.append(Pass(calls, self.joined(needs, [grids[call] for call in calls]), share))
-        return (*found, Pass((), self.joined(needs, [len(self.placed) - 1]), 1.0))
+            passes.append(Pass(calls, self.join_halos(grid_halos, [attends[call] for call in calls]), share))
+        return (*passes, Pass((), self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
 
     def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
-        """Bytes that a tile's grids take at once."""
+        """Return the bytes of the grids that a tile holds at once."""
         read = halo.around(cores(self.size, positions)[0], self.size)
-        if self.axes_cut(positions):
-            read = at_least(self.look().least, read, self.size)
+        if self.cut_axes(positions):
+            read = enlarge_region(self.get_probe().least, read, self.size)
         size = tuple(
-            min(side, stop + before) for side, (_, stop), before in zip(self.size, read, halo.before, strict=True)
+            min(length, stop + before) for length, (_, stop), before in zip(self.size, read, halo.before, strict=True)
         )
         return trace(self.model, (self.batch, self.channels, *size), whole=True).peak
 
     def check_summaries(self) -> None:
-        """Refuse an attention whose summary is its grid, where that is too large."""
+        """Refuse an attention whose summary is its grid if that is too large."""
         free = free_bytes(device_of(self.model))
-        names = [grid.name for grid in self.placed if grid.attends]
+        names = [grid.name for grid in self.grids if grid.attends]
         for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
-            if is_grid(attention) and size > SUMMARY_SHARE * free:
+            if has_grid_summary(attention) and size > SUMMARY_SHARE * free:
                 raise ValueError(
                     f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
                     f"and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
@@ -245,7 +249,7 @@ class Draft:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free where a model runs."""
+    """Return the bytes of free memory on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""Kinds of files that predictions are written to: how one is made, and how it is opened again."""
+"""File formats of outputs: how a file is made, and how it is opened again."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-# Bytes of a chunk, about, of a zarr array: a file each.
+# Bytes of a chunk of a zarr array, which is one file, at most if its axes can be halved so far.
 CHUNK = 2**24
 
 
-class Wanted(NamedTuple):
-    """What is written.
+class OutputSpec(NamedTuple):
+    """Description of an output.
 
     Attributes:
-        shape: Of the array.
-        dtype: Of its numbers.
-        axes: Their letters, as TIFF files name them.
-        tile: Positions a side that are written at a time.
+        shape: Shape of the array.
+        dtype: Its dtype.
+        axes: Letters of its axes, as TIFF files name them.
+        tile: Size of the tiles that are written.
     """
 
     shape: tuple[int, ...]
@@ -28,65 +28,65 @@ class Wanted(NamedTuple):
     tile: tuple[int, ...]
 
 
-def make_npy(path: Path, wanted: Wanted) -> Any:
-    """A NumPy file, mapped into memory."""
-    return np.lib.format.open_memmap(path, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
+def make_npy(path: Path, spec: OutputSpec) -> Any:
+    """Make a memory-mapped NumPy file."""
+    return np.lib.format.open_memmap(path, mode="w+", dtype=spec.dtype, shape=spec.shape)
 
 
 def open_npy(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
+    """Open a NumPy file as a memory map."""
     return np.lib.format.open_memmap(path, mode=mode)
 
 
-def make_tiff(path: Path, wanted: Wanted) -> Any:
-    """A TIFF file whose numbers lie side by side, mapped into memory; OME-TIFF if it is named so."""
+def make_tiff(path: Path, spec: OutputSpec) -> Any:
+    """Make an uncompressed, memory-mapped TIFF file; OME-TIFF if its name ends in .ome.tif or .ome.tiff."""
     import tifffile
 
-    large = np.prod(wanted.shape, dtype=np.int64) * wanted.dtype.itemsize > 2**31
-    options: dict[str, Any] = {"photometric": "minisblack", "bigtiff": bool(large), "metadata": {"axes": wanted.axes}}
-    return tifffile.memmap(path, shape=wanted.shape, dtype=wanted.dtype, **options)
+    large = np.prod(spec.shape, dtype=np.int64) * spec.dtype.itemsize > 2**31
+    options: dict[str, Any] = {"photometric": "minisblack", "bigtiff": bool(large), "metadata": {"axes": spec.axes}}
+    return tifffile.memmap(path, shape=spec.shape, dtype=spec.dtype, **options)
 
 
 def open_tiff(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
+    """Open such a TIFF file as a memory map."""
     import tifffile
 
     return tifffile.memmap(path, mode=mode)
 
 
-def make_zarr(path: Path, wanted: Wanted) -> Any:
-    """A zarr array of version 3, its chunks no larger than a tile, so that no chunk is written twice if it can be."""
+def make_zarr(path: Path, spec: OutputSpec) -> Any:
+    """Make a zarr array of version 3 with chunks no larger than a tile, so that few chunks are written twice."""
     import zarr
 
-    leading = len(wanted.shape) - len(wanted.tile)
+    leading = len(spec.shape) - len(spec.tile)
     chunks = [
-        *wanted.shape[:leading],
-        *(min(positions, side) for positions, side in zip(wanted.tile, wanted.shape[leading:], strict=True)),
+        *spec.shape[:leading],
+        *(min(positions, length) for positions, length in zip(spec.tile, spec.shape[leading:], strict=True)),
     ]
-    while np.prod(chunks, dtype=np.int64) * wanted.dtype.itemsize > CHUNK and any(side % 2 == 0 for side in chunks):
-        axis = max((side, axis) for axis, side in enumerate(chunks) if side % 2 == 0)[1]
+    while np.prod(chunks, dtype=np.int64) * spec.dtype.itemsize > CHUNK and any(length % 2 == 0 for length in chunks):
+        axis = max((length, axis) for axis, length in enumerate(chunks) if length % 2 == 0)[1]
         chunks[axis] //= 2
-    return zarr.create_array(str(path), shape=wanted.shape, chunks=tuple(chunks), dtype=wanted.dtype)
+    return zarr.create_array(str(path), shape=spec.shape, chunks=tuple(chunks), dtype=spec.dtype)
 
 
 def open_zarr(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """The same, that was made before."""
+    """Open a zarr array."""
     import zarr
 
     return zarr.open_array(str(path), mode=mode)
 
 
 class Format(NamedTuple):
-    """How files of a kind are made and opened.
+    """How files of a format are made and opened.
 
     Attributes:
-        make: `(path, wanted) -> array`.
+        make: `(path, spec) -> array`.
         open: `(path, mode) -> array`.
-        mapped: Whether the file is one piece in memory: its room on the disk is taken at once then, because a disk
-            that is full while such memory is written ends the process.
+        mapped: Whether the file is one memory map. Its disk space is then reserved at once, because writing to a
+            memory map on a full disk kills the process.
     """
 
-    make: Callable[[Path, Wanted], Any]
+    make: Callable[[Path, OutputSpec], Any]
     open: Callable[[Path, Literal["r", "r+"]], Any]
     mapped: bool
 

@@ -1,4 +1,4 @@
-"""Where the positions of a tile lie in every grid of a network, and how tiles cut a volume."""
+"""Geometry: where the positions of a tile lie in every grid of a network, and how a volume is cut into tiles."""
 
 from __future__ import annotations
 
@@ -11,115 +11,115 @@ from typing import Any, NamedTuple
 from farfield.streaming.arrays import Region, Span
 
 
-class Along(NamedTuple):
-    """How a grid of the network follows a side of the volume.
+class AxisScale(NamedTuple):
+    """How an axis of a network's grid scales with a spatial axis of the volume.
 
     Attributes:
-        axis: Which of the grid's axes; 1 too where a layer has the channels last.
-        ratio: Its positions for each position of the volume: 1/4 after two strides of 2.
+        axis: Axis of the grid; can be 1 if a layer works on channels last.
+        ratio: Positions of the grid per position of the volume: 1/4 after two strides of 2.
     """
 
     axis: int
     ratio: Fraction
 
 
-class Placed(NamedTuple):
-    """A grid on its way through the network.
+class NetworkGrid(NamedTuple):
+    """A grid inside a network, for the whole volume.
 
     Attributes:
-        name: What returned it, or the attention that reads it.
-        attends: Whether an attention reads it.
-        shape: Of the whole.
-        along: How it follows each side of the volume; None where it does not.
+        name: Path of the module that returns it, or of the attention that it is the input of.
+        attends: Whether it is the input of an attention.
+        shape: Its shape.
+        axis_scales: How it scales with each spatial axis of the volume; None where it does not.
     """
 
     name: str
     attends: bool
     shape: tuple[int, ...]
-    along: tuple[Along | None, ...]
+    axis_scales: tuple[AxisScale | None, ...]
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of a grid with the channels first, such as attentions read and networks return."""
+        """The spatial size; only for grids with channels first, as inputs of attentions and outputs are."""
         return self.shape[2:]
 
     def part(self, region: Region, whole: Sequence[int]) -> Region:
-        """Where a region of the volume lies in this grid."""
-        spans = [(0, side) for side in self.size]
-        for follows, span, side in zip(self.along, region, whole, strict=True):
-            if follows is not None:
-                spans[follows.axis - 2] = self.span(follows, span, side)
+        """Return where a region of the volume lies in this grid."""
+        spans = [(0, length) for length in self.size]
+        for axis_scale, span, length in zip(self.axis_scales, region, whole, strict=True):
+            if axis_scale is not None:
+                spans[axis_scale.axis - 2] = self.span(axis_scale, span, length)
         return tuple(spans)
 
-    def span(self, follows: Along, span: Span, side: int) -> Span:
-        """Where a span of a side lies in this grid; what ends the volume ends the grid.
+    def span(self, axis_scale: AxisScale, span: Span, length: int) -> Span:
+        """Return where a span of an axis of the volume lies in this grid; the end of the volume is the end of the grid.
 
-        After convolutions without padding a grid ends earlier, and nothing of it need lie in a span near the end.
+        After convolutions without padding a grid is shorter, and a span near the end may contain nothing of it.
         """
-        start, stop = (min(int(index * follows.ratio), self.shape[follows.axis]) for index in span)
-        return start, self.shape[follows.axis] if span[1] == side else stop
+        start, stop = (min(int(index * axis_scale.ratio), self.shape[axis_scale.axis]) for index in span)
+        return start, self.shape[axis_scale.axis] if span[1] == length else stop
 
 
 class Halo(NamedTuple):
-    """Positions that a tile reads before and after what it owns, a side each."""
+    """Positions that a tile reads before and after its own positions, one number per spatial dim each."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
     def join(self, other: Halo) -> Halo:
-        """The larger of two."""
+        """Return the larger of two halos, per axis and direction."""
         before, after = (tuple(map(max, *pair)) for pair in zip(self, other, strict=True))
         return Halo(before, after)
 
     def around(self, core: Region, whole: Sequence[int]) -> Region:
-        """What a tile reads: its own positions and the halo, cut at the volume's true border."""
+        """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
         return tuple(
-            (max(0, start - before), min(side, stop + after))
-            for (start, stop), before, after, side in zip(core, *self, whole, strict=True)
+            (max(0, start - before), min(length, stop + after))
+            for (start, stop), before, after, length in zip(core, *self, whole, strict=True)
         )
 
 
 def cores(size: Sequence[int], tile: Sequence[int]) -> list[Region]:
-    """The positions that each tile owns: every position of the volume in one tile."""
+    """Return the own positions of each tile; every position of the volume is in exactly one tile."""
     spans = [
-        [(start, min(start + positions, side)) for start in range(0, side, positions)]
-        for side, positions in zip(size, tile, strict=True)
+        [(start, min(start + positions, length)) for start in range(0, length, positions)]
+        for length, positions in zip(size, tile, strict=True)
     ]
     return list(itertools.product(*spans))
 
 
-def at_least(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:
-    """A region that is made larger where it has fewer positions a side than a network takes.
+def enlarge_region(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:
+    """Enlarge a region along axes where it is shorter than a network takes.
 
     Args:
-        least: Positions a side that it takes, with what is left of the whole's when strides have divided it.
-        region: What is read.
-        whole: Sides of the volume.
+        least: Smallest size that the network takes, with the remainders of the volume's size modulo the strides.
+        region: The region to read.
+        whole: Size of the volume.
     """
-    found = []
-    for (start, stop), positions, side in zip(region, least, whole, strict=True):
+    result = []
+    for (start, stop), positions, length in zip(region, least, whole, strict=True):
         if stop - start < positions:
-            stop = min(side, start + positions)
+            stop = min(length, start + positions)
             start = min(start, max(0, stop - positions))
-        found.append((start, stop))
-    return tuple(found)
+        result.append((start, stop))
+    return tuple(result)
 
 
-def positions_of(region: Region) -> int:
-    """How many positions a region has."""
+def count_positions(region: Region) -> int:
+    """Return the number of positions in a region."""
     return math.prod(stop - start for start, stop in region)
 
 
-def overlap(size: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
-    """Positions that all tiles read, for each position of the volume."""
-    return sum(positions_of(halo.around(core, size)) for core in cores(size, tile)) / math.prod(size)
+def read_ratio(size: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
+    """Return how many positions all tiles read, per position of the volume."""
+    return sum(count_positions(halo.around(core, size)) for core in cores(size, tile)) / math.prod(size)
 
 
-def inner(part: Region, read: Region) -> tuple[Any, ...]:
-    """The index of a part in the grid of what was read."""
+def index_within(part: Region, read: Region) -> tuple[Any, ...]:
+    """Return the index of a part in the grid that was read for a region."""
     return (..., *(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, read, strict=True)))
 
 
-def rounded_up(number: int | Fraction, multiple: int) -> int:
-    """The next multiple."""
+def round_up(number: int | Fraction, multiple: int) -> int:
+    """Round up to a multiple."""
     return math.ceil(Fraction(number) / multiple) * multiple

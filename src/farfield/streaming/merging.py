@@ -1,4 +1,4 @@
-"""Summaries of tiles as they merge, in double precision: so many tiles as there are, no rounding adds up."""
+"""Merge the summaries of tiles in float64, so that rounding does not add up over many tiles."""
 
 from __future__ import annotations
 
@@ -16,97 +16,97 @@ from farfield.ops.summary import merge_all
 from farfield.ops.table import keys, products, queries
 
 
-def streamed(attention: GridAttention) -> GridAttention:
-    """The attention with the order of products whose summary is small: V (KᵀQ), `dot`, as (V Kᵀ) Q, its equal."""
-    row = attention.operator
-    if row.basis is not None or row.coefficients is not products:
+def make_streamable(attention: GridAttention) -> GridAttention:
+    """Return the attention with a small summary: `dot` is V (KᵀQ), and is computed as (V Kᵀ) Q, which is equal."""
+    operator = attention.operator
+    if operator.basis is not None or operator.coefficients is not products:
         return attention
     twin = copy.copy(attention)
-    twin.operator = dataclasses.replace(row, basis=keys, coefficients=queries)
+    twin.operator = dataclasses.replace(operator, basis=keys, coefficients=queries)
     return twin
 
 
-def is_grid(attention: GridAttention) -> bool:
-    """Whether the summary is the grid itself, so that it does not stay small."""
-    row = streamed(attention).operator
-    return not row.merges_by_adding
+def has_grid_summary(attention: GridAttention) -> bool:
+    """Whether the summary is the grid itself, and so does not stay small."""
+    operator = make_streamable(attention).operator
+    return not operator.merges_by_adding
 
 
-class Merged:
-    """What the tiles of one attention have said so far.
+class MergedSummary:
+    """The merged summary of the tiles of one attention.
 
     Args:
-        attention: Which.
+        attention: The attention.
         name: Its path, for errors.
     """
 
     def __init__(self, attention: GridAttention, name: str) -> None:
-        self.attention, self.name = streamed(attention), name
+        self.attention, self.name = make_streamable(attention), name
         self.parts: list[Summary] = []
         self.query_sums: Gathered | None = None
         self.dtypes: list[torch.dtype | None] = []
         self.masked = False
 
     def add(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Add the own positions of a tile.
+        """Add a tile's own positions.
 
         Raises:
-            ValueError: If they are not finite: one such position would reach every other.
+            ValueError: If they are not finite: one such position would reach all others.
         """
-        self.hear(self.attention.summarize(grid, mask=mask, origin=origin, size=size), origin)
+        self.merge(self.attention.summarize(grid, mask=mask, origin=origin, size=size), origin)
         self.masked = self.masked or mask is not None
 
-    def ask(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Add the asking positions of a tile, where sums of them ask."""
+    def add_query_sums(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
+        """Add the sums over a tile's own positions that queries come from, if the operator has such sums."""
         if self.attention.operator.queries_from.side_by_side:
             return
-        found = self.attention.gather_queries(grid, mask=mask, origin=origin, size=size)
-        found = Gathered(*(part.cpu().double() for part in found))
-        self.query_sums = found if self.query_sums is None else self.query_sums.merge(found)
+        sums = self.attention.gather_queries(grid, mask=mask, origin=origin, size=size)
+        sums = Gathered(*(part.cpu().double() for part in sums))
+        self.query_sums = sums if self.query_sums is None else self.query_sums.merge(sums)
 
-    def hear(self, summary: Summary, origin: tuple[int, ...]) -> None:
+    def merge(self, summary: Summary, origin: tuple[int, ...]) -> None:
         """Merge the summary of a tile."""
         if not (summary.values.isfinite().all() and summary.weights.isfinite().all()):
             raise ValueError(
-                f"{self.name}: what it reads is not finite in the tile at {origin}, and attention would spread that to "
+                f"{self.name}: its input is not finite in the tile at {origin}, and attention would spread that to "
                 f"every position; fix: numpy.nan_to_num, or a mask of the valid positions."
             )
         tensors = [part for part in summary if isinstance(part, Tensor)]
         self.dtypes = [part.dtype if isinstance(part, Tensor) else None for part in summary]
-        if summary.side_by_side:  # joined once, at the end
-            self.parts.append(mapped(summary, "cpu", [tensor.dtype for tensor in tensors]))
+        if summary.side_by_side:  # concatenated once, at the end
+            self.parts.append(convert_summary(summary, "cpu", [tensor.dtype for tensor in tensors]))
             return
-        wide = mapped(summary, "cpu", [torch.float64] * len(tensors))
+        wide = convert_summary(summary, "cpu", [torch.float64] * len(tensors))
         self.parts = [self.parts[0].merge(wide)] if self.parts else [wide]
 
     def whole(self, device: torch.device) -> tuple[Summary, Gathered | None]:
-        """The summary of the whole and, where sums ask, those; in the dtypes a summary has."""
+        """Return the summary of the whole and the query sums, if there are any, in their original dtypes."""
         dtypes = [dtype for dtype in self.dtypes if dtype is not None]
-        summary = mapped(merge_all(self.parts), device, dtypes)
-        # Without masks every slot has a position, now that all tiles are there.
+        summary = convert_summary(merge_all(self.parts), device, dtypes)
+        # Without masks every slot has a valid position once all tiles are merged.
         summary = summary._replace(complete=not self.masked)
         if self.query_sums is None:
             return summary, None
         return summary, Gathered(*(part.to(device, summary.count.dtype) for part in self.query_sums))
 
     def state(self) -> dict[str, Any]:
-        """What has to be kept to go on from here."""
+        """Return the state that `load` resumes from."""
         query_sums = None if self.query_sums is None else tuple(self.query_sums)
         parts = [tuple(part) for part in self.parts]
-        return {"parts": parts, "asked": query_sums, "dtypes": self.dtypes, "masked": self.masked}
+        return {"parts": parts, "query_sums": query_sums, "dtypes": self.dtypes, "masked": self.masked}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a saved state."""
         self.parts, self.dtypes, self.masked = (
             [Summary(*part) for part in state["parts"]],
             state["dtypes"],
             state["masked"],
         )
-        self.query_sums = None if state["asked"] is None else Gathered(*state["asked"])
+        self.query_sums = None if state["query_sums"] is None else Gathered(*state["query_sums"])
 
 
-def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
-    """A summary on another device, its tensors in these dtypes."""
+def convert_summary(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
+    """Move a summary to a device and convert its tensors to these dtypes."""
     remaining = iter(dtypes)
     tensors = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
     moved: dict[str, Any] = {name: part.to(device, next(remaining)) for name, part in tensors.items()}
@@ -114,6 +114,6 @@ def mapped(summary: Summary, device: torch.device | str, dtypes: list[torch.dtyp
 
 
 def summary_bytes(summary: Summary, query_sums: Gathered | None) -> int:
-    """Bytes of a summary."""
+    """Return the bytes of a summary and query sums."""
     tensors = [part for part in (*summary, *(query_sums or ())) if isinstance(part, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

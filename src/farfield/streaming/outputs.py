@@ -1,4 +1,4 @@
-"""Where predictions go: a file that appears when it is whole, an array that takes slices, or memory."""
+"""Outputs of predictions: a file that gets its name when it is complete, a user's array, or an array in memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
 from farfield.streaming.arrays import Region, release
-from farfield.streaming.formats import FORMATS, Wanted
+from farfield.streaming.formats import FORMATS, OutputSpec
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
-    """Refuse a path that cannot be written, or that holds what may not be replaced.
+    """Refuse a path that cannot be written, or whose content must not be replaced.
 
     Args:
-        caller: For errors.
-        path: Where something is to appear.
-        overwrite: Whether what is there is replaced; None where the caller does not offer that.
+        caller: The function that errors name.
+        path: Path of the output.
+        overwrite: Whether existing content is replaced; None if the caller has no such argument.
 
     Raises:
-        ValueError: If it is of another format.
+        ValueError: If its suffix is of no known format.
         FileNotFoundError: If its folder does not exist.
-        PermissionError: If its folder may not be written.
-        FileExistsError: If it exists and may not be overwritten; if it is a link, or a folder that is more than a zarr
-            array; if the folder in which its contents would grow was not made here.
+        PermissionError: If its folder is not writable.
+        FileExistsError: If it exists and is not to be overwritten; if it is a link, or a folder with more than a zarr
+            array; if the folder for the unfinished file was not made by farfield.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
@@ -46,108 +46,108 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
         )
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise PermissionError(
-            f'{caller}: the folder "{path.absolute().parent}" may not be written; fix: another folder, or the right to '
-            f"write there."
+            f'{caller}: the folder "{path.absolute().parent}" is not writable; fix: another folder, or write '
+            f"permission there."
         )
     if path.is_symlink():
-        fix = f'the path it leads to, "{os.readlink(path)}", or another one'
+        fix = f'the path it points to, "{os.readlink(path)}", or another path'
         raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite:
-        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{offered(overwrite)}.')
+        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
     if path.exists() and not (path.is_file() if FORMATS[path.suffix.lower()].mapped else is_zarr_array(path)):
         what = "a folder that is not one zarr array and nothing else" if path.is_dir() else "not a zarr array"
         raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
-    OwnedFolder(caller, unfinished(path), path).check()
+    OwnedFolder(caller, unfinished_folder(path), path).check()
 
 
-def offered(overwrite: bool | None) -> str:
-    """The fix that overwriting is, where a caller offers it."""
+def overwrite_fix(overwrite: bool | None) -> str:
+    """Return the part of a fix that suggests overwriting, if the caller has that argument."""
     return "" if overwrite is None else ", or overwrite=True"
 
 
 def is_zarr_array(path: Path) -> bool:
-    """Whether a folder is one zarr array, as they are written here, and nothing else; so is an empty folder."""
+    """Whether a folder is one zarr array, as farfield writes it, and nothing else, or is empty."""
     if not path.is_dir():
         return False
     names = set(os.listdir(path))
     if not names or not names <= {"zarr.json", "c"}:
         return not names
     try:
-        described = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
+        description = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(described, dict) and described.get("node_type") == "array"
+    return isinstance(description, dict) and description.get("node_type") == "array"
 
 
 class FileOutput:
-    """A file that grows in a folder beside its path and takes its name when it is whole.
+    """A file that is written in a folder beside its path and moved to the path when it is complete.
 
     Args:
-        caller: For errors.
-        path: Where it appears.
-        wanted: What is written.
-        overwrite: Whether what is there then is replaced.
+        caller: The function that errors name.
+        path: Path of the finished file.
+        spec: Description of the file.
+        overwrite: Whether a file that exists at the path at the end is replaced.
     """
 
-    def __init__(self, caller: str, path: Path, wanted: Wanted, overwrite: bool | None) -> None:
-        self.caller, self.path, self.wanted, self.overwrite = caller, path, wanted, overwrite
-        self.owned = OwnedFolder(caller, unfinished(path), path)
+    def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
+        self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
+        self.owned = OwnedFolder(caller, unfinished_folder(path), path)
         self.folder = self.owned.path
         self.format = FORMATS[path.suffix.lower()]
         self.growing = self.folder / path.name
         self.array: Any = None
 
     def let_go(self) -> None:
-        """Let other processes write to the path."""
+        """Unlock the path for other processes."""
         self.owned.let_go()
 
     def make(self) -> None:
-        """Make the file, with room for all of it where it is one piece."""
+        """Make the file; reserve its disk space if it is a memory map."""
         self.array = None
         if self.growing.exists() or self.growing.is_symlink():
             remove(self.growing)
         try:
-            self.array = self.format.make(self.growing, self.wanted)
+            self.array = self.format.make(self.growing, self.spec)
             self.reserve()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL_DISK:
                 raise
-            size = np.prod(self.wanted.shape, dtype=np.int64) * self.wanted.dtype.itemsize
+            size = np.prod(self.spec.shape, dtype=np.int64) * self.spec.dtype.itemsize
             problem = f'no room for the {size:,} bytes of "{self.path}"; nothing was begun'
             raise OSError(error.errno, f"{self.caller}: {problem}; fix: another disk.") from error
 
     def reserve(self) -> None:
-        """Take the room of all of the file on the disk, where it is one piece."""
+        """Reserve the disk space of the whole file if it is a memory map."""
         if self.format.mapped and hasattr(os, "posix_fallocate"):
             with self.growing.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
     def open(self) -> bool:
-        """Open the file that was begun before; False if it is not there any more, or damaged beyond opening."""
+        """Open the unfinished file; return False if it is missing, damaged, or of another shape or dtype."""
         if self.growing.is_symlink():
             return False
         try:
             self.array = self.format.open(self.growing, "r+")
-            self.reserve()  # of a file that was cut short, which opening it has made long again
+            self.reserve()  # opening a truncated file extends it again
         except FileNotFoundError:
             return False
-        except OSError:  # a full disk, or too many open files, says nothing about the file
+        except OSError:  # a full disk or too many open files: the file itself may be fine
             raise
-        except Exception:  # noqa: BLE001  # libraries say in many ways that a file is not of their kind
+        except Exception:  # noqa: BLE001  # libraries raise many types of errors for damaged files
             return False
-        return (tuple(self.array.shape), self.array.dtype) == (self.wanted.shape, self.wanted.dtype)
+        return (tuple(self.array.shape), self.array.dtype) == (self.spec.shape, self.spec.dtype)
 
     def holds(self, index: tuple[slice, ...], checksum: int) -> bool:
-        """Whether a box is what was written."""
+        """Whether a box has this checksum."""
         try:
             box = np.asarray(self.array[index])
         except OSError:
             raise
-        except Exception:  # noqa: BLE001  # of the codec of a damaged chunk
+        except Exception:  # noqa: BLE001  # codecs raise many types of errors for damaged chunks
             return False
-        found = box_checksum(box)
+        box_sum = box_checksum(box)
         release(self.array)
-        return found == checksum
+        return box_sum == checksum
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         """Write a box."""
@@ -157,14 +157,14 @@ class FileOutput:
             release(self.array)
 
     def finish(self) -> Any:
-        """Give the file its name, remove the folder it grew in, and open it for reading.
+        """Move the file to its path, remove the folder in which it was written, and open it for reading.
 
         Raises:
-            FileExistsError: If something has appeared at the path that may not be replaced.
+            FileExistsError: If something has appeared at the path that must not be replaced.
         """
         check_path(self.caller, self.path, self.overwrite)
         self.array = None
-        for scrap in self.growing.rglob("*.partial"):  # chunks whose writer was killed
+        for scrap in self.growing.rglob("*.partial"):  # chunks of a process that was killed while it wrote them
             scrap.unlink()
         if self.path.is_dir():  # a folder cannot be replaced in one step
             self.path.rename(self.folder / "replaced")
@@ -174,11 +174,11 @@ class FileOutput:
 
 
 class ArrayOutput:
-    """An array that takes slices: the caller's, or one in memory.
+    """An array that takes slices: the user's, or one in memory.
 
     Args:
-        caller: For errors.
-        array: NumPy's, torch's, zarr's, h5py's or one of the caller's.
+        caller: The function that errors name.
+        array: Array of NumPy, torch, zarr, h5py, or another class with `shape` and slicing.
     """
 
     def __init__(self, caller: str, array: Any) -> None:
@@ -188,7 +188,7 @@ class ArrayOutput:
         """Write a box.
 
         Raises:
-            ValueError: If it holds whole numbers that the array cannot.
+            ValueError: If the array's dtype cannot hold its integers.
         """
         kept = numpy_dtype(box.dtype)
         if self.dtype is not None and self.dtype.kind in "iu" and not np.can_cast(kept, self.dtype):
@@ -202,42 +202,42 @@ class ArrayOutput:
         release(self.array)
 
     def let_go(self) -> None:
-        """Nothing is kept from others."""
+        """Do nothing: an array is not locked."""
 
     def finish(self) -> Any:
         """Return the array."""
         return self.array
 
 
-def unfinished(path: Path) -> Path:
-    """The folder beside a path in which its file grows, with what is needed to go on."""
+def unfinished_folder(path: Path) -> Path:
+    """Return the folder beside a path for its unfinished file and the progress."""
     return path.with_name(path.name + ".unfinished")
 
 
-def output_for(caller: str, out: Any, wanted: Wanted, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
-    """An output for what the caller asked for: a path, an array, or None for one of the volume's kind in memory."""
+def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
+    """Make the output for the argument `out`: a path, an array, or None for an array in memory of the volume's kind."""
     if isinstance(out, str | Path):
-        return FileOutput(caller, Path(out), wanted, overwrite)
+        return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
-        empty = np.empty(wanted.shape, wanted.dtype)
+        empty = np.empty(spec.shape, spec.dtype)
         return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
         raise TypeError(f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}.")
-    if tuple(out.shape) != wanted.shape:
-        raise ShapeError(f"{caller}: out must have shape {wanted.shape}, got {tuple(out.shape)}.")
+    if tuple(out.shape) != spec.shape:
+        raise ShapeError(f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}.")
     dtype = dtype_of_array(out)
-    # Whole numbers into fewer bits, labels as bytes for example, are looked at when they are written.
-    labels = dtype is not None and dtype.kind in "iu" and wanted.dtype.kind in "iu"
-    if dtype is not None and not labels and not np.can_cast(wanted.dtype, dtype, "same_kind"):
+    # Integers of fewer bits, bytes for labels for example, are allowed: `write` checks their range.
+    labels = dtype is not None and dtype.kind in "iu" and spec.dtype.kind in "iu"
+    if dtype is not None and not labels and not np.can_cast(spec.dtype, dtype, "same_kind"):
         raise TypeError(
-            f"{caller}: out is of {dtype}, and the result of {wanted.dtype} would be cut to that; fix: an array of "
-            f"{wanted.dtype}, or a network whose last step rounds to whole numbers of a torch integer dtype."
+            f"{caller}: out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
+            f"{spec.dtype}, or a network that returns integers, in an integer dtype of torch."
         )
     return ArrayOutput(caller, out)
 
 
 def dtype_of_array(array: Any) -> np.dtype | None:
-    """The dtype that an array says it has, as NumPy has it; None where it says none that NumPy knows."""
+    """Return an array's dtype as NumPy's; None if it has none that NumPy knows."""
     if isinstance(array, Tensor):
         return numpy_dtype(array.dtype)
     try:
@@ -247,34 +247,34 @@ def dtype_of_array(array: Any) -> np.dtype | None:
 
 
 def to_numpy(box: Tensor) -> np.ndarray:
-    """A box as NumPy has it, which knows no bfloat16."""
+    """Convert a box to NumPy, bfloat16 as float32."""
     box = box.detach().cpu()
     return (box.float() if box.dtype == torch.bfloat16 else box).numpy()
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """The same."""
+    """Return the dtype that `to_numpy` gives."""
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
 def box_checksum(box: np.ndarray) -> int:
-    """A checksum of numbers, the same for 0 and -0: a chunk of nothing but -0 is kept as one of 0."""
+    """Return a checksum that is the same for 0 and -0: zarr stores a chunk of only -0 as one of 0."""
     return zlib.crc32(np.add(box, 0, order="C"))
 
 
 def box_index(layout_shape: Sequence[int], region: Region) -> tuple[slice, ...]:
-    """The index of a region in an array of such a shape: all of what comes before the sides."""
+    """Return the index of a spatial region in an array of this shape: all samples and channels."""
     leading = (slice(None),) * (len(layout_shape) - len(region))
     return (*leading, *(slice(start, stop) for start, stop in region))
 
 
 @contextlib.contextmanager
-def full_disk_says(caller: str, path: Path) -> Iterator[None]:
-    """Say that a disk is full, and that what is finished stays."""
+def explain_full_disk(caller: str, path: Path) -> Iterator[None]:
+    """Add to errors of a full disk that finished tiles are kept."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL or caller in str(error):
+        if error.errno not in FULL_DISK or caller in str(error):
             raise
-        kept = f'finished tiles are in "{unfinished(path)}"'
+        kept = f'finished tiles are in "{unfinished_folder(path)}"'
         raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room and call it again.") from error

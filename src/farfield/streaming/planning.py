@@ -1,4 +1,4 @@
-"""The plan of a prediction in tiles: what they read, in how many passes, what that costs. Made before anything runs."""
+"""The plan of a prediction in tiles: tiles, passes and costs, computed before the prediction starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
-from farfield.streaming.arguments import positions_a_side
-from farfield.streaming.arrays import MODES, Layout, Region, Span, layout_of
+from farfield.streaming.arguments import parse_positions
+from farfield.streaming.arrays import MODES, Layout, Region, Span, parse_layout
 from farfield.streaming.drafting import Draft, Pass
-from farfield.streaming.geometry import Placed, cores, overlap
+from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
 from farfield.streaming.listening import Trace, trace
-from farfield.streaming.probing import Scale, find_scale, take
+from farfield.streaming.probing import Scale, find_scale, trace_or_raise
 from farfield.streaming.refusals import refuse_global, refuse_training
 
 
@@ -24,45 +24,45 @@ class Call(NamedTuple):
     """One call of an attention.
 
     Attributes:
-        grid: What it reads.
+        grid: Its input.
         attention: The module.
         summary: Bytes of its summary.
     """
 
-    grid: Placed
+    grid: NetworkGrid
     attention: GridAttention
     summary: int
 
 
 class Output(NamedTuple):
-    """What the network returns.
+    """The network's output.
 
     Attributes:
-        grid: Where its positions lie.
-        channels: Of it.
-        dtype: Of it.
+        grid: How it scales with the volume.
+        channels: Its channels.
+        dtype: Its dtype.
     """
 
-    grid: Placed
+    grid: NetworkGrid
     channels: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `predict_whole` will do.
+    """The plan of `predict_whole`.
 
     Attributes:
-        layout: Which axes the volume has.
-        size: Of the volume, padded.
-        padding: Positions added before and after each side.
-        tile: Positions a side that a tile writes.
-        least: Positions a side that it reads at least, however small it is.
-        calls: Of attentions, in their order.
-        passes: Summary passes, and the last, which writes.
-        output: What the network returns.
-        macs: MACs of the network on the whole.
-        tile_bytes: What a tile takes in memory, about: grids that are held at once.
+        layout: Axes of the volume.
+        size: Size of the volume, padded.
+        padding: Positions padded before and after each spatial axis.
+        tile: Size of the tiles that are written.
+        least: Smallest size that a tile reads.
+        calls: Calls of attentions, in order.
+        passes: Summary passes, and the last pass, which writes.
+        output: The network's output.
+        macs: MACs of the network on the whole volume.
+        tile_bytes: Memory of a tile, about: bytes of the grids held at once.
     """
 
     layout: Layout
@@ -78,49 +78,49 @@ class Plan:
 
     @property
     def cores(self) -> list[Region]:
-        """What each tile writes."""
+        """The own positions of each tile, which it writes."""
         return cores(self.size, self.tile)
 
     @property
     def recomputed(self) -> float:
-        """MACs of all passes over those of the network on the whole."""
-        return sum(each.share * overlap(self.size, self.tile, each.halo) for each in self.passes)
+        """MACs of all passes, relative to those of the network on the whole volume."""
+        return sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
 
     @property
     def kept(self) -> Region:
-        """Where the volume lies in the network's output: all of it but, on each end, the positions of what was padded.
+        """The region of the network's output that is kept: without positions that stand for padding alone.
 
         A position of the output that stands for padded positions and others is kept.
         """
-        spans = [(0, side) for side in self.output.grid.size]
-        for follows, (before, after) in zip(self.output.grid.along, self.padding, strict=True):
-            if follows is not None:
-                side = self.output.grid.shape[follows.axis]
-                spans[follows.axis - 2] = (int(before * follows.ratio), side - int(after * follows.ratio))
+        spans = [(0, length) for length in self.output.grid.size]
+        for axis_scale, (before, after) in zip(self.output.grid.axis_scales, self.padding, strict=True):
+            if axis_scale is not None:
+                length = self.output.grid.shape[axis_scale.axis]
+                spans[axis_scale.axis - 2] = (int(before * axis_scale.ratio), length - int(after * axis_scale.ratio))
         return tuple(spans)
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Positions a side of the output that a tile writes."""
+        """Size of the part of the output that a tile writes."""
         return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.size))
 
     def lines(self) -> list[str]:
-        """The plan in words."""
+        """Return the lines of text that `predict_whole` prints."""
         last = self.passes[-1].halo
         size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
         text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
-        text.append(f"{count} of {tile} positions that read {halo} more, {memory}")
+        text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
         for index, each in enumerate(self.passes):
-            heard = [self.calls[call] for call in each.calls]
-            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in heard)
+            summarized = [self.calls[call] for call in each.calls]
+            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
             what = f"summarize {names}" if names else "write"
-            work = each.share * overlap(self.size, self.tile, each.halo)
-            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's work")
-        macs = f"{self.macs / 1e9:,.1f}G MACs"
-        text.append(f"in all {self.recomputed:.2f} times the work of the network on the whole, {macs}")
+            work = each.share * read_ratio(self.size, self.tile, each.halo)
+            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+        macs = f"{self.macs / 1e9:,.1f}G"
+        text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {macs}")
         return text
 
 
@@ -132,20 +132,20 @@ def plan_whole(
     halo: int | Sequence[int] | None = None,
     pad: str | None = None,
 ) -> Plan:
-    """Plan what `predict_whole` does, which it also prints before it starts.
+    """Plan a call of `predict_whole`, which also prints this plan before it starts.
 
     Args:
-        model: As there.
-        shape: Of the volume.
-        tile: As there.
-        halo: As there.
-        pad: As there.
+        model: As in `predict_whole`.
+        shape: Shape of the volume.
+        tile: As in `predict_whole`.
+        halo: As in `predict_whole`.
+        pad: As in `predict_whole`.
 
     Returns:
-        The plan; `plan.lines()` are what is printed.
+        The plan; `plan.lines()` are the lines that are printed.
 
     Raises:
-        TypeError: If tile or halo are no whole numbers.
+        TypeError: If tile or halo have numbers that are no integers.
         ValueError: If the network cannot be run in tiles.
 
     Example:
@@ -159,24 +159,25 @@ def plan_whole(
         (16, 2, (2, 2))
     """
     if tile is not None:
-        tile = positions_a_side("predict_whole", "tile", tile, 1, optional=True)
+        tile = parse_positions("predict_whole", "tile", tile, 1, optional=True)
     if halo is not None:
-        halo = cast(int | tuple[int, ...], positions_a_side("predict_whole", "halo", halo, 0))
+        halo = cast(int | tuple[int, ...], parse_positions("predict_whole", "halo", halo, 0))
     refuse_training(model)
     refuse_global(model)
     if pad is not None and pad not in MODES:
         raise unknown("predict_whole", "pad", pad, MODES)
-    layout = layout_of("predict_whole", shape, spatial_dims_of(model, tile))
-    batch, channels = layout.without_positions(shape)
+    layout = parse_layout("predict_whole", shape, spatial_dims_of(model, tile))
+    batch, channels = layout.batch_and_channels(shape)
     own = tuple(shape[len(shape) - layout.spatial_dims :])
     scale = find_scale(model, channels, own)
-    padding = tuple(padded(side, stride, pad) for side, stride in zip(own, scale.strides, strict=True))
-    size = tuple(side + sum(positions) for side, positions in zip(own, padding, strict=True))
-    whole = whole_trace(model, batch, channels, size, scale)
-    placed = [
-        Placed(step.name, step.attends, step.shape, along) for step, along in zip(whole.steps, scale.along, strict=True)
+    padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
+    size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
+    whole = trace_volume(model, batch, channels, size, scale)
+    grids = [
+        NetworkGrid(step.name, step.attends, step.shape, axis_scales)
+        for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
-    draft = Draft(model, batch, channels, size, scale, placed, whole)
+    draft = Draft(model, batch, channels, size, scale, grids, whole)
     positions, passes = draft.cut(tile, halo)
     plan = Plan(
         layout=layout,
@@ -184,22 +185,22 @@ def plan_whole(
         padding=padding,
         tile=positions,
         least=draft.least,
-        calls=tuple(map(Call, [each for each in placed if each.attends], whole.attentions, whole.summaries)),
+        calls=tuple(map(Call, [each for each in grids if each.attends], whole.attentions, whole.summaries)),
         passes=passes,
-        output=Output(placed[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
+        output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],
         tile_bytes=draft.tile_bytes(positions, passes[-1].halo),
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(
-            f"predict_whole: the network returns {plan.output.grid.size} for sides {size}, nothing of which is left "
-            f"without what stands for the {padding} positions padded; fix: a larger volume, or one that needs no padding."
+            f"predict_whole: the network returns {plan.output.grid.size} for size {size}, nothing of which is left "
+            f"without the {padding} padded positions; fix: a larger volume, or one that needs no padding."
         )
     return plan
 
 
 def spatial_dims_of(model: nn.Module, tile: object) -> int:
-    """How many sides a model reads: as many as tile has numbers, else the rank of its first convolution."""
+    """Return the spatial dims of a model's input: as many as `tile` has numbers, or those of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     dims_by_kind = {
@@ -222,25 +223,25 @@ def spatial_dims_of(model: nn.Module, tile: object) -> int:
     if spatial_dims is None:
         name = type(model).__name__
         raise ValueError(
-            f"predict_whole: {name} has no convolution that says how many sides a volume has; "
-            f"fix: one number of tile a side."
+            f"predict_whole: {name} has no convolution that tells the number of spatial dims; "
+            f"fix: tile with one number per spatial dim."
         )
     return spatial_dims
 
 
-def padded(side: int, multiple: int, pad: str | None) -> Span:
-    """Positions before and after a side that make it a multiple, shared as CARE does."""
-    missing = -side % multiple if pad is not None else 0
+def split_padding(length: int, multiple: int, pad: str | None) -> Span:
+    """Return the positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
+    missing = -length % multiple if pad is not None else 0
     return missing // 2, missing - missing // 2
 
 
-def whole_trace(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
-    """The network on the whole, without numbers; if it does not take these sides, say which it would."""
+def trace_volume(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
+    """Trace the network on the whole volume; if it does not take that size, the error gives sizes that it takes."""
     try:
-        take(model, channels, size)
+        trace_or_raise(model, channels, size)
     except ValueError as error:
-        if any(side % multiple for side, multiple in zip(size, scale.strides, strict=True)):
+        if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
             multiples = " × ".join(map(str, scale.strides))
-            raise ValueError(f'{error}\n  fix: sides that {multiples} divide, or pad="reflect".') from error
+            raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
         raise
     return trace(model, (batch, channels, *size), whole=True)

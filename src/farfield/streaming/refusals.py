@@ -1,4 +1,4 @@
-"""Layers that need the whole grid beside attention: refused by name, as tiles would not give what the whole gives."""
+"""Refuse layers other than attention that need the whole grid: tiles would not give the result of the whole."""
 
 from __future__ import annotations
 
@@ -14,63 +14,67 @@ from farfield.nn import SqueezeExcite
 
 
 class NotLocalError(ValueError):
-    """A layer that is no attention needs more of the grid than a tile has."""
+    """A layer other than attention needs more of the grid than a tile has."""
 
 
 def always(module: nn.Module) -> bool:
-    """Whatever its options."""
+    """Return True: the layer is global with any options."""
     return True
 
 
-def by_its_own_statistics(module: nn.Module) -> bool:
-    """Whether a norm reads mean and variance off the grid, in eval mode too."""
+def has_no_running_statistics(module: nn.Module) -> bool:
+    """Whether a norm computes mean and variance from the grid, in eval mode too."""
     return getattr(module, "running_mean", None) is None
 
 
-def around_the_border(module: nn.Module) -> bool:
-    """Whether a convolution continues a side at its other end."""
+def is_circular(module: nn.Module) -> bool:
+    """Whether a convolution has circular padding."""
     return getattr(module, "padding_mode", "") == "circular"
 
 
-def by_corners(module: nn.Module) -> bool:
-    """Whether where a position is read depends on the sides."""
+def aligns_corners(module: nn.Module) -> bool:
+    """Whether a layer has `align_corners=True`, so that its sampling positions depend on the grid's size."""
     return bool(getattr(module, "align_corners", None))
 
 
 BATCH_NORM = "batch norm with running statistics"
-# Kind -> when it is global, what it does with the whole grid, what does not.
+# Type -> whether a module of it is global, what it does with the whole grid, the layer to use in its place.
 GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
-    nn.GroupNorm: (always, "norms by the statistics of the whole grid", BATCH_NORM),
-    _InstanceNorm: (by_its_own_statistics, "norms by the statistics of the whole grid", BATCH_NORM),
-    _BatchNorm: (by_its_own_statistics, "norms by the statistics of the whole grid", BATCH_NORM),
-    SqueezeExcite: (always, "reads the means of the whole grid", 'GridAttention, "siamese_local" for example'),
-    _AdaptiveAvgPoolNd: (always, "pools windows that depend on the sides", "pooling by a fixed window"),
-    _AdaptiveMaxPoolNd: (always, "pools windows that depend on the sides", "pooling by a fixed window"),
-    nn.Upsample: (by_corners, "has align_corners=True, so that positions shift with the sides", "align_corners=False"),
+    nn.GroupNorm: (always, "normalizes by the statistics of the whole grid", BATCH_NORM),
+    _InstanceNorm: (has_no_running_statistics, "normalizes by the statistics of the whole grid", BATCH_NORM),
+    _BatchNorm: (has_no_running_statistics, "normalizes by the statistics of the whole grid", BATCH_NORM),
+    SqueezeExcite: (always, "needs the means of the whole grid", 'GridAttention, "siamese_local" for example'),
+    _AdaptiveAvgPoolNd: (always, "pools windows that depend on the grid's size", "pooling by a fixed window"),
+    _AdaptiveMaxPoolNd: (always, "pools windows that depend on the grid's size", "pooling by a fixed window"),
+    nn.Upsample: (
+        aligns_corners,
+        "has align_corners=True, so that sampling positions depend on the grid's size",
+        "align_corners=False",
+    ),
     nn.MultiheadAttention: (always, "attends to all positions", "GridAttention"),
-    _ConvNd: (around_the_border, "pads each side by its other end", 'another padding_mode, "zeros" for example'),
+    _ConvNd: (is_circular, "has circular padding", 'another padding_mode, "zeros" for example'),
 }
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Refuse a model in training: norms would move, dropout would drop."""
-    found = [(path, module) for path, module in model.named_modules() if module.training]
-    found.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
-    for path, module in found[:1]:
-        raise ValueError(f"predict_whole: {named(path, module)} is in training; fix: model.eval().")
+    """Refuse a model in training mode: running statistics would change, and dropout would be active."""
+    training = [(path, module) for path, module in model.named_modules() if module.training]
+    training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
+    for path, module in training[:1]:
+        raise ValueError(f"predict_whole: {describe_module(path, module)} is in training; fix: model.eval().")
 
 
 def refuse_global(model: nn.Module) -> None:
-    """Refuse layers of known kinds that need the whole grid, whatever the tiles."""
+    """Refuse layers of known types that need the whole grid, whatever the tiles."""
     for path, module in model.named_modules():
         for kind, (is_global, what, instead) in GLOBAL.items():
             if isinstance(module, kind) and is_global(module):
                 raise NotLocalError(
-                    f"predict_whole: {named(path, module)} {what}, which no tile has; fix: {instead} in its place, or "
-                    f"model(volume) where the volume fits in memory."
+                    f"predict_whole: {describe_module(path, module)} {what}, which no tile has; fix: {instead} in its "
+                    f"place, or model(volume) where the volume fits in memory."
                 )
 
 
-def named(path: str, module: nn.Module) -> str:
-    """A module by kind and path."""
+def describe_module(path: str, module: nn.Module) -> str:
+    """Return a module's type and path."""
     return f'{type(module).__name__} at "{path}"' if path else type(module).__name__

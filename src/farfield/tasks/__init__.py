@@ -1,6 +1,6 @@
-"""One LightningModule a file: it takes a network as its argument, and knows neither models nor data.
+"""Training tasks, one LightningModule per file; each takes a network as an argument and imports no models and no data.
 
 Needs the extra `train`. Modules: `classify`, `segment`, `restore`, `detect`, `stereo`, `masked_lm` and `generate` (the
-tasks), `checkpoints` (atomic writing, safe reading, export), `logs` (a run's folder), and what `farfield predict`
-writes: `predictions`, `restoring`, `detections`, `disparities`, `filled` and `samples`.
+tasks), `checkpoints` (atomic writing, safe reading, export), `logs` (a run's folder), and the writers of
+`farfield predict`: `predictions`, `restoring`, `detections`, `disparities`, `filled` and `samples`.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, that run nothing when they are read, and say what is wrong with them."""
+"""Checkpoints: written atomically, read without running code, refused with the reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHOWN = 5
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the text names the file and what is wrong."""
+    """A checkpoint cannot be written or read; the text names the file and the reason."""
 
 
 class AtomicCheckpoints(CheckpointIO):
-    """Write each checkpoint beside its place, flush it to the disk, then rename it; read tensors and plain values only.
+    """Write each checkpoint to a temporary file beside its target, flush it, then rename it; read only plain data.
 
-    Renaming replaces the previous file at once: a full disk or a kill leaves that one as it was. (Lightning's own
-    writer keeps the half-written file in the system's temporary folder, often another disk, from where it is copied.)
+    Renaming replaces the previous file at once: a full disk or a kill leaves that one unchanged. (Lightning's own
+    writer has its temporary file in the system's temporary folder, often on another disk, and copies it from there.)
 
     Example:
         >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
@@ -42,7 +42,7 @@ class AtomicCheckpoints(CheckpointIO):
         """Write a checkpoint.
 
         Raises:
-            CheckpointError: If the folder may not be written to, or the disk is full.
+            CheckpointError: If the folder is not writable, or the disk is full.
         """
         with written(Path(path)) as file:
             torch.save(checkpoint, file)
@@ -51,7 +51,7 @@ class AtomicCheckpoints(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Read a checkpoint; nothing in it is executed, whatever `weights_only` says.
+        """Read a checkpoint; nothing in it is executed, whatever the value of `weights_only`.
 
         Raises:
             CheckpointError: If there is no such file, or it is damaged, or holds more than tensors and plain values.
@@ -59,9 +59,9 @@ class AtomicCheckpoints(CheckpointIO):
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, if it is there and this run writes into its folder.
+        """Remove a checkpoint, if it exists and this run has written into its folder.
 
-        Which files a run replaces is read from the checkpoint it goes on with, which can name any file.
+        The files that a resumed run removes are named in its checkpoint, which could name any file.
         """
         if Path(path).parent.resolve() in self.folders and Path(path).suffix == ".ckpt":
             Path(path).unlink(missing_ok=True)
@@ -69,10 +69,10 @@ class AtomicCheckpoints(CheckpointIO):
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that appears at `path` whole, when the block ends without an error, or not at all.
+    """Open a temporary file and move it to `path` when the block ends without an error; otherwise remove it.
 
     Raises:
-        CheckpointError: If the folder may not be written to, or the disk is full.
+        CheckpointError: If the folder is not writable, or the disk is full.
     """
     beside: str | None = None
     try:
@@ -82,7 +82,7 @@ def written(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp leaves the file to its owner alone; give it what any new file here gets.
+        # mkstemp makes a file for its owner alone; set the permissions of any new file.
         os.umask(mask := os.umask(0))
         os.chmod(beside, 0o666 & ~mask)
         os.replace(beside, path)
@@ -99,13 +99,13 @@ def written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder, and refuse it if nothing can be written there.
+    """Create a folder, and refuse it if no file can be written there.
 
     Raises:
         CheckpointError: With the reason.
     """
     try:
-        with tempfile.TemporaryFile(dir=_made(folder)) as file:
+        with tempfile.TemporaryFile(dir=_make_folder(folder)) as file:
             file.write(b"farfield")
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error.strerror or error}.") from error
@@ -139,18 +139,18 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     return checkpoint
 
 
-def check_same_network(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Refuse a state dict that is not the network's.
+def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse the state dict of another network.
 
     Raises:
         CheckpointError: If names or shapes differ; it names the first few.
     """
-    absent = [name for name in expected if name not in found]
-    added = [name for name in found if name not in expected]
+    absent = [name for name in expected if name not in given]
+    added = [name for name in given if name not in expected]
     differing = [
-        f"{name} {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        f"{name} {tuple(given[name].shape)}, not {tuple(expected[name].shape)}"
         for name in expected
-        if name in found and found[name].shape != expected[name].shape
+        if name in given and given[name].shape != expected[name].shape
     ]
     if not (absent or added or differing):
         return
@@ -166,15 +166,15 @@ def check_same_network(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
 def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path | None:
     """Write the network with the best weights of a fit to `folder`, as safetensors with its configuration.
 
-    The file is `model.safetensors`; a network with `save_pretrained` writes it itself, and `from_pretrained` reads it.
+    The file is `model.safetensors`. A network with `save_pretrained` writes it itself, for `from_pretrained`.
 
     Args:
         trainer: The trainer after `fit`.
-        module: A task with a `network`; its method `exported`, if it has one, returns what is written in its place.
-        folder: Where to write.
+        module: A task with a `network`. If it has a method `exported`, the network that it returns is written instead.
+        folder: The folder to write to.
 
     Returns:
-        The folder; None in other processes than the first, or if the fit wrote no checkpoint.
+        The folder; None in all processes except the first, or if the fit wrote no checkpoint.
     """
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if not (trainer.is_global_zero and best):
@@ -183,7 +183,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     exported: Callable[[], Any] | None = getattr(module, "exported", None)
     network: Any = module.network if exported is None else exported()
     save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
-    with tempfile.TemporaryDirectory(dir=_made(folder), prefix=".") as beside:
+    with tempfile.TemporaryDirectory(dir=_make_folder(folder), prefix=".") as beside:
         if save is None:
             save_model(network, os.path.join(beside, "model.safetensors"))
         else:
@@ -193,6 +193,6 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     return folder
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,4 +1,4 @@
-"""Classification of images: the loss, the optimiser with the papers' schedule, and what is measured."""
+"""Classification of images: the loss, the optimiser with the papers' schedule, and the measures."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from farfield.tasks.replay import Replay
 Decay = Literal["weights", "weights and depthwise", "all"]
 Schedule = Literal["cosine", "one-cycle"]
 
-# What momentum falls to while the learning rate of one cycle is largest.
+# Momentum at the highest learning rate of the one-cycle schedule.
 LEAST_MOMENTUM = 0.85
 
 
 class Predicted(NamedTuple):
-    """What `predict_step` returns for a batch: names of the images, the likeliest class of each, its probability."""
+    """Result of `predict_step` for a batch: image names, the likeliest class of each image, its probability."""
 
     names: list[str]
     classes: Tensor
@@ -43,37 +43,37 @@ class Predicted(NamedTuple):
 
 
 class Classify(LightningModule):
-    """Train a network that turns images into one score a class, with the settings of KAN and SAN as defaults.
+    """Train a network that computes one score per class of an image; defaults are the settings of KAN and SAN.
 
-    SGD with momentum; the learning rate falls to a tenth after the epochs of `schedule`. Weight decay acts on weights
-    of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and attention's own
-    vectors: so the papers' authors did it in the code they published. Logged: `train/loss`, `val/loss`, `val/accuracy`,
-    `val/top5` where there are more than five classes, the same for `test`, and `learning_rate`.
+    SGD with momentum; the learning rate is divided by ten after the epochs of `schedule`. Weight decay acts on weights
+    of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and the weight vectors of
+    attention, as in the code that the authors of the papers published. Logged: `train/loss`, `val/loss`,
+    `val/accuracy`, `val/top5` if there are more than five classes, the same for `test`, and `learning_rate`.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to scores `(batch, classes)`.
         learning_rate: Learning rate of the first epoch (after the warm-up, if any).
         momentum: Momentum of SGD.
-        nesterov: Whether the momentum is Nesterov's.
-        weight_decay: L2 penalty of the weights that decay.
-        decay: Which do: `"weights"` of convolutions and linear layers, those `"weights and depthwise"` kernels, or
-            `"all"` parameters.
-        schedule: Epochs after which the learning rate falls to a tenth, or `"cosine"` for half a cosine in all, or
-            `"one-cycle"` (Smith and Topin 2018): every step it changes, rising from a 25th over `warmup_epochs`, then
-            falling to nothing by half a cosine, while the momentum falls to 0.85 and comes back.
-        warmup_epochs: Epochs over which the learning rate first rises, from a tenth.
-        label_smoothing: Share of the target that is spread over all classes.
-        channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
+        nesterov: Whether SGD uses Nesterov momentum.
+        weight_decay: L2 penalty of the parameters chosen by `decay`.
+        decay: Parameters with weight decay: `"weights"` for the weights of convolutions (except depthwise ones) and
+            linear layers, `"weights and depthwise"` to include depthwise kernels, or `"all"` parameters.
+        schedule: Epochs after which the learning rate is divided by ten, or `"cosine"` for half a cosine over the whole
+            training, or `"one-cycle"` (Smith and Topin 2018): it changes at every step, rises from a 25th over
+            `warmup_epochs`, then falls to about 0 by half a cosine, while the momentum falls to 0.85 and rises again.
+        warmup_epochs: Epochs over which the learning rate rises at first, from a tenth.
+        label_smoothing: Share of the target distribution that is spread over all classes.
+        channels_last: Whether images and weights have the channels-last memory format, which is faster on most
             processors.
 
     Attributes:
-        mirrors: Whether scores in evaluation and prediction are means over an image and its mirror image; False, and
-            True under `MirroredScores`.
+        mirrors: Whether scores in evaluation and prediction are means over an image and its mirror image. False; the
+            callback `MirroredScores` sets it to True.
 
     Raises:
-        ShapeError: In the first batch, if the network's scores are not one for each class of the data.
+        ShapeError: In the first batch, if the network does not return one score for each class of the data.
 
     Reference:
         KAN §4.1, SAN Appendix
@@ -99,7 +99,7 @@ class Classify(LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network, self.mirrors = network, False
         if channels_last:
@@ -135,11 +135,11 @@ class Classify(LightningModule):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> Predicted:
         """Return the likeliest class of each image of a batch."""
         images, names = batch
-        probabilities, classes = self._judged(images).float().softmax(1).max(1)
+        probabilities, classes = self._evaluation_scores(images).float().softmax(1).max(1)
         return Predicted(list(names), classes.cpu(), probabilities.cpu())
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return SGD on two groups of parameters, of which one decays, and its schedule."""
+        """Return SGD on two groups of parameters, with and without weight decay, and its schedule."""
         settings = self.hparams
         decayed = set(decayed_parameters(self.network, settings["decay"]))
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
@@ -157,21 +157,21 @@ class Classify(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
-    def _judged(self, images: Tensor) -> Tensor:
-        """Return the scores of evaluation and prediction."""
+    def _evaluation_scores(self, images: Tensor) -> Tensor:
+        """Return the scores for evaluation and prediction."""
         scores: Tensor = self(images)
         return (scores + self(images.flip(-1))) / 2 if self.mirrors else scores
 
-    def _scores(self, batch: tuple[Tensor, Tensor], judge: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _scores(self, batch: tuple[Tensor, Tensor], score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        scores = judge(images)
+        scores = score(images)
         classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
         if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
             expected = f"the data's {len(classes)} classes" if classes else "each class"
@@ -181,7 +181,7 @@ class Classify(LightningModule):
         return scores, labels
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        scores, labels = self._scores(batch, self._judged)
+        scores, labels = self._scores(batch, self._evaluation_scores)
         scores = scores.float()
         values = {"loss": functional.cross_entropy(scores, labels)}
         for name, number in (("accuracy", 1), ("top5", 5)):
@@ -191,7 +191,7 @@ class Classify(LightningModule):
         self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
     def _scheduler(self, optimizer: Optimizer) -> LRScheduler | LRSchedulerConfigType:
-        """Return the schedule with its warm-up: one cycle a step, others an epoch."""
+        """Return the schedule with its warm-up; one-cycle changes per step, the others per epoch."""
         schedule, warmup, rate = (self.hparams[name] for name in ("schedule", "warmup_epochs", "learning_rate"))
         epochs = self.trainer.max_epochs or 1
         main: LRScheduler
@@ -199,7 +199,7 @@ class Classify(LightningModule):
             momentum = self.hparams["momentum"]
             bounds = {"base_momentum": min(LEAST_MOMENTUM, momentum), "max_momentum": momentum}
             steps = max(2, int(self.trainer.estimated_stepping_batches))
-            # torch divides by the steps of the rise less one, and by those of the fall.
+            # torch divides by (steps of the rise - 1) and by the steps of the fall.
             share = min(1 - 0.5 / steps, max(warmup / epochs, 1.5 / steps))
             cycle = OneCycleLR(optimizer, rate, steps, pct_start=share, **bounds)
             return {"scheduler": cycle, "interval": "step"}
@@ -216,11 +216,11 @@ class Classify(LightningModule):
 class MirroredScores(Callback):
     """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
 
-    A callback of the trainer, since it is no setting of training: `--trainer.callbacks+
+    It is a callback of the trainer, because it is not a setting of training: `--trainer.callbacks+
     farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
 
     Raises:
-        TypeError: At the start, if the task is another one.
+        TypeError: At the start, if the task is not `Classify`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -228,7 +228,7 @@ class MirroredScores(Callback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tell the task."""
+        """Set `mirrors` of the task."""
         if not isinstance(pl_module, Classify):
             name = type(pl_module).__name__
             raise TypeError(f"MirroredScores: {name} has no scores of images; fix: leave this callback out.")
@@ -236,7 +236,7 @@ class MirroredScores(Callback):
 
 
 def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
-    """List the parameters that weight decay acts on.
+    """List the parameters with weight decay.
 
     Args:
         network: Any module.
@@ -253,9 +253,9 @@ def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
     """
     if decay == "all":
         return list(network.parameters())
-    found: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
     for module in network.modules():
         depthwise = isinstance(module, _ConvNd) and 1 < module.groups == module.in_channels
         if isinstance(module, nn.Linear | _ConvNd) and (not depthwise or decay != "weights"):
-            found += [weight for name, weight in module.named_parameters(recurse=False) if name == "weight"]
-    return found
+            decayed += [weight for name, weight in module.named_parameters(recurse=False) if name == "weight"]
+    return decayed

@@ -20,9 +20,9 @@ from farfield.tasks.replay import Replay
 
 # Share of the learning rate at the first step.
 WARM = 1e-3
-# What torchmetrics calls the precisions of what is measured, alone or side by side.
+# torchmetrics' keys of precisions, for boxes alone or boxes and masks -> kind of object.
 KINDS = {"precision": "box", "bbox_precision": "box", "segm_precision": "mask"}
-# What is logged in validation.
+# Measures that are logged in validation.
 BRIEF = ("ap", "ap50", "ap75")
 AREAS = ("all", "small", "medium", "large")
 
@@ -30,10 +30,10 @@ Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 
 class Detected(NamedTuple):
-    """What `predict_step` returns for a batch: of each image its path, name and number, and what was found.
+    """Result of `predict_step` for a batch: path, name, number and detections of each image.
 
-    `found` has entries of COCO's results: `bbox` as x, y, width and height, `score`, `segmentation` as RLE where the
-    network gives masks, and `label`, which is a category's place from 1 and not its id.
+    `found` holds the detections as entries of COCO's results: `bbox` as x, y, width and height, `score`, `segmentation`
+    as RLE if the network predicts masks, and `label`: the position of the category, from 1, and not its id.
     """
 
     paths: list[str]
@@ -43,36 +43,38 @@ class Detected(NamedTuple):
 
 
 class Detect(LightningModule):
-    """Train a detector that is called as torchvision's are, with FA's settings and torchvision's as defaults.
+    """Train a detector with the interface of torchvision's; defaults are the settings of FA and of torchvision.
 
-    `learning rate = lr_per_image · images a step`, a tenth of it from each milestone on
+    `learning rate = lr_per_image · images per step`, divided by ten at each milestone
 
-    FA gives 1.25e-4 for batches of 64, which is 640 times below the usual 0.02 for 16. Where it comes from learning
-    rates are given per image; 1.25e-3 for each, 0.02 for 16 and 0.08 for 64, is the default here, and
-    `learning_rate` takes the printed number as it stands.
+    FA gives 1.25e-4 for batches of 64, which is 640 times below the usual 0.02 for 16. The framework of its authors has
+    learning rates per image. The default here is 1.25e-3 per image, 0.02 for 16 and 0.08 for 64; `learning_rate` sets
+    the learning rate itself, e.g. to the printed number.
 
-    SGD with momentum, warmed up linearly. The loss is the sum of torchvision's. Average precision is COCO's, by
+    SGD with momentum and a linear warm-up. The loss is the sum of torchvision's losses. Average precision is COCO's, by
     pycocotools: the mean over ten overlaps from 0.50 to 0.95, all images and all classes that occur. Logged:
-    `train/loss` and its terms, `learning_rate`, `val/box_ap`, `val/box_ap50`, `val/box_ap75`, the same for masks where
+    `train/loss` and its terms, `learning_rate`, `val/box_ap`, `val/box_ap50`, `val/box_ap75`, the same for masks if
     network and data have them, and for `test` also of `small`, `medium` and `large` objects and of each class. It is -1
-    where there is no such object.
+    if there is no such object.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
-        network: From a list of images, and in training their targets, to a dictionary of losses; in evaluation to
-            `boxes`, `labels`, `scores` and perhaps `masks` of each image.
-        lr_per_image: Learning rate for each image of a step, on all devices together.
-        learning_rate: Taken as it stands in place of that.
+        network: Module with the interface of torchvision's detectors: from a list of images and, in training, their
+            targets; it returns a dictionary of losses in training, and `boxes`, `labels`, `scores` and optionally
+            `masks` of each image in evaluation.
+        lr_per_image: Learning rate per image of a step, over all devices.
+        learning_rate: The learning rate itself, in place of `lr_per_image`.
         momentum: Momentum of SGD.
         weight_decay: L2 penalty of all weights.
-        warmup: Steps in which the learning rate rises to its own.
-        milestones: Epochs, from 0, from which it is a tenth.
-        max_detections: How many objects of an image and class are measured, the surest: COCO's 100, or more where an
-            image has more.
+        warmup: Steps over which the learning rate rises to its full value.
+        milestones: Epochs, counted from 0, at whose start the learning rate is divided by ten.
+        max_detections: How many detections per image and class are measured, those with the highest scores: COCO's 100,
+            or more if an image has more objects.
 
     Raises:
-        ValueError: If the network has other classes than the data; in the first batch, if it has masks and they none.
+        ValueError: If network and data have different numbers of classes; in the first batch, if the network has masks
+            and the data have none.
 
     Reference: FA §4.1.
 
@@ -97,24 +99,24 @@ class Detect(LightningModule):
         max_detections: int = 100,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         self.measures: MeanAveragePrecision | None = None
-        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> Any:
-        """Return the losses in training, and otherwise what is found in each image."""
+        """Return the losses in training, and otherwise the detections in each image."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         dtype = next((weight.dtype for weight in self.network.parameters()), torch.float32)
         images = [image.to(dtype) for image in images]
         return self.network(images) if targets is None else self.network(images, targets)
 
     def on_fit_start(self) -> None:
-        """Refuse a network of other classes than the data."""
+        """Refuse a network whose number of classes is not that of the data."""
         own, classes = getattr(self.network, "num_classes", None), self.classes
         if classes and own not in (None, len(classes)):
             raise ValueError(
@@ -146,11 +148,11 @@ class Detect(LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Compare what is found in validation images with what is there."""
+        """Compare detections in validation images with the annotations."""
         self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Compare what is found in test images with what is there."""
+        """Compare detections in test images with the annotations."""
         self._evaluate(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -163,12 +165,12 @@ class Detect(LightningModule):
         self.log_dict({f"test/{name}": value for name, value in self._measure().items()})
 
     def predict_step(self, batch: tuple[list[Tensor], list[str], list[str], list[int]], batch_idx: int) -> Detected:
-        """Return what is found in the images, as COCO's results."""
+        """Return the detections in the images, as COCO's results."""
         images, paths, names, numbers = batch
-        return Detected(paths, names, numbers, [entries_of(found) for found in self(images)])
+        return Detected(paths, names, numbers, [entries_of(detections) for detections in self(images)])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return SGD on what is trained, the warm-up, a step a step, and the milestones, an epoch a step."""
+        """Return SGD on the trained parameters, the warm-up, which changes per step, and the milestones, per epoch."""
         settings = self.hparams
         optimizer = torch.optim.SGD(
             [weight for weight in self.network.parameters() if weight.requires_grad],
@@ -183,11 +185,11 @@ class Detect(LightningModule):
         return [optimizer], schedules
 
     def rate(self) -> float:
-        """The learning rate: as it is given, or that of an image times the images of a step."""
+        """Return the learning rate: as given, or `lr_per_image` times the images per step."""
         settings, trainer = self.hparams, self.trainer
         if settings["learning_rate"] is not None:
             return settings["learning_rate"]
-        # This makes the trainer load its loaders.
+        # Reading this property makes the trainer set up its data loaders.
         _ = trainer.estimated_stepping_batches
         size = getattr(trainer.train_dataloader, "batch_size", None)
         if size is None:
@@ -195,42 +197,42 @@ class Detect(LightningModule):
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     @property
     def classes(self) -> list[str]:
-        """The data's classes, where there are data that name them."""
+        """Names of the data's classes; empty if there are none."""
         return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
 
     def _evaluate(self, batch: Batch) -> None:
         images, targets = batch
-        found = [dict(each) for each in self(images)]
-        masks = "masks" in found[0] and "masks" in targets[0]
+        detections = [dict(each) for each in self(images)]
+        masks = "masks" in detections[0] and "masks" in targets[0]
         if self.measures is None:
             self.measures = measures_of(masks, self.hparams["max_detections"]).to(self.device)
         if masks:
-            for each in found:
+            for each in detections:
                 each["masks"] = solid(each["masks"])
-        self.measures.update(found, targets)
+        self.measures.update(detections, targets)
 
     def _measure(self) -> dict[str, float]:
-        """Return each average precision by its name, `box_ap50` or `mask_ap/nucleus`; none before the first image."""
+        """Return name -> average precision, e.g. `box_ap50` or `mask_ap/nucleus`; empty before the first image."""
         return {} if self.measures is None else precisions(self.measures.compute(), self.classes)
 
 
 def gives_masks(network: nn.Module) -> bool:
-    """Whether a network has the mask head of torchvision's detectors."""
+    """Return whether a network has the mask head of torchvision's detectors."""
     return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
 def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
     """Build COCO's average precision of boxes, and of masks."""
-    # Its own mean is that of 100 objects and -1 for any other number; `precisions` takes the mean for the last number.
+    # Its own mean is -1 for limits other than 100 objects; `precisions` takes the mean for the last limit instead.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
         max_detection_thresholds=[max_detections] * 3,
@@ -242,7 +244,7 @@ def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
 
 
 def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Take the means that COCO reports, and those of each class, from its precisions.
+    """Compute the means that COCO reports, and those of each class, from its precisions.
 
     Args:
         computed: `precision`, or `bbox_precision` and `segm_precision` (overlaps, recalls, classes, areas, limits), and
@@ -250,44 +252,44 @@ def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict
         classes: Names of the labels from 1.
 
     Returns:
-        Name -> average precision, -1 where there is nothing to find.
+        Name -> average precision, -1 if there is no object.
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for key, name in KINDS.items():
         if key not in computed:
             continue
-        # Objects of all sizes come first, and so do overlaps of 0.50, with 0.75 five further.
+        # Index 0 of areas is all sizes; index 0 of overlaps is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
-        found |= {f"{name}_ap": mean_of(values[..., 0])}
-        found |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}
-        found |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(AREAS) if place}
+        result |= {f"{name}_ap": mean_of(values[..., 0])}
+        result |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}
+        result |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(AREAS) if place}
         for place, label in enumerate(computed["classes"].reshape(-1).tolist()):
             if classes:
-                found[f"{name}_ap/{classes[label - 1]}"] = mean_of(values[:, :, place, 0])
-    return found
+                result[f"{name}_ap/{classes[label - 1]}"] = mean_of(values[:, :, place, 0])
+    return result
 
 
 def mean_of(values: Tensor) -> float:
-    """Mean of the precisions that there are; COCO writes -1 where there is nothing to find."""
-    there = values[values > -1]
-    return float(there.mean()) if len(there) else -1.0
+    """Return the mean of the defined precisions; COCO has -1 where there is no object."""
+    defined = values[values > -1]
+    return float(defined.mean()) if len(defined) else -1.0
 
 
 def solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
-    """Masks of ones and zeros: where an object is likelier than not."""
+    """Return binary masks: 1 where the probability of the object is above one half."""
     return (masks[:, 0] > 0.5).to(torch.uint8)
 
 
-def entries_of(found: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Write what was found in an image as entries of COCO's results, with labels in the place of category ids."""
-    corners = found["boxes"].double().cpu()
+def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return the detections in an image as entries of COCO's results, with labels in place of category ids."""
+    corners = detections["boxes"].double().cpu()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
-    labels, scores = found["labels"].tolist(), found["scores"].double().tolist()
+    labels, scores = detections["labels"].tolist(), detections["scores"].double().tolist()
     entries: list[dict[str, Any]] = [
         {"bbox": box, "score": score, "label": label} for box, score, label in zip(boxes, scores, labels, strict=True)
     ]
-    if "masks" in found:
-        for entry, mask in zip(entries, solid(found["masks"]).cpu().numpy(), strict=True):
+    if "masks" in detections:
+        for entry, mask in zip(entries, solid(detections["masks"]).cpu().numpy(), strict=True):
             rle = coco.encode(np.asfortranarray(mask))
             entry["segmentation"] = {"size": list(rle["size"]), "counts": rle["counts"].decode("ascii")}
     return entries

@@ -1,4 +1,4 @@
-"""What `farfield predict` writes of detections: COCO's results, and pictures with boxes and masks."""
+"""Output of `farfield predict` for detection: COCO's results, and pictures with boxes and masks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from farfield.tasks.predictions import PALETTE, PredictionFolder, beside
 class DetectionFolder(PredictionFolder):
     """Write the predictions of `Detect` to a folder: `results.json` and `pictures/<name>.jpg`.
 
-    `results.json` is in COCO's format of results, with the ids of images and categories that the annotations have, and
-    each image's `file_name`; images of other folders are numbered from 1 in the order of their names. It holds all that
-    was found; pictures show what is surer than `draw_above`, each object in a colour of its own. An image that the
-    annotations look for outside their folder has the picture `<last part of its name>-<id>.jpg`.
+    `results.json` has COCO's format of results, with the annotations' ids of images and categories and the `file_name`
+    of each image; images of other folders are numbered from 1 in the order of their names. It holds all detections;
+    pictures show those with a score above `draw_above`, each object in its own colour. If the annotations name an image
+    outside their folder, its picture is `<last part of its name>-<id>.jpg`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
-        draw_above: Score from which an object is drawn; 1 draws none.
+        draw_above: Score above which an object is drawn; 1 draws none.
 
     Raises:
-        FileExistsError: Before anything is predicted, if the folder is there and not empty.
+        FileExistsError: Before the first prediction, if the folder exists and is not empty.
         CheckpointError: If a file cannot be written.
     """
 
@@ -44,7 +44,7 @@ class DetectionFolder(PredictionFolder):
         self.results: list[dict[str, Any]] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a folder that holds something, and begin with no results."""
+        """Refuse a folder that is not empty, and clear the results."""
         super().on_predict_start(trainer, pl_module)
         self.results = []
 
@@ -72,7 +72,7 @@ class DetectionFolder(PredictionFolder):
                 picture.save(file, "JPEG", quality=90)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the results of all processes, write them, and give the folder its name."""
+        """Gather the results of all processes, write them, and move the folder to its final name."""
         results = [self.results]
         if trainer.world_size > 1:
             results = [[] for _ in range(trainer.world_size)]
@@ -84,7 +84,7 @@ class DetectionFolder(PredictionFolder):
 
 
 def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Join the results of several processes, an image that two of them read once."""
+    """Merge the results of several processes; an image that two processes predicted counts once."""
     by_image: dict[Any, list[dict[str, Any]]] = {}
     for part in parts:
         own: dict[Any, list[dict[str, Any]]] = {}
@@ -97,7 +97,7 @@ def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 def drawn(
     path: str, entries: Sequence[Mapping[str, Any]], classes: Sequence[str], above: float
 ) -> UInt8[Tensor, "3 h w"]:
-    """Draw over an image the masks, boxes and, if there are several classes, names of what is surer than a score."""
+    """Draw masks, boxes and, if there are several classes, names of the detections with a score above `above`."""
     with Image.open(path) as opened:
         image = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
     entries = [entry for entry in entries if entry["score"] > above]

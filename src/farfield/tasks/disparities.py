@@ -1,4 +1,4 @@
-"""What `farfield predict` writes of stereo pairs: a folder of disparities, as numbers and as colours."""
+"""Output of `farfield predict` for stereo: a folder of disparities, as numbers and as colours."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251,
 class DisparityFolder(PredictionFolder):
     """Write the predictions of `Stereo` to a folder: `disparity/<name>.pfm` and `colours/<name>.png`.
 
-    The PFM files hold pixels, little-endian, and are of the left images' sizes. Colours go from blue, 0, to red, the
-    largest disparity of the pair. How the folder appears, and what it is refused for: see `PredictionFolder`.
+    The PFM files hold disparities in pixels, little-endian, in the size of the left image. Colours range from blue, 0,
+    to red, the largest disparity of the pair. `PredictionFolder` describes when the folder appears or is refused.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
@@ -41,18 +41,18 @@ class DisparityFolder(PredictionFolder):
         for path, name, values in zip(prediction.paths, prediction.names, prediction.disparities, strict=True):
             disparity = values.numpy()
             with written(self.output(trainer, "disparity", path, name, ".pfm")) as file:
-                # Pillow's name for the family that PFM belongs to.
+                # In Pillow, PFM is a variant of the format PPM.
                 Image.fromarray(disparity).save(file, "PPM")
             with written(self.output(trainer, "colours", path, name, ".png")) as file:
                 coloured(disparity).save(file, "PNG")
 
 
 def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
-    """Draw disparities in colours, as a palette image: blue 0, red the largest; black where there is no number.
+    """Draw disparities as a palette image: blue for 0, red for the largest, black where they are not finite.
 
     Args:
         disparity: `(height, width)`.
-        largest: What is red; the largest finite disparity by default.
+        largest: The disparity of red; the largest finite one by default.
 
     Example:
         >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
@@ -62,7 +62,7 @@ def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Im
     if largest is None:
         largest = float(disparity[finite].max(initial=0))
     share = np.clip(np.where(finite, disparity, 0) / max(largest, 1e-6), 0, 1)
-    # The first entry of the palette is for what is not known.
+    # The first entry of the palette is black, for unknown disparities.
     image = Image.fromarray(np.where(finite, 1 + np.rint(254 * share), 0).astype(np.uint8))
     stops = np.linspace(0, 1, len(COLOURS))
     rows = [np.interp(np.linspace(0, 1, 255), stops, channel) for channel in zip(*COLOURS, strict=True)]

@@ -1,4 +1,4 @@
-"""What `farfield predict` writes of masked language models: the likeliest words of every blank, as JSON or CSV."""
+"""Output of `farfield predict` for masked language models: the likeliest words of every blank, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ COLUMNS = ("name", "blank", "rank", "word", "probability")
 
 
 class FilledTable(BasePredictionWriter):
-    """Write the predictions of `MaskedLM` to a file: a row for each likely word as `.csv`, or all of it as `.json`.
+    """Write the predictions of `MaskedLM` to a file: `.csv` with a row for each likely word, or `.json`.
 
-    In JSON each sample has its name, its text as it was read, the text filled with the likeliest words, and for each
+    In JSON each sample has its name, its text as it was read, the text with the likeliest words filled in, and for each
     blank the likely words with their probabilities.
 
     Args:
         path: The file; None writes `predictions.json` into the trainer's `default_root_dir`.
 
     Raises:
-        ValueError: If the file's name ends in neither.
-        FileExistsError: Before anything is predicted, if the file is one that is read.
+        ValueError: If the file name ends in neither `.csv` nor `.json`.
+        FileExistsError: Before the first prediction, if the file is one of the inputs.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -42,19 +42,19 @@ class FilledTable(BasePredictionWriter):
         self.path = path
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a file that is read."""
+        """Refuse a file that is one of the inputs."""
         check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Gather the samples of all processes and write them, each once, in their order."""
+        """Gather the samples of all processes and write each once, in the order of the data."""
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         samples = {sample["name"]: sample for filled in predictions for sample in samples_of(filled, tokenizer)}
         if trainer.world_size > 1:
             gathered: list[Any] = [None] * trainer.world_size
             torch.distributed.all_gather_object(gathered, samples)
-            # Each process has every so-manieth sample.
+            # Process i of n has samples i, i + n, i + 2n and so on.
             turns = [list(part.values()) for part in gathered]
             longest = max(map(len, turns))
             samples = {part[turn]["name"]: part[turn] for turn in range(longest) for part in turns if turn < len(part)}
@@ -70,24 +70,24 @@ class FilledTable(BasePredictionWriter):
 
 
 def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Word the predictions of a batch."""
-    for name, words, found, probabilities in zip(*filled, strict=True):
+    """Yield the entry of each sample of a batch."""
+    for name, words, likeliest, probabilities in zip(*filled, strict=True):
         blanks = [
             [
                 {"word": tokenizer.convert_ids_to_tokens(int(word)), "probability": round(float(chance), 6)}
                 for word, chance in zip(*each, strict=True)
             ]
-            for each in zip(found, probabilities, strict=True)
+            for each in zip(likeliest, probabilities, strict=True)
         ]
         whole = words.clone()
-        whole[words == tokenizer.mask_token_id] = found[:, 0]
+        whole[words == tokenizer.mask_token_id] = likeliest[:, 0]
         ends = {tokenizer.cls_token_id, tokenizer.sep_token_id}
         texts = [tokenizer.decode([word for word in each.tolist() if word not in ends]) for each in (words, whole)]
         yield {"name": name, "text": texts[0], "filled": texts[1], "blanks": blanks}
 
 
 def as_csv(samples: Any) -> str:
-    """One row for each likely word of each blank."""
+    """Return a CSV table with one row for each likely word of each blank."""
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(COLUMNS)

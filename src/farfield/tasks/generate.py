@@ -1,4 +1,4 @@
-"""Generation of images by a generator and a discriminator that learn from each other: the losses, and samples."""
+"""Generation of images by a generator and a discriminator trained against each other: the losses, and samples."""
 
 from __future__ import annotations
 
@@ -21,46 +21,47 @@ from farfield.tasks.replay import Replay
 
 # Images in the picture of an epoch.
 SHOWN = 80
-# Batches and images a batch by which the statistics of the averaged generator's norms are measured.
+# Number of batches, and images per batch, for the batch norm statistics of the averaged generator.
 SETTLING = (16, 64)
 
 
 class Drawn(NamedTuple):
-    """What `predict_step` returns for a batch: the number of each sample, and its pixels."""
+    """Result of `predict_step` for a batch: the number of each sample, and its pixels."""
 
     places: list[int]
     images: UInt8[Tensor, "b 3 h w"]
 
 
 class Generate(LightningModule):
-    """Train a generator against a discriminator, with the settings of SAGAN as defaults.
+    """Train a generator against a discriminator; defaults are the settings of SAGAN.
 
     `discriminator: mean max(0, 1 - D(x)) + mean max(0, 1 + D(G(z)))`, `generator: -mean D(G(z))`
 
-    Adam without momentum, the discriminator four times as fast as the generator; classes of generated images are drawn
-    evenly. Images have pixels between -1 and 1. Samples come from an average of the generator's weights, whose batch
-    norms are measured anew at the end of every epoch; the weights that `fit` exports are those. Each epoch leaves a
-    picture, `samples/<epoch>.png`, always of the same noise, one class a column where there are up to twenty.
+    Adam without momentum, with a learning rate for the discriminator four times that of the generator; classes of
+    generated images are drawn uniformly. Images have pixels between -1 and 1. Samples come from a generator with
+    averaged weights, whose batch norm statistics are computed again at the end of every epoch; `fit` exports these
+    weights. Each epoch writes a picture, `samples/<epoch>.png`, always of the same noise, with one class per column if
+    there are up to twenty.
 
-    Logged: `train/discriminator` and `train/generator`, the losses, and `val/discriminator`, the discriminator's on
-    images it was not trained on. None of them says how good the images are, so the last epoch counts as the best one.
+    Logged: the losses `train/discriminator` and `train/generator`, and `val/discriminator`, that of the discriminator
+    on images it was not trained on. None of them measures the quality of images, so the last epoch counts as the best.
 
-    A checkpoint holds the networks' weights and these numbers; never the networks' code.
+    A checkpoint holds the networks' weights and the arguments below, never the networks' code.
 
     Args:
         network: A module with a `generator` from noise `(batch, noise_channels)` and labels to images, a
             `discriminator` from images and labels to scores, `noise_channels`, and `num_classes`, 0 for none.
-        learning_rate: Of the generator.
-        discriminator_rate: Of the discriminator.
-        betas: Of both Adams.
-        discriminator_steps: Steps of the discriminator for one of the generator.
-        averaging: How much of the averaged weights each step keeps; 0 takes samples from the generator itself.
-        sample_seed: Seed of the samples; others draw others.
-        channels_last: Whether images and weights are kept with channels last in memory, the faster layout on most
+        learning_rate: Learning rate of the generator.
+        discriminator_rate: Learning rate of the discriminator.
+        betas: Betas of both Adam optimizers.
+        discriminator_steps: Steps of the discriminator for each step of the generator.
+        averaging: Decay of the averaged weights per step; 0 takes samples from the generator itself.
+        sample_seed: Seed of the samples.
+        channels_last: Whether images and weights have the channels-last memory format, which is faster on most
             processors.
 
     Raises:
-        ValueError: Before the first step, if the data have other classes than the network.
+        ValueError: Before the first step, if network and data have different numbers of classes.
 
     Reference: FA §3.4, Zhang et al. 2019.
 
@@ -89,7 +90,7 @@ class Generate(LightningModule):
                 f"Generate: averaging must be from 0 to below 1 and discriminator_steps 1 at least, "
                 f"got {averaging=}, {discriminator_steps=}."
             )
-        # The networks themselves would be pickled into every checkpoint, and run on loading.
+        # The networks would be pickled into every checkpoint, and loading would execute their code.
         self.save_hyperparameters(ignore=["network", "sample_seed"])
         self.automatic_optimization = False
         self.network = cast(Any, network.to(memory_format=torch.channels_last) if channels_last else network)
@@ -100,12 +101,12 @@ class Generate(LightningModule):
             self.averaged = AveragedModel(self.network.generator, multi_avg_fn=average).requires_grad_(False)
 
     def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None) -> Float[Tensor, "b 3 h w"]:
-        """Return images of the generator that samples come from, pixels between -1 and 1."""
+        """Return images of the averaged generator, if there is one, with pixels between -1 and 1."""
         generator = self.network.generator if self.averaged is None else self.averaged
         return generator(noise, labels)
 
     def on_fit_start(self) -> None:
-        """Refuse data of other classes than the network's."""
+        """Refuse data whose number of classes is not that of the network."""
         classes = getattr(getattr(self.trainer, "datamodule", None), "classes", None)
         if classes and self.num_classes not in (0, len(classes)):
             raise ValueError(
@@ -114,14 +115,14 @@ class Generate(LightningModule):
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Take a step of the discriminator and, as often as it is due, one of the generator."""
+        """Take a step of the discriminator and, every `discriminator_steps` batches, one of the generator."""
         optimizers: Any = self.optimizers()
         for_generator, for_discriminator = optimizers
         loss = self._discriminator_loss(batch)
         self._step(for_discriminator, loss)
         self._log("train/discriminator", loss, len(batch[0]))
         if (batch_idx + 1) % self.hparams["discriminator_steps"] == 0:
-            # Without gradients for the discriminator's weights, which this step leaves alone.
+            # No gradients for the discriminator's weights, which this step does not change.
             self.toggle_optimizer(for_generator)
             labels, images = self._generated(len(batch[0]))
             loss = -self.network.discriminator(images, labels).mean()
@@ -132,7 +133,7 @@ class Generate(LightningModule):
                 self.averaged.update_parameters(self.network.generator)
 
     def on_train_epoch_end(self) -> None:
-        """Measure the norms of the averaged generator and leave a picture of what it draws."""
+        """Compute the batch norm statistics of the averaged generator, and write a picture of its samples."""
         if self.averaged is not None:
             batches, size = SETTLING
             update_bn([self._noise(size) for _ in range(batches)], self.averaged)
@@ -143,7 +144,7 @@ class Generate(LightningModule):
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the discriminator's loss on images that it was not trained on."""
+        """Log the discriminator's loss on validation images."""
         self._log("val/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -151,13 +152,13 @@ class Generate(LightningModule):
         self._log("test/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
     def predict_step(self, batch: Int[Tensor, " b"], batch_idx: int) -> Drawn:
-        """Return the samples of some numbers; a number's sample depends on `sample_seed` alone."""
+        """Return the samples with the given numbers; a sample depends only on its number and `sample_seed`."""
         places = batch.tolist()
         return Drawn(places, self.samples(places).cpu())
 
     @torch.no_grad()
     def samples(self, places: list[int] | range) -> UInt8[Tensor, "b 3 h w"]:
-        """Draw the samples of some numbers: sample i has its own noise, and class i modulo their number."""
+        """Draw the samples with the given numbers; sample i has its own noise and class i mod the number of classes."""
         noise = torch.stack([self._noise_of(place) for place in places]).to(self.device)
         labels = torch.tensor([place % max(1, self.num_classes) for place in places], device=self.device)
         training = self.training
@@ -168,29 +169,29 @@ class Generate(LightningModule):
 
     @property
     def columns(self) -> int:
-        """Samples side by side in a picture: one a class, or ten."""
+        """Number of samples in a row of a picture: that of classes, or ten."""
         return self.num_classes if 1 < self.num_classes <= 20 else 10
 
     def exported(self) -> nn.Module:
-        """Return the network as it is saved after a fit, its generator the averaged one."""
+        """Return the network that is saved after a fit, with the averaged generator."""
         network = copy.deepcopy(self.network)
         if self.averaged is not None:
             network.generator.load_state_dict(self.averaged.module.state_dict())
         return network
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """Return an Adam for each network."""
+        """Return an Adam optimizer for each network."""
         settings = self.hparams
         rates = {"generator": settings["learning_rate"], "discriminator": settings["discriminator_rate"]}
         betas = tuple(settings["betas"])
         return [Adam(getattr(self.network, part).parameters(), lr=rate, betas=betas) for part, rate in rates.items()]
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _discriminator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -205,7 +206,7 @@ class Generate(LightningModule):
         return F.relu(1 - real).mean() + F.relu(1 + false).mean()
 
     def _generated(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return labels and images of them, by the generator that is trained."""
+        """Return random labels and images of them from the generator that is trained."""
         labels = torch.randint(max(1, self.num_classes), (number,), device=self.device)
         return labels, self.network.generator(self._noise(number), labels)
 
@@ -214,7 +215,7 @@ class Generate(LightningModule):
         return torch.randn(number, self.network.noise_channels, device=self.device, dtype=like.dtype)
 
     def _noise_of(self, place: int) -> Tensor:
-        # torch reads 32 bits of a seed.
+        # torch uses 32 bits of a seed.
         mixed = int(np.random.SeedSequence((self.sample_seed, place)).generate_state(1)[0])
         random = torch.Generator().manual_seed(mixed)
         return torch.randn(self.network.noise_channels, generator=random)
@@ -230,12 +231,12 @@ class Generate(LightningModule):
 
 
 def sheet(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
-    """Lay images out in rows, a black gap between them.
+    """Arrange images in rows, with a black gap between them.
 
     Args:
-        images: Of one size.
-        columns: Images a row.
-        gap: Pixels between them.
+        images: Images of one size.
+        columns: Number of images per row.
+        gap: Width of the gap, in pixels.
 
     Example:
         >>> sheet(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape

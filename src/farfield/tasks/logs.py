@@ -1,4 +1,4 @@
-"""The folder of a run, and its CSV log, which a resumed run goes on with."""
+"""The folder of a run, and its CSV log, which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 
 class RunLog(CSVLogger):
-    """Lightning's CSV logger on a fixed folder; it keeps the rows of the run it resumes, up to its checkpoint.
+    """Lightning's CSV logger with a fixed folder; it keeps the rows of a resumed run up to its checkpoint.
 
     Args:
-        folder: Where `metrics.csv` lies.
-        resumed_at: Optimiser steps in the checkpoint that the run goes on from; rows of later steps are dropped, as
-            their epoch is played again. None starts the file over.
+        folder: The folder of `metrics.csv`.
+        resumed_at: Number of optimiser steps in the checkpoint that the run resumes; rows of later steps are removed,
+            because their epoch runs again. None starts a new file.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
@@ -32,10 +32,10 @@ class RunLog(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The writer, which starts with the rows that were kept."""
+        """The writer, which starts with the kept rows."""
         if self._experiment is None:
             with warnings.catch_warnings():
-                # What Lightning warns of is what is wanted: the file is written again, with the rows that were kept.
+                # Lightning warns that the folder is not empty; here the file is written again with the kept rows.
                 warnings.filterwarnings("ignore", message="Experiment logs directory")
                 writer = super().experiment
             writer.metrics = self.kept
@@ -44,7 +44,7 @@ class RunLog(CSVLogger):
 
 
 def number(folder: Path) -> int:
-    """Return the number of a run's folder `version_3`, or -1.
+    """Return the number of a run's folder, 3 for `version_3`; -1 for other names.
 
     Example:
         >>> number(Path("runs/digits/version_3"))
@@ -55,11 +55,11 @@ def number(folder: Path) -> int:
 
 
 def newest_run(root: Path, file: str) -> Path | None:
-    """Return the newest run in a folder that has a certain file."""
+    """Return the newest run in a folder that has the given file."""
     runs = sorted(root.glob("version_*"), key=number, reverse=True)
     return next((run for run in runs if (run / file).is_file()), None)
 
 
 def next_run(root: Path) -> Path:
-    """Return the first run that is not there yet."""
+    """Return the folder of the next run."""
     return root / f"version_{max((number(run) for run in root.glob('version_*')), default=-1) + 1}"

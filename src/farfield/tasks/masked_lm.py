@@ -1,4 +1,4 @@
-"""Masked language models: the loss where words are hidden, BERT's optimiser and schedule, and perplexity."""
+"""Masked language models: the loss at hidden words, BERT's optimiser and schedule, and perplexity."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from farfield._checks import shape_error
 from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.replay import Replay
 
-# Label of tokens that count nowhere.
+# Label of tokens that the loss and the measures ignore.
 IGNORED = -100
 
 
-# Numbers of words (batch, tokens), which of them are valid, the hidden words or -100, and names of the samples.
+# Ids of words (batch, tokens), the mask of valid ones, labels (the hidden words, else -100), names of the samples.
 Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
 class Filled(NamedTuple):
-    """What `predict_step` returns for a batch.
+    """Result of `predict_step` for a batch.
 
     Attributes:
-        names: Of the samples.
-        words: The words of each, as they were read, without padding.
-        found: For each sample `(blanks, top)`, the likeliest words of each blank, the likeliest first.
-        probabilities: Of those.
+        names: Names of the samples.
+        words: Ids of the words of each sample, as they were read, without padding.
+        found: For each sample `(blanks, top)`: the ids of the likeliest words of each blank, the likeliest first.
+        probabilities: Probabilities of the words in `found`.
     """
 
     names: list[str]
@@ -43,28 +43,28 @@ class Filled(NamedTuple):
 
 
 class MaskedLM(LightningModule):
-    """Train a network that gives each hidden token one logit a word, with BERT's settings as defaults.
+    """Train a network that computes one logit per word for each hidden token; defaults are the settings of BERT.
 
     `loss = mean over hidden tokens of -log softmax(logits)[word]`
 
-    AdamW; the learning rate rises over the first steps and falls to 0 at the last, both linearly; matrices decay, norms
-    and biases do not; gradients longer than `clip` are shortened. The network is asked for logits of hidden tokens
-    alone. A batch without one has the loss 0. Logged: `train/loss`, `learning_rate`, and `val/loss`, `val/perplexity`,
-    `val/accuracy` over all hidden tokens of the part, the same for `test`.
+    AdamW; the learning rate rises over the first steps and falls to 0 at the last, both linearly. Matrices have weight
+    decay, norms and biases do not. Gradients with a norm above `clip` are scaled down to it. The network computes
+    logits of hidden tokens alone; a batch without hidden tokens has the loss 0. Logged: `train/loss`, `learning_rate`,
+    and `val/loss`, `val/perplexity`, `val/accuracy` over all hidden tokens of the split, the same for `test`.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module `(words, mask=…, chosen=…) -> logits`, as `models.Bert`; `words` and the boolean `mask` and
-            `chosen` are `(batch, tokens)`, and of the tokens chosen it returns `(tokens, vocabulary)`.
-        learning_rate: The highest.
+            `chosen` are `(batch, tokens)`, and it returns `(tokens, vocabulary)` for the tokens in `chosen`.
+        learning_rate: The highest learning rate.
         warmup_steps: Steps over which it rises.
-        betas: Of AdamW.
-        epsilon: Of AdamW.
-        weight_decay: Of matrices, the embeddings among them.
-        clip: Longest gradient, of all parameters together; the trainer's `gradient_clip_val` comes before it.
-        top: How many words `predict` gives for each blank.
-        blank: Number of the word that stands for a hidden one, where no data module says it.
+        betas: Betas of AdamW.
+        epsilon: Epsilon of AdamW.
+        weight_decay: Weight decay of matrices, which include the embeddings.
+        clip: Largest norm of the gradient of all parameters; the trainer's `gradient_clip_val` takes precedence.
+        top: Number of words that `predict` returns for each blank.
+        blank: Id of the mask token, used if there is no data module with a tokenizer.
 
     Raises:
         ShapeError: If the tokenizer has more words than the network.
@@ -94,12 +94,12 @@ class MaskedLM(LightningModule):
         blank: int | None = None,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
         self.perplexity = Perplexity(ignore_index=IGNORED)
-        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
     def forward(self, words: Tensor, mask: Tensor, chosen: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ class MaskedLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count what a validation batch says."""
+        """Update the measures with a validation batch."""
         self._evaluate(batch, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count what a test batch says."""
+        """Update the measures with a test batch."""
         self._evaluate(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
@@ -140,15 +140,15 @@ class MaskedLM(LightningModule):
         data = getattr(self._trainer, "datamodule", None)
         blank = self.hparams["blank"] if data is None else data.tokenizer.mask_token_id
         chosen = (words == blank) & mask
-        # A network may have more numbers than the tokenizer has words.
+        # A network may have a larger vocabulary than the tokenizer.
         logits = self(words, mask, chosen).float()[:, : None if data is None else len(data.tokenizer)]
-        probabilities, found = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
+        probabilities, likeliest = logits.softmax(1).topk(min(self.hparams["top"], logits.shape[1]))
         blanks = chosen.sum(1).tolist()
         texts = [each[valid].cpu() for each, valid in zip(words, mask, strict=True)]
-        return Filled(list(names), texts, list(found.cpu().split(blanks)), list(probabilities.cpu().split(blanks)))
+        return Filled(list(names), texts, list(likeliest.cpu().split(blanks)), list(probabilities.cpu().split(blanks)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW on two groups of parameters, of which one decays, and the schedule, a step a step."""
+        """Return AdamW on two groups of parameters, with and without weight decay, and its schedule per step."""
         settings = self.hparams
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [
@@ -165,8 +165,8 @@ class MaskedLM(LightningModule):
         steps, warmup = int(self.trainer.estimated_stepping_batches), settings["warmup_steps"]
         if warmup >= steps:
             rank_zero_warn(
-                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, whose rate "
-                f"never falls; --model.warmup_steps {steps // 10} would be a tenth of them."
+                f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, so the "
+                f"learning rate never falls; --model.warmup_steps {steps // 10} would be a tenth of them."
             )
         schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -177,16 +177,16 @@ class MaskedLM(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Shorten gradients that are longer than the trainer says, or else `clip`."""
-        longest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
-        self.clip_gradients(optimizer, longest, gradient_clip_algorithm or "norm")
+        """Clip the norm of the gradient to the trainer's `gradient_clip_val` if given, and else to `clip`."""
+        largest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
+        self.clip_gradients(optimizer, largest, gradient_clip_algorithm or "norm")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ class MaskedLM(LightningModule):
     def _measure(self, stage: str) -> None:
         measures = {"loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy}
         values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
-        # Of all processes, which have to agree on what is computed next.
+        # The count over all processes: they must agree on whether to compute the measures.
         if float(self.hidden.compute()):
             values = {name: float(measure.compute()) for name, measure in measures.items()}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
@@ -228,12 +228,12 @@ class MaskedLM(LightningModule):
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of `(tokens, vocabulary)`, averaged over the tokens; 0 where there is none."""
+    """Return the cross-entropy of `(tokens, vocabulary)`, averaged over the tokens; 0 without tokens."""
     return functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
 
 
 def rate_of(step: int, warmup: int, steps: int) -> float:
-    """Share of the highest learning rate: up over the warm-up, then down to 0 behind the last step.
+    """Return the share of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
 
     Example:
         >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]

@@ -1,4 +1,4 @@
-"""What the papers measure of restored images and volumes, as CARE defines it."""
+"""Measures of restored images and volumes, by the definitions of CARE."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-# Percentiles between which the truth is brought to 0..1.
+# Percentiles of the truth that become 0 and 1.
 TRUTH_PERCENTILES = (0.1, 99.9)
-# Added to the distance of two percentiles, so that equal ones divide by no zero (CARE's value).
+# Added to the difference of two percentiles, to avoid a division by zero (CARE's value).
 EPSILON = 1e-20
 
 
 class CareMetrics(NamedTuple):
-    """What is measured of one image or volume.
+    """Measures of one image or volume.
 
     Attributes:
         psnr: Peak signal-to-noise ratio in dB; larger is better.
-        ssim: Structural similarity, 1 at most; not a number where a side has less than 7 positions.
-        nrmse: Root mean squared error, of a truth that lies between 0 and 1.
+        ssim: Structural similarity, 1 at most; NaN if the image or volume has fewer than 7 positions along an axis.
+        nrmse: Root mean squared error, for a truth normalized to 0..1.
     """
 
     psnr: float
@@ -29,22 +29,22 @@ class CareMetrics(NamedTuple):
 
 
 def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
-    """Compare a restored image or volume with the truth, up to a shift and a factor.
+    """Measure a restored image or volume against the truth, after the best shift and factor.
 
     `truth' = normalise(truth) - mean`, `restored' = a (restored - mean)`, `a = cov(restored, truth') / var(restored)`
 
-    A microscope's grey levels have no unit: brightness and contrast of what is restored are fitted before it is
-    measured. The covariance divides by N - 1 and the variance by N, as in CARE's code.
+    A microscope's grey levels have no unit, so brightness and contrast of the restored image are fitted to the truth
+    first. The covariance divides by N - 1 and the variance by N, as in CARE's code.
 
     Args:
         truth: The sharp or bright image.
-        restored: What the network made of the other, or that itself.
+        restored: The network's output for the noisy or blurred image, or that image itself.
 
     Returns:
         PSNR and SSIM by scikit-image with a data range of 1, and NRMSE.
 
     Raises:
-        ValueError: If the two have other sides than each other, or the truth is constant.
+        ValueError: If the two differ in size, or the truth is constant.
 
     Reference: Weigert et al. 2018.
 
@@ -75,7 +75,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
 
 
 def scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
-    """The factor that brings what was restored nearest to the truth; 0 for a constant."""
+    """Return the factor of the least-squares fit of the restored image to the truth; 0 for a constant image."""
     variance = float(restored.var())
     if variance == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What `farfield predict` writes: a CSV file of classes, or a folder of masks and overlays."""
+"""Output of `farfield predict`: a CSV file of classes, or a folder of masks and overlays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PredictionTable(BasePredictionWriter):
         path: The file; None writes `predictions.csv` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before anything is predicted, if the file is one of the images.
+        FileExistsError: Before the first prediction, if the file is one of the images.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -36,13 +36,13 @@ class PredictionTable(BasePredictionWriter):
         self.path = path
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a file that is read."""
+        """Refuse a file that is one of the inputs."""
         check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Gather the rows of all processes and write them, sorted by path; an image read twice is written once."""
+        """Gather the rows of all processes and write them, sorted by path; an image predicted twice is written once."""
         classes = getattr(trainer.datamodule, "classes", None) or []  # type: ignore[attr-defined]
         rows = {row[0]: row for predicted in predictions for row in _rows(predicted, classes)}
         if trainer.world_size > 1:
@@ -71,16 +71,16 @@ def _rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, 
 class PredictionFolder(BasePredictionWriter):
     """Write predictions to a folder, batch by batch.
 
-    The folder appears when all images are predicted; until then it has a hidden name beside its place, so that an
-    interrupted prediction leaves nothing that looks finished. Run it again to finish it.
+    The folder appears when all images are predicted. Until then it has a hidden name beside the final one, so that an
+    interrupted prediction is never taken for a finished one. Run an interrupted prediction again.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before anything is predicted, if the folder is there and not empty, or what has the hidden name
-            is not what an interrupted prediction left; later, if two images would be written to one file.
-        BlockingIOError: Then too, if another process is writing to it.
+        FileExistsError: Before the first prediction, if the folder exists and is not empty, or if the hidden name is
+            taken by something that no interrupted prediction left; later, if two images would be written to one file.
+        BlockingIOError: Before the first prediction, if another process is writing to the folder.
         CheckpointError: If a file cannot be written.
     """
 
@@ -88,13 +88,13 @@ class PredictionFolder(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = path
         self.growing: OwnedFolder | None = None
-        # Of each file, what it was written of.
+        # Output file -> the image it belongs to.
         self.sources: dict[Path, str] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a folder that holds something, and clear what an interrupted prediction left."""
+        """Refuse a folder that is not empty, and remove the files of an interrupted prediction."""
         place, self.sources = self.place(trainer), {}
-        # A link is refused too: a folder cannot take its name, which would be found out when all is predicted.
+        # A link is refused too: a folder cannot replace it, which would fail only after all predictions.
         if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
             raise FileExistsError(
                 f"farfield predict: {place} exists and nothing in it is overwritten; "
@@ -108,18 +108,18 @@ class PredictionFolder(BasePredictionWriter):
         trainer.strategy.barrier()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the folder its name."""
+        """Move the folder to its final name."""
         trainer.strategy.barrier()
         if self.growing is not None:
             self.growing.become_target()
         self.let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let other processes write there."""
+        """Release the lock on the folder."""
         self.let_go()
 
     def let_go(self) -> None:
-        """Give up the lock, in the process that has it."""
+        """Release the lock on the folder, in the process that holds it."""
         if self.growing is not None:
             self.growing.let_go()
         self.growing = None
@@ -131,10 +131,10 @@ class PredictionFolder(BasePredictionWriter):
     def output(
         self, trainer: Trainer, kind: str, source: str, name: str, suffix: str, number: int | None = None
     ) -> Path:
-        """Return where an output of one kind is written of the image at `source`; the rest is of `output_path`.
+        """Return the path of one kind of output for the image at `source`; other arguments are those of `output_path`.
 
         Raises:
-            FileExistsError: If that of another image is.
+            FileExistsError: If it is the path of another image's output.
         """
         path = output_path(beside(self.place(trainer)) / kind, name, suffix, number)
         other = self.sources.setdefault(path, source)
@@ -146,8 +146,8 @@ class PredictionFolder(BasePredictionWriter):
 class MaskFolder(PredictionFolder):
     """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
 
-    Masks are index images with PASCAL VOC's palette, of the images' own sizes; overlays are the images, half covered
-    by those colours.
+    Masks are index images with PASCAL VOC's palette, in the size of each image; overlays are the mean of the image and
+    these colours.
     """
 
     def write_on_batch_end(
@@ -173,18 +173,18 @@ class MaskFolder(PredictionFolder):
 
 
 def inputs_of(trainer: Trainer) -> list[Path]:
-    """The files that are read to predict, as far as the data module says so."""
+    """Return the input files of a prediction, if the data module lists them."""
     inputs: Callable[[], list[Path]] = getattr(getattr(trainer, "datamodule", None), "inputs", list)
     return inputs()
 
 
 def beside(place: Path) -> Path:
-    """Where a folder is written until it is whole."""
+    """Return the hidden path of a folder until it is complete."""
     return place.with_name(f".{place.name}.partial")
 
 
 def voc_palette() -> list[int]:
-    """Return PASCAL VOC's colours, red, green and blue of each of 256 labels: the label's bits, spread from the top.
+    """Return PASCAL VOC's colours: red, green and blue of 256 labels, with the bits of the label from the top bit on.
 
     Example:
         >>> voc_palette()[3:12]

@@ -1,4 +1,4 @@
-"""Epochs that can be played again: whatever the network draws at random depends on the seed and the epoch alone."""
+"""Reproducible epochs: the random numbers of an epoch depend only on the seed and the number of the epoch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class Replay(Callback):
     """Set all random generators to (seed, epoch, process) before the first batch of every epoch.
 
-    A run killed in the middle of an epoch resumes from the last checkpoint, at the start of that epoch, and drops out
-    the same activations again: on one CPU it ends with the weights of a run that was never killed. The seed is that of
+    A run killed in the middle of an epoch resumes from the last checkpoint, at the start of that epoch, and draws the
+    same dropout masks again: on one CPU it ends with the weights of an uninterrupted run. The seed is that of
     `seed_everything`; a resumed run takes it from its checkpoint. Checkpoints in the middle of an epoch
-    (`every_n_train_steps`) are not covered: the loader would start the epoch over.
+    (`every_n_train_steps`) are not covered: the loader would restart the epoch.
     """
 
     def __init__(self) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed before the first batch; at the epoch's own start its loader has yet to draw from the same generator."""
+        """Seed before the first batch: at the epoch's start the loader has not yet drawn from the same generator."""
         if batch_idx == 0:
             mixed = np.random.SeedSequence((self.seed, trainer.current_epoch, trainer.global_rank))
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))

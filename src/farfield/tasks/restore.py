@@ -1,4 +1,4 @@
-"""Restoration of images and volumes: the losses, CARE's schedule, and what is measured of whole stacks."""
+"""Restoration of images and volumes: the losses, CARE's schedule, and the measures on whole stacks."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ Loss = Literal["mae", "laplace"]
 
 
 class Restore(LightningModule):
-    """Train a network that turns noisy or blurred grids into clean ones, with CARE's settings as defaults.
+    """Train a network that restores noisy or blurred grids; defaults are the settings of CARE.
 
     `mae: mean |μ - y|`, `laplace: mean(|μ - y| / σ + log σ + log 2)`
 
-    Adam; the learning rate is halved where `val/loss` has not fallen for ten epochs. Grids come normalised; whole
-    stacks, in `test` and `predict`, come as a microscope wrote them and are restored by `tasks.restoring.restore`.
-    Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as CARE does), `learning_rate`, and
-    for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of what they were restored
-    from, `test/<condition>/psnr_before`.
+    Adam; the learning rate is halved when `val/loss` has not fallen for ten epochs. Grids for `fit` are normalised;
+    whole stacks, in `test` and `predict`, have the grey levels of the microscope and are restored by
+    `tasks.restoring.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as in
+    CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of
+    the stacks before restoration, `test/<condition>/psnr_before`.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
-        network: Any module from grids `(batch, channels, *size)` to such grids, or to means and scales side by side.
+        network: Any module from grids `(batch, channels, *size)` to such grids, or to means and scales, concatenated
+            along the channels.
         learning_rate: Learning rate at first.
         loss: `"mae"`, or `"laplace"` for a probabilistic network.
-        betas: Of Adam.
-        factor: What the learning rate is multiplied by where the loss does not fall.
-        patience: For how many epochs it may not fall.
-        output: Where `predict` writes, .tif or .zarr; a folder for several stacks, or where there is no suffix. None
-            writes `<name>-restored.tif` beside each.
-        overwrite: Whether files that are there are replaced; "skip" leaves them and goes on with the other stacks.
-        tile: Positions a side that are restored at a time; None for what memory allows. The result is the same.
+        betas: Betas of Adam.
+        factor: Factor of the learning rate when the loss does not fall.
+        patience: Number of epochs to wait for the loss to fall.
+        output: Output path of `predict`, .tif or .zarr; a folder for several stacks, or if it has no suffix. None
+            writes `<name>-restored.tif` beside each stack.
+        overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
+        tile: Size of the tiles that are restored at a time, one number or one per spatial dim; None for the largest
+            that memory allows. The result does not depend on it.
 
     Raises:
-        ShapeError: In the first batch, if the network's grids are not those of the targets.
+        ShapeError: In the first batch, if the network's outputs do not have the shape of the targets.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -73,13 +75,13 @@ class Restore(LightningModule):
         tile: list[int] | int | None = None,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
         self.network, self.overwrite, self.tile = network, overwrite, tile
         self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
-        """Return restored grids; of a probabilistic network means and scales."""
+        """Return restored grids; for a probabilistic network means and scales."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return self.network(grid.to(next(self.network.parameters()).dtype))
 
@@ -100,10 +102,10 @@ class Restore(LightningModule):
         self.log_dict(values, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(target))
 
     def test_step(self, batch: tuple[Any, Any, str, str], batch_idx: int) -> None:
-        """Restore a whole stack and measure it against the truth, beside the stack it was restored from."""
+        """Restore a whole stack, and measure it and the stack before restoration against the truth."""
         stack, truth, _, condition = batch
         after = care_metrics(truth, restore(self.network, stack, tile=self.tile))._asdict()
-        # A projection's truth has not the sides of the stack.
+        # The truth of a projection is an image, which does not have the size of the stack.
         before = care_metrics(truth, stack)._asdict() if stack.shape == truth.shape else {}
         values = {name: value for name, value in after.items() if not math.isnan(value)}
         values |= {f"{name}_before": value for name, value in before.items() if not math.isnan(value)}
@@ -112,16 +114,15 @@ class Restore(LightningModule):
             self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
-        """Restore a whole stack, write it, and say where.
+        """Restore a whole stack, write it, and return the path.
 
         Raises:
-            FileExistsError: If something is there already, or it is one of the stacks that are read, also with
-                `overwrite`.
+            FileExistsError: If the path exists; also with `overwrite`, if it is one of the input stacks.
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
         if output.exists() and self.overwrite == "skip":
-            return f"{output}, which was there"
+            return f"{output} (skipped: it exists)"
         if output.exists() and not self.overwrite:
             raise FileExistsError(
                 f"{output} exists; fix: another output, overwrite=true to replace it, or overwrite=skip to go on with "
@@ -134,14 +135,14 @@ class Restore(LightningModule):
         return str(output)
 
     def place(self, path: Path, name: str) -> Path:
-        """Where the restored twin of a stack goes; `name` is its path below the folder that is predicted."""
+        """Return the output path of a stack; `name` is its path below the folder that is predicted."""
         if self.output is None:
             return path.with_name(f"{path.stem}-restored.tif")
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
         return output_path(self.output, name) if several or not self.output.suffix else self.output
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, and the schedule that waits for the validation loss."""
+        """Return Adam, and the schedule that depends on the validation loss."""
         settings = self.hparams
         optimizer = torch.optim.Adam(
             self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"])
@@ -149,18 +150,18 @@ class Restore(LightningModule):
         schedule = ReduceLROnPlateau(
             optimizer, factor=settings["factor"], patience=settings["patience"], threshold=0.0, threshold_mode="abs"
         )
-        # Without a validation loss, as with limit_val_batches=0, the rate stays.
+        # Without a validation loss, as with limit_val_batches=0, the learning rate is constant.
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch", "strict": False},
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,11 +169,11 @@ class Restore(LightningModule):
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
-            problem = "the network must give grids as the targets are."
-            fix = "another network, or data of the task it is for: a projection's targets are images."
+            problem = "the network must return grids of the shape of the targets."
+            fix = "another network, or data for its task: the targets of a projection are images."
             raise shape_error("Restore", problem, fix, grid=grid, target=target, output=output)
         if laplace and output.shape[1] == channels:
-            problem = 'the loss "laplace" needs a scale beside each value.'
+            problem = 'the loss "laplace" needs a scale for each value.'
             fix = "build the network with probabilistic=True (--model.network.probabilistic true), or loss=mae."
             raise shape_error("Restore", problem, fix, target=target, output=output)
         mean = output[:, :channels]
@@ -182,7 +183,7 @@ class Restore(LightningModule):
 
 
 def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
-    """The negative logarithm of Laplace's density: `mean(|μ - y| / σ + log σ + log 2)`.
+    """Return the negative log-likelihood of a Laplace distribution: `mean(|μ - y| / σ + log σ + log 2)`.
 
     Reference: Weigert et al. 2018.
 
@@ -194,14 +195,14 @@ def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
 
 
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
-    """The mean PSNR of a batch whose targets lie between 0 and 1, each shifted and scaled to its target.
+    """Return the mean PSNR of a batch whose targets lie between 0 and 1, each grid shifted and scaled to its target.
 
-    What `tasks.metrics.care_metrics` computes but for the percentiles of the truth: patches come normalised by those of
-    their stack.
+    This is the PSNR of `tasks.metrics.care_metrics` without the percentiles of the truth: patches are already
+    normalised by those of their stack.
     """
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))
     factor = (restored * target).sum(1, keepdim=True) / (restored.square().sum(1, keepdim=True) + EPSILON)
     error = (target - factor * restored).square().mean(1)
-    # 100 dB, where a patch is constant.
+    # At most 100 dB, which bounds the PSNR of constant patches.
     return (-10 * error.clamp(min=1e-10).log10()).mean()

@@ -1,4 +1,4 @@
-"""From a stack as a microscope wrote it to a restored one: normalise, network, back to the stack's own grey levels."""
+"""Restoration of a whole stack: normalise, apply the network, return to the grey levels of the stack."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from farfield.streaming.outputs import check_path
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
-# Of more positions than this, percentiles of floating-point stacks are those of evenly spaced planes.
+# Floating-point stacks of more positions than this have their percentiles estimated from evenly spaced planes.
 COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
-    """A network that reads and writes a stack's own grey levels: `network((x - low) / (high - low))`, and back.
+    """A network on the grey levels of a stack: `network((x - low) / (high - low)) · (high - low) + low`.
 
     Args:
-        network: From normalised to restored grids; of a probabilistic one the means are kept.
+        network: From normalised to restored grids; the scales of a probabilistic network are dropped.
         low: Grey level that becomes 0.
         high: Grey level that becomes 1.
     """
@@ -54,23 +54,24 @@ def restore(
 ) -> Any:
     """Restore one stack: percentiles 2 and 99.8 become 0 and 1, reflect-pad, network, crop, and back to grey levels.
 
-    Tile by tile where it does not fit in memory, attention over the whole of it all the same: see
+    A stack that does not fit in memory is restored tile by tile, with attention over the whole stack: see
     `streaming.predict_whole`. A projection is restored in one piece.
 
     Args:
-        network: In eval mode, from grids `(1, 1, *size)` to such grids; of a probabilistic one the means are kept.
+        network: Network in eval mode, from grids `(1, 1, *size)` to such grids; the scales of a probabilistic network
+            are dropped.
         stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
-        tile: Positions a side that are written at a time; by default what memory allows.
-        out: A path ending in .tif or .zarr, for what does not fit in memory; None returns an array.
-        overwrite: Whether what is there is replaced.
-        quiet: Whether to say nothing of plan and progress.
+        tile: Size of the tiles that are written at a time; by default the largest that memory allows.
+        out: A path ending in .tif or .zarr, for results that do not fit in memory; None returns an array.
+        overwrite: Whether an existing file is replaced.
+        quiet: Whether to print neither plan nor progress.
 
     Returns:
         The restored stack, in float32: an array, or the file opened for reading.
 
     Raises:
-        ValueError: If the stack is constant, has positions that are no numbers, or not as many sides as the network.
-        FileExistsError: If something is at the path.
+        ValueError: If the stack is constant, has NaN or infinite values, or has not the spatial dims of the network.
+        FileExistsError: If the path exists.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -83,14 +84,14 @@ def restore(
     multiples = getattr(network, "multiples", (1,) * len(stack.shape))
     if len(multiples) != len(stack.shape):
         raise ValueError(
-            f"restore: the network restores grids of {len(multiples)} sides, this one has {len(stack.shape)}: "
+            f"restore: the network restores grids of {len(multiples)} spatial dims, this one has {len(stack.shape)}: "
             f"{tuple(stack.shape)}."
         )
     low, high = grey_levels(stack)
     scaled = ScaledNetwork(network, low, high).eval()
     if not hasattr(network, "project"):
         each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
-        # The number of spatial dims must be said: the first convolution of a foreign network need not have them.
+        # One tile size per spatial dim: their number cannot be taken from a foreign network's first convolution.
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
@@ -102,8 +103,8 @@ def restore(
 
 
 def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
-    """Restore an image from a whole stack, padded to what the network's strides divide and cropped again."""
-    # Split before and after; NumPy reflects as often as it must where a side is shorter than what it lacks.
+    """Restore an image from a whole stack, padded to multiples of the network's strides and cropped again."""
+    # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     lacking = [-side % multiple for side, multiple in zip(stack.shape, multiples, strict=True)]
     padded = np.pad(
         np.asarray(stack[:], np.float32), [(short // 2, short - short // 2) for short in lacking], "reflect"
@@ -116,20 +117,20 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
 
 
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
-    """Two percentiles of a stack that need not fit in memory.
+    """Return two percentiles of a stack that need not fit in memory.
 
-    Of whole numbers up to 16 bits they are exact, from counts; of others too, up to 33 million positions, and beyond from
-    evenly spaced planes.
+    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
+    positions; of larger ones they are those of evenly spaced planes.
 
     Args:
-        stack: Anything with `shape`, `dtype` and slicing along its first side.
-        percentiles: Which.
+        stack: Anything with `shape`, `dtype` and slicing along its first axis.
+        percentiles: The two percentiles, from 0 to 100.
 
     Returns:
         Their grey levels.
 
     Raises:
-        ValueError: If they are equal, or not all of the stack is a number.
+        ValueError: If the two levels are equal, or values are NaN or infinite.
 
     Example:
         >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
@@ -148,13 +149,13 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
     if high <= low:
         raise ValueError(
             f"restore: the stack is as good as constant: its percentiles {percentiles[0]} and {percentiles[1]} are "
-            f"both {low:g}, and there is nothing to bring to 0 and 1."
+            f"both {low:g}, and cannot become 0 and 1."
         )
     return low, high
 
 
 def counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
-    """Percentiles of whole numbers by counting them plane by plane, as `numpy.percentile` interpolates."""
+    """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
         counts += np.bincount(np.asarray(stack[index]).ravel(), minlength=len(counts))

@@ -1,4 +1,4 @@
-"""What `farfield predict` writes of `Generate`: a folder of samples, and all of them in one picture."""
+"""Output of `farfield predict` for `Generate`: a folder of samples, and a picture of all of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from farfield.tasks.predictions import PredictionFolder, beside
 class SampleFolder(PredictionFolder):
     """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
 
-    The folder appears when all are drawn, and one that is there is not overwritten, as with `PredictionFolder`. The
-    picture holds what the first process drew.
+    The folder appears when all samples are drawn, and an existing one is not overwritten, as with `PredictionFolder`.
+    The picture shows the samples of the first process.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before anything is drawn, if the folder is there and not empty.
+        FileExistsError: Before the first sample, if the folder exists and is not empty.
         CheckpointError: If a file cannot be written.
     """
 
@@ -49,7 +49,7 @@ class SampleFolder(PredictionFolder):
                 Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the picture of all and give the folder its name."""
+        """Write the picture of all samples and move the folder to its final name."""
         columns: Any = pl_module.columns
         if trainer.is_global_zero:
             pixels = sheet(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)

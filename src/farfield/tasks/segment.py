@@ -19,12 +19,12 @@ from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.classify import decayed_parameters
 from farfield.tasks.replay import Replay
 
-# The label of pixels that count nowhere.
+# The label of pixels that the loss and the measures ignore.
 VOID = 255
 
 
 class Segmented(NamedTuple):
-    """What `predict_step` returns for a batch: paths and names of the images, the labels of their pixels."""
+    """Result of `predict_step` for a batch: paths and names of the images, the labels of their pixels."""
 
     paths: list[str]
     names: list[str]
@@ -32,35 +32,35 @@ class Segmented(NamedTuple):
 
 
 class Segment(LightningModule):
-    """Train a network that gives each position of an image one logit a class, with DeepLab's settings as defaults.
+    """Train a network that computes one logit per class for each position; defaults are the settings of DeepLab.
 
     `rate_t = learning_rate · (1 - t / steps)^power`
 
-    SGD with momentum; the learning rate falls at every step, is `head_rate` times as high for the weights of the
-    output layer and `bias_rate` times for its biases; weight decay acts on weights alone. Logits have an eighth of the
-    image's sides and stay there in training: labels are reduced to them. In evaluation logits are enlarged to the
-    labels, bilinearly, and one confusion matrix of all images gives pixel accuracy and mean IoU, the mean over the
-    classes of intersection over union. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`, the same for
-    `test`, `test/iou/<class>` and `learning_rate`.
+    SGD with momentum; the learning rate falls at every step. It is multiplied by `head_rate` for the weights of the
+    output layer and by `bias_rate` for its biases. Weight decay acts on weights alone. Logits have an eighth of the
+    image's height and width; in training the labels are reduced to this size. In evaluation logits are interpolated
+    bilinearly to the size of the labels. Pixel accuracy and mean IoU, the mean over classes of intersection over union,
+    are computed from one confusion matrix of all images. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`,
+    the same for `test`, `test/iou/<class>` and `learning_rate`.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, *size)`.
         learning_rate: Learning rate of the first step.
-        power: Of the schedule.
+        power: Exponent of the schedule.
         momentum: Momentum of SGD.
         weight_decay: L2 penalty of the weights of convolutions and linear layers.
-        head: Name of the network's output layer, the module that learns faster.
-        head_rate: How much faster its weights learn.
-        bias_rate: How much faster its biases learn.
-        freeze_norms: Whether batch norms keep their statistics, weights and biases. That is for pretrained networks;
-            one with random weights needs its norms.
-        upsample_logits: Whether, in training, logits are enlarged to the labels, and not labels reduced to the logits.
+        head: Name of the network's output layer, a module with higher learning rates.
+        head_rate: Factor of the learning rate of its weights.
+        bias_rate: Factor of the learning rate of its biases.
+        freeze_norms: Whether batch norms keep their statistics, weights and biases. Use it with pretrained networks
+            only: a network with random weights has to train its norms.
+        upsample_logits: Whether training interpolates logits to the size of the labels, instead of reducing the labels.
 
     Raises:
-        LookupError: If the network has no such output layer.
-        ShapeError: In the first batch, if the network's logits are not one for each class of the data.
+        LookupError: If the network has no module `head`.
+        ShapeError: In the first batch, if the network does not return one logit for each class of the data.
 
     Reference:
         KAN §4.1; Chen et al. 2017
@@ -87,7 +87,7 @@ class Segment(LightningModule):
         upsample_logits: bool = False,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         if head not in dict(network.named_modules()):
@@ -96,7 +96,7 @@ class Segment(LightningModule):
             for norm in norms_of(network):
                 norm.requires_grad_(False)
         self.measures: MetricCollection | None = None
-        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
@@ -126,17 +126,17 @@ class Segment(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a new confusion matrix."""
+        """Reset the confusion matrix."""
         self.measures = None
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a validation image, and count its pixels."""
+        """Log the loss of a validation batch, and add its pixels to the confusion matrix."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a test image, and count its pixels."""
+        """Log the loss of a test batch, and add its pixels to the confusion matrix."""
         self._evaluate("test", batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -148,7 +148,7 @@ class Segment(LightningModule):
         self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, list[str], list[str], Tensor], batch_idx: int) -> Segmented:
-        """Return the likeliest class of each pixel of the images, at their own sizes."""
+        """Return the likeliest class of each pixel, in the original size of each image."""
         images, paths, names, size = batch
         logits = self(images).float()
         labels = [
@@ -158,7 +158,7 @@ class Segment(LightningModule):
         return Segmented(list(paths), list(names), labels)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return SGD on the groups of parameters, and the schedule, a step a step."""
+        """Return SGD on the groups of parameters, and its schedule per step."""
         settings = self.hparams
         optimizer = torch.optim.SGD(
             self.parameter_groups(),
@@ -171,14 +171,14 @@ class Segment(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Group the trained parameters by learning rate and weight decay; groups without parameters are left out."""
+        """Group the trained parameters by learning rate and weight decay, without empty groups."""
         settings, base = self.hparams, self.hparams["learning_rate"]
         decayed = {id(weight) for weight in decayed_parameters(self.network, "weights and depthwise")}
-        within = settings["head"] + "."
+        prefix = settings["head"] + "."
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for name, parameter in self.network.named_parameters():
             rate = 1.0
-            if name.startswith(within):
+            if name.startswith(prefix):
                 rate = settings["bias_rate"] if name.endswith("bias") else settings["head_rate"]
             if parameter.requires_grad:
                 groups.setdefault((rate, id(parameter) in decayed), []).append(parameter)
@@ -188,23 +188,23 @@ class Segment(LightningModule):
         ]
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     @property
     def classes(self) -> list[str]:
-        """The data's classes, where there are data that name them."""
+        """Names of the data's classes; empty if there are none."""
         return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
 
     def _logits(self, images: Tensor) -> Tensor:
         logits = self(images)
         classes = self.classes
         if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            problem = f"the network must give one logit for the data's {len(classes)} classes in each position."
+            problem = f"the network must return one logit for the data's {len(classes)} classes at each position."
             fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
@@ -228,7 +228,7 @@ class Segment(LightningModule):
 
 
 def measures_of(classes: int) -> MetricCollection:
-    """Build pixel accuracy, mean IoU and the IoU of each class on one confusion matrix; void counts nowhere."""
+    """Build pixel accuracy, mean IoU and IoU per class from one confusion matrix; void pixels are ignored."""
     return MetricCollection(
         {
             "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=VOID, validate_args=False),
@@ -239,18 +239,18 @@ def measures_of(classes: int) -> MetricCollection:
 
 
 def norms_of(network: nn.Module) -> list[nn.Module]:
-    """List the modules of a network that keep running statistics: its batch norms, those of attention included."""
+    """List the modules of a network with running statistics: batch norms, including those of attention."""
     return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
 
 
 def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
-    """Cross-entropy, averaged over the pixels that are not void; 0 where all are."""
+    """Return the cross-entropy, averaged over the pixels that are not void; 0 if all are."""
     total = functional.cross_entropy(logits, labels, ignore_index=VOID, reduction="sum")
     return total / (labels != VOID).sum().clamp(min=1)
 
 
 def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
-    """Reduce labels to the sides of logits by the nearest: each position takes the label at its centre.
+    """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre.
 
     Example:
         >>> reduced(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
@@ -261,5 +261,5 @@ def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]
 
 
 def enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
-    """Enlarge logits to the sides of labels, bilinearly."""
+    """Interpolate logits to the size of labels, bilinearly."""
     return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

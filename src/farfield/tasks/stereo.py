@@ -1,4 +1,4 @@
-"""Stereo: disparities learned over the pixels whose disparity is known and small enough, and how wrong they are."""
+"""Stereo: training and measures on the pixels whose disparity is known and below the largest."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from farfield._checks import shape_error
 from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.replay import Replay
 
-# Of the losses of PSMNet's three outputs; a network with fewer has the last of them.
+# Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
 WEIGHTS = (0.5, 0.7, 1.0)
-# Frames that PSMNet's code measures at a time.
+# Number of frames over which PSMNet's code averages at a time.
 GROUP = 8
-# What the sides of images are padded to multiples of, where a network does not say.
+# Multiples to which images are padded if a network has no attribute `multiples`.
 MULTIPLES = (16, 16)
 
 
 class Matched(NamedTuple):
-    """What `predict_step` returns for a batch: paths and names of the left images, and their disparities."""
+    """Result of `predict_step` for a batch: paths and names of the left images, and their disparities."""
 
     paths: list[str]
     names: list[str]
@@ -34,26 +34,27 @@ class Matched(NamedTuple):
 
 
 class Stereo(LightningModule):
-    """Train a network that gives each pixel of the left image of a pair its disparity, with PSMNet's settings.
+    """Train a network that computes the disparity of each pixel of the left image; defaults are PSMNet's settings.
 
     `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
 
-    Adam at a constant learning rate. Pixels of unknown disparity, which data give as infinite, and those at or above
-    the largest count nowhere; a batch without any other has a loss of 0. In evaluation pairs are padded at the top and
-    on the right to what the network's strides divide, and the disparities are cropped again. Logged: `train/loss`, for
-    `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and `learning_rate`.
+    Adam with a constant learning rate. Pixels with an unknown disparity, which is infinite in the data, or with one of
+    at least `max_disparity` are ignored; a batch that has no other pixels has a loss of 0. Pairs are padded at the top
+    and on the right to multiples of the network's strides, and the disparities are cropped again. Logged:
+    `train/loss`, for `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and
+    `learning_rate`.
 
-    A checkpoint holds the network's weights and these numbers; never the network's code.
+    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)`, left and right, to disparities
-            `(batch, outputs, height, width)`, three outputs at most, the last one the best.
-        learning_rate: Of Adam.
-        betas: Of Adam.
-        max_disparity: Below what disparities count; the network's own by default, 192 where it says none.
+            `(batch, outputs, height, width)`, with at most three outputs, the best one last.
+        learning_rate: Learning rate of Adam.
+        betas: Betas of Adam.
+        max_disparity: Disparities below it count; by default that of the network, or 192 if it has none.
 
     Raises:
-        ShapeError: In the first batch, if the network's disparities are not of the images' size.
+        ShapeError: In the first batch, if the disparities do not have the size of the images.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
@@ -73,17 +74,17 @@ class Stereo(LightningModule):
         max_disparity: int | None = None,
     ) -> None:
         super().__init__()
-        # The network itself would be pickled into every checkpoint, and run on loading.
+        # The network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         own = getattr(network, "max_disparity", 192)
         self.max_disparity: float = own if max_disparity is None else max_disparity
         self.errors = DisparityErrors(self.max_disparity)
-        # Trainer.fit leaves modules in the modes it finds them in; saved networks come in eval mode.
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
-        """Return the disparities by each output of the network, for images of any size."""
+        """Return the disparities of each output of the network, for images of any size."""
         height, width = left.shape[2:]
         multiples = getattr(self.network, "multiples", MULTIPLES)
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
@@ -91,8 +92,8 @@ class Stereo(LightningModule):
         images = [padded(image.to(dtype), multiples) for image in (left, right)]
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
-            problem = "the network must give (batch, outputs, height, width), of the images' size."
-            fix = "another network, or enlarge its disparities."
+            problem = "the network must return (batch, outputs, height, width), in the size of the images."
+            fix = "another network, or interpolate its disparities."
             raise shape_error("Stereo", problem, fix, left=images[0], disparities=disparities)
         return disparities[..., -height:, :width]
 
@@ -105,7 +106,7 @@ class Stereo(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the errors of the pairs before."""
+        """Reset the errors."""
         self.errors.reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -136,11 +137,11 @@ class Stereo(LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what makes an epoch depend on the seed and its number alone."""
+        """Return the callback that makes an epoch depend only on the seed and its number."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, naming what differs."""
+        """Refuse the checkpoint of another network, with the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _measure(self, stage: str) -> None:
@@ -151,18 +152,18 @@ class Stereo(LightningModule):
 
 
 class DisparityErrors(Metric):
-    """How far disparities are from the true ones, over the pixels whose true one is known and below the largest.
+    """Errors of disparities, over the pixels whose true disparity is known and below the largest.
 
     - `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
-    - `epe_batches_of_8`, as PSMNet's code measures it: the mean over groups of eight frames, of each its pixels' mean;
+    - `epe_batches_of_8`, as in PSMNet's code: the mean over the pixels of each eight frames, then over these groups;
     - `error_3px`: the share of pixels with `|d - d*| > 3`;
-    - `d1`, KITTI's: of those whose error is above 5 % of d* too.
+    - `d1`, KITTI's: the share of pixels whose error is also above 5 % of d*.
 
-    A group of eight without a pixel counts as 0, and groups are taken in the order of frames.
-    Without one pixel all are 0. With several processes the groups are of the frames of each, in the order of processes.
+    Groups of eight are consecutive frames; a group without such pixels counts as 0. Without any such pixel all errors
+    are 0. With several processes, the frames are in the order of processes before they are grouped.
 
     Args:
-        max_disparity: Below what true disparities count.
+        max_disparity: True disparities below it count.
 
     Example:
         >>> errors = DisparityErrors(192)
@@ -180,7 +181,7 @@ class DisparityErrors(Metric):
         self.add_state("sums", [], dist_reduce_fx="cat")
 
     def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
-        """Add frames: of each the sum of errors, the wrong pixels by both rules, and the pixels."""
+        """Add frames: the sum of errors, the numbers of wrong pixels by both rules and of pixels, for each frame."""
         known = known_below(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
@@ -190,7 +191,7 @@ class DisparityErrors(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the four measures."""
-        # Gathered from several processes they are one tensor already.
+        # After gathering from several processes this is already one tensor.
         sums = dim_zero_cat(self.sums)
         error, wrong, outliers, pixels = sums.sum(0)
         self.measured, whole = bool(pixels > 0), pixels.clamp(min=1)
@@ -203,9 +204,9 @@ class DisparityErrors(Metric):
 def loss_of(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
-    """Sum the smooth L1 losses of all outputs, weighted, over the pixels that count; 0 where none does."""
+    """Return the weighted sum of the smooth L1 losses of all outputs, over the pixels that count; 0 if none does."""
     known = known_below(truth, max_disparity)
-    # Picked out, and not multiplied by 0: what is not known is infinite.
+    # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
     losses = [
         weight * functional.smooth_l1_loss(output[known], target, reduction="sum") / pixels
@@ -215,12 +216,12 @@ def loss_of(
 
 
 def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
-    """Tell the pixels that count: those whose disparity is known, so not infinite, and below the largest."""
+    """Return the mask of the pixels that count: their disparity is known, so finite, and below the largest."""
     return truth < max_disparity
 
 
 def padded(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
-    """Pad an image at the top and on the right with 0, which is the mean colour, to multiples of two numbers.
+    """Pad an image at the top and on the right to multiples of two numbers, with 0, which is the mean colour.
 
     Example:
         >>> padded(torch.zeros(1, 3, 540, 960), (16, 16)).shape

@@ -1,7 +1,7 @@
-"""Solutions and log determinant of Ω⊕Ψ = Ω⊗I + I⊗Ψ by two small eigendecompositions, with gradients that are finite.
+"""Solutions and log determinant of Ω⊕Ψ = Ω⊗I + I⊗Ψ by two small eigendecompositions, with finite gradients.
 
-Autograd through `torch.linalg.eigh` divides by differences of eigenvalues, so it is NaN at Ω = Ψ = I. What is asked
-here depends on no choice of eigenvectors, and its gradients in closed form divide by sums of eigenvalues only.
+Autograd through `torch.linalg.eigh` divides by differences of eigenvalues, so it is NaN at Ω = Ψ = I. The functions
+here do not depend on the choice of eigenvectors, and their gradients in closed form divide only by sums of eigenvalues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues a_i + b_j of Ω⊕Ψ as an h × w matrix, and the eigenvectors of Ω and Ψ: constants to autograd."""
+    """Eigenvalues a_i + b_j of Ω⊕Ψ as an h × w matrix, and the eigenvectors of Ω and Ψ; constants for autograd."""
 
     values: Tensor
     row_vectors: Tensor
@@ -23,7 +23,7 @@ class Spectrum(NamedTuple):
 
 @torch.no_grad()
 def spectrum(row: Tensor, column: Tensor) -> Spectrum:
-    """Decompose Ω (`row`) and Ψ (`column`), which stand apart from each other until they are asked about together."""
+    """Decompose Ω (`row`) and Ψ (`column`), each by its own eigendecomposition."""
     row_values, row_vectors = torch.linalg.eigh(row)
     column_values, column_vectors = torch.linalg.eigh(column)
     return Spectrum(row_values[..., :, None] + column_values[..., None, :], row_vectors, column_vectors)
@@ -35,12 +35,12 @@ def solve(difference: Tensor, row: Tensor, column: Tensor, parts: Spectrum) -> T
 
 
 def log_determinant(row: Tensor, column: Tensor, parts: Spectrum) -> Tensor:
-    """Return Σ_ij log(a_i + b_j); differentiable twice, a third derivative is refused by name."""
+    """Return Σ_ij log(a_i + b_j); differentiable twice, a third derivative raises an error."""
     return _LogDeterminant.apply(*_one_batch(row, column, *parts))
 
 
 def symmetric(matrix: Tensor) -> Tensor:
-    """Return the symmetric part of a matrix: all that a covariance can use of its gradient."""
+    """Return the symmetric part of a matrix, which is the gradient with respect to a symmetric covariance."""
     return (matrix + matrix.mT) / 2
 
 
@@ -50,7 +50,7 @@ def _one_batch(*matrices: Tensor) -> list[Tensor]:
 
 
 class _Solution(Function):
-    """dZ = Σ⁻¹(dD − dΩ·Z − Z·dΨ) and Σ⁻¹ is symmetric: the gradient is another solution, and two products with it."""
+    """dZ = Σ⁻¹(dD − dΩ·Z − Z·dΨ) and Σ⁻¹ is symmetric: the gradient is one more solution and two products with it."""
 
     generate_vmap_rule = True
 
@@ -66,15 +66,15 @@ class _Solution(Function):
         ctx.save_for_backward(*inputs[1:], output)
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         *system, solution = ctx.saved_tensors
-        adjoint = _Solution.apply(gradient, *system)
+        adjoint = _Solution.apply(grad_output, *system)
         row, column = symmetric(adjoint @ solution.mT), symmetric(adjoint.mT @ solution)
         return adjoint, -row, -column, None, None, None
 
 
 class _LogDeterminant(Function):
-    """Its gradient is the two partial traces of the inverse."""
+    """The log determinant, whose gradient is the two partial traces of the inverse."""
 
     generate_vmap_rule = True
 
@@ -87,16 +87,16 @@ class _LogDeterminant(Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         row, column = _PartialTraces.apply(*ctx.saved_tensors)
-        gradient = gradient[..., None, None]
-        return gradient * row, gradient * column, None, None, None
+        grad_output = grad_output[..., None, None]
+        return grad_output * row, grad_output * column, None, None, None
 
 
 class _PartialTraces(Function):
-    """Σ_j (Ω + b_j·I)⁻¹ and Σ_i (Ψ + a_i·I)⁻¹: what is left of Σ⁻¹ when columns, or rows, are summed out.
+    """Σ_j (Ω + b_j·I)⁻¹ and Σ_i (Ψ + a_i·I)⁻¹: the partial traces of Σ⁻¹ over columns and over rows.
 
-    Their change along (A, B) is the partial traces of −Σ⁻¹(A⊕B)Σ⁻¹, a map equal to its own transpose.
+    Their derivative along (A, B) is the partial traces of −Σ⁻¹(A⊕B)Σ⁻¹, a linear map equal to its own transpose.
     """
 
     generate_vmap_rule = True
@@ -114,23 +114,23 @@ class _PartialTraces(Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, row_gradient, column_gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_row, grad_column):  # type: ignore[no-untyped-def]
         row, column, values, row_vectors, column_vectors = ctx.saved_tensors
         inverse = values.reciprocal()
-        a = row_vectors.mT @ symmetric(row_gradient) @ row_vectors
-        b = column_vectors.mT @ symmetric(column_gradient) @ column_vectors
+        a = row_vectors.mT @ symmetric(grad_row) @ row_vectors
+        b = column_vectors.mT @ symmetric(grad_column) @ column_vectors
         from_column = torch.einsum("...ij,...jj->...i", inverse.square(), b)
         from_row = torch.einsum("...ij,...ii->...j", inverse.square(), a)
         a = a * (inverse @ inverse.mT) + torch.diag_embed(from_column)
         b = b * (inverse.mT @ inverse) + torch.diag_embed(from_row)
-        # Ω and Ψ went in by value only: differentiating once more in them must fail, not be wrong.
+        # The result depends on Ω and Ψ through saved constants: one more derivative in them must fail, not be wrong.
         refusal = _Refusal.apply(row, column)
         row_result = refusal - row_vectors @ a @ row_vectors.mT
         return row_result, refusal - column_vectors @ b @ column_vectors.mT, None, None, None
 
 
 class _Refusal(Function):
-    """A zero that refuses to be differentiated; autograd reaches it only where Ω's or Ψ's derivative is asked for."""
+    """A zero whose derivative raises an error; autograd reaches it only for derivatives with respect to Ω or Ψ."""
 
     generate_vmap_rule = True
 
@@ -140,11 +140,11 @@ class _Refusal(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        """Nothing to keep."""
+        """Save nothing."""
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         raise NotImplementedError(
             'MatrixNormal: log_prob and entropy of structure="sum" have no third derivatives with respect to '
-            "row_covariance and column_covariance; first and second ones are right, and all those of loc and value."
+            "row_covariance and column_covariance; first and second ones exist, and all those of loc and value."
         )

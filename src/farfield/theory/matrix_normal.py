@@ -20,27 +20,27 @@ class MatrixNormal(Distribution):
 
     vec(Xᵀ) ~ N(vec(locᵀ), Ω⊗Ψ) or N(vec(locᵀ), Ω⊗I + I⊗Ψ)
 
-    Nothing of size hw × hw is ever made: a product takes two small Cholesky factors, a sum two small
-    eigendecompositions too. No gradient divides by a difference of eigenvalues, so all are right where eigenvalues
-    coincide (Ω = Ψ = I). Derivatives of every order exist, but for third ones of a sum's `log_prob` and `entropy` in Ω
-    and Ψ, which are refused by name.
+    No matrix of size hw × hw is ever formed: a product needs two small Cholesky factors, a sum also two small
+    eigendecompositions. No gradient divides by a difference of eigenvalues, so all are correct where eigenvalues
+    coincide (Ω = Ψ = I). Derivatives of every order exist, except third ones of a sum's `log_prob` and `entropy` with
+    respect to Ω and Ψ, which raise an error.
 
     Args:
         loc: Mean, with or without batch dimensions in front.
         row_covariance: Ω, covariance between rows: symmetric, positive definite.
         column_covariance: Ψ, covariance between columns: symmetric, positive definite.
         structure: "product" for Ω⊗Ψ, "sum" for Ω⊕Ψ.
-        validate_args: Whether to check values too, and each matrix scored. On unless it is turned off here: torch's own
-            default is one switch for the whole process, which `torch.compile` turns off.
+        validate_args: Whether to check the values of the parameters and of each `value` too. It is on by default:
+            torch's own default is one switch for the whole process, which `torch.compile` turns off.
 
     Raises:
-        ShapeError: Shapes do not fit each other.
-        TypeError: Parameters are not of one floating dtype, float32 or float64.
-        LookupError: No such structure.
-        ValueError: A covariance is not symmetric and positive definite, or `loc` is not finite.
+        ShapeError: If the shapes do not fit each other.
+        TypeError: If the parameters are not of one floating dtype, float32 or float64.
+        LookupError: If there is no such structure.
+        ValueError: If a covariance is not symmetric and positive definite, or `loc` is not finite.
 
     Cost:
-        O(h³ + w³) MACs once, O(hw(h + w)) for each matrix drawn or scored.
+        O(h³ + w³) MACs once, O(hw(h + w)) for each matrix in `rsample` or `log_prob`.
 
     Reference: KAN Definition 1, KAN Eq. 2.
 
@@ -73,10 +73,10 @@ class MatrixNormal(Distribution):
         if validate_args:
             _check_values(loc, row_covariance, column_covariance)
         self.structure = structure
-        # Read once, here: a parameter changed in place later is not seen, as with torch's MultivariateNormal.
+        # Factorised once, here: later changes of a parameter in place have no effect, as in MultivariateNormal.
         self._covariance: _Covariance = STRUCTURES[structure](row_covariance, column_covariance)
         self._set(loc, row_covariance, column_covariance, batch)
-        # The values are checked above, in words that name the fix.
+        # The values are checked above, with errors that name the fix.
         super().__init__(batch, self.loc.shape[-2:], validate_args=False)
         self._validate_args = validate_args
 
@@ -127,7 +127,7 @@ class MatrixNormal(Distribution):
 
 
 class _Covariance(Protocol):
-    """What the distribution asks of a covariance; batch dimensions broadcast."""
+    """The interface of a covariance; batch dimensions broadcast."""
 
     def variance(self) -> Tensor: ...
 
@@ -139,7 +139,7 @@ class _Covariance(Protocol):
 
 
 class _Product:
-    """Ω⊗Ψ, by the Cholesky factors of both: their derivatives of every order are torch's own, and finite."""
+    """Ω⊗Ψ by the Cholesky factors of both, whose derivatives of every order are torch's own and finite."""
 
     def __init__(self, row: Tensor, column: Tensor) -> None:
         self.row, self.column = row, column
@@ -174,7 +174,7 @@ class _Sum:
         return _diagonal(self.row)[..., :, None] + _diagonal(self.column)[..., None, :]
 
     def draw(self, shape: torch.Size) -> Tensor:
-        # Covariances of independent terms add, so two draws need no square root of the sum, and no derivative of one.
+        # Covariances of independent terms add: two draws need neither a square root of the sum nor its derivative.
         return self.row_factor @ _noise(shape, self.row) + _noise(shape, self.row) @ self.column_factor.mT
 
     def squared_distance(self, difference: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _noise(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 def _check_parameters(loc: Tensor, row: Tensor, column: Tensor) -> torch.Size:
-    """Refuse what is not (…, h, w), (…, h, h) and (…, w, w) of one dtype and device; return the batch shape."""
+    """Check the shapes (…, h, w), (…, h, h) and (…, w, w), one dtype and one device; return the batch shape."""
     parameters = {"loc": loc, "row_covariance": row, "column_covariance": column}
     for name, parameter in parameters.items():
         if not isinstance(parameter, Tensor) or parameter.dtype not in (torch.float32, torch.float64):
@@ -207,10 +207,10 @@ def _check_parameters(loc: Tensor, row: Tensor, column: Tensor) -> torch.Size:
         fix = "give it rows and columns, e.g. loc.unsqueeze(0)."
         raise shape_error("MatrixNormal", "loc must be (*batch, h, w), h and w at least 1.", fix, loc=loc)
     h, w = loc.shape[-2:]
-    for name, side in (("row_covariance", h), ("column_covariance", w)):
-        if parameters[name].shape[-2:] != (side, side):
-            problem = f"{name} must be (*batch, {side}, {side}) for a loc of {h} rows and {w} columns."
-            fix = f"e.g. {name}=torch.eye({side}); Ω = row_covariance is h × h, Ψ = column_covariance is w × w."
+    for name, length in (("row_covariance", h), ("column_covariance", w)):
+        if parameters[name].shape[-2:] != (length, length):
+            problem = f"{name} must be (*batch, {length}, {length}) for a loc of {h} rows and {w} columns."
+            fix = f"e.g. {name}=torch.eye({length}); Ω = row_covariance is h × h, Ψ = column_covariance is w × w."
             raise shape_error("MatrixNormal", problem, fix, **parameters)
     try:
         return torch.broadcast_shapes(*(parameter.shape[:-2] for parameter in parameters.values()))
@@ -238,7 +238,7 @@ def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
 
 
 def _check_value(value: Tensor, distribution: MatrixNormal) -> None:
-    """Refuse a value whose shape does not fit, and, where validation is on, one that is not finite."""
+    """Refuse a value whose shape does not fit and, if validation is on, one that is not finite."""
     expected = distribution.batch_shape + distribution.event_shape
     try:
         fits = torch.broadcast_shapes(value.shape, expected)[-2:] == value.shape[-2:]

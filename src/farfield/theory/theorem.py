@@ -1,4 +1,4 @@
-"""Averages of a matrix-variate normal's rows and columns, and what they add up to: KAN's Theorem 1."""
+"""The averages of the rows and of the columns of a matrix-variate normal, and their sum: KAN's Theorem 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Averages(NamedTuple):
 
 
 def averages(distribution: MatrixNormal) -> Averages:
-    """Give the distributions of the average row and of the average column.
+    """Return the distributions of the average row and of the average column.
 
     sum:     X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·I + Ψ/h),   X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·I + Ω/w)
     product: X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·Ψ),         X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·Ω)
@@ -58,7 +58,7 @@ def averages(distribution: MatrixNormal) -> Averages:
 
 
 def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normalized: bool = False) -> MatrixNormal:
-    """Give the distribution of h independent rows and w independent columns, added to one h × w matrix.
+    """Return the distribution of the h × w matrix that is the sum of h independent rows and w independent columns.
 
     X̃ = [r₁, …, r_h]ᵀ + [c₁, …, c_w]  ~  MN(outer sum of the means, cov(c) ⊕ cov(r))
 
@@ -69,9 +69,9 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normaliz
     Args:
         row: Distribution of one row (w numbers), such as `averages(x).row`.
         column: Distribution of one column (h numbers), such as `averages(x).column`.
-        normalized: Whether half of the mean's mean is subtracted from every number. Rows and columns each have the
-            grand mean of X, so their sum has it twice; normalized it has it once, and X̃ has the mean μ⊕υ of X. The
-            covariance is the same. `ops.kronecker_qkv_attention` does this to the responses of a grid.
+        normalized: Whether to subtract half of the mean of all means from every number. Rows and columns each contain
+            the grand mean of X, so their sum contains it twice; normalized, X̃ has the mean μ⊕υ of X. The covariance is
+            the same. `ops.kronecker_qkv_attention` does this to the responses of a grid.
 
     Returns:
         The sum's distribution, structure "sum".
@@ -93,7 +93,7 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normaliz
 def outer_sum(column: Float[Tensor, "*batch h"], row: Float[Tensor, "*batch w"]) -> Float[Tensor, "*batch h w"]:
     """Add each number of a column to each number of a row: μ⊕υ = μ·1ᵀ + 1·υᵀ.
 
-    KAN restricts the mean of a feature map to this form. `ops.outer_sum` does the same to the axis vectors of a grid.
+    KAN restricts the mean of a feature map to this form. `ops.outer_sum` does the same for the axis vectors of a grid.
 
     Args:
         column: μ, a number for each row of the matrix.

@@ -1,1 +1,1 @@
-"""Kernels behind the equations of `ops`: they compute the same, and run only where nothing speaks against it."""
+"""Faster forms of the equations of `ops`: they compute the same, and run only where nothing prevents it."""

@@ -1,4 +1,4 @@
-"""Sums along axes and outer sums whose gradients are each other, and kernels that read or write a grid once."""
+"""Sums along axes and outer sums, each the gradient of the other, and kernels that read or write a grid once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from farfield.ops.grid import add_axes, along_axes, hide, in_channels_last
 
 
 def sum_axes(grid: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`grid.along_axes` of a whole grid."""
+    """Return `grid.along_axes` of a whole grid."""
     return cast(Tensor, _sum_axes(hide(grid, mask), in_channels_last(grid)))
 
 
 def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
-    """`grid.add_axes` of a whole grid; a kernel writes otherwise in training, where what it writes is new memory."""
+    """Return `grid.add_axes` of a whole grid; in training, the kernel writes to new memory."""
     return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
 
 
@@ -37,25 +37,25 @@ def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
     return add_axes(responses, size)
 
 
-def spread(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
-    """The gradient of sums along axes: each position takes those of its indices, where autograd adds a grid an axis."""
-    (grid, wide), (grad,) = arguments, upon
+def spread(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
+    """Return the gradient of sums along axes, the outer sum of their gradients; autograd would add a grid per axis."""
+    (grid, wide), (grad,) = arguments, grad_outputs
     grad = grad.to(grid.dtype)
     return write_sum(grad.mT.contiguous().mT if wide else grad.contiguous(), grid.shape[2:], True), None
 
 
-def collect(arguments: Sequence[Any], kept: Any, upon: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:
-    """The gradient of an outer sum: every index takes those of its positions."""
-    return read_axes(upon[0]).to(arguments[0].dtype), None, None
+def collect(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:
+    """Return the gradient of an outer sum: the sums of its gradient along the axes."""
+    return read_axes(grad_outputs[0]).to(arguments[0].dtype), None, None
 
 
 def plain_sums(grid: Tensor, wide: bool) -> Tensor:
-    """The equation of the sums."""
+    """Compute the sums by their equation."""
     return along_axes(grid)
 
 
 def plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tensor:
-    """The equation of the grid."""
+    """Compute the grid by its equation."""
     return add_axes(responses, size)
 
 

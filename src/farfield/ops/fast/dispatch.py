@@ -1,7 +1,7 @@
-"""What attention is composed of in less time or memory than by the equations; `engine` composes it.
+"""Faster steps of attention, in less time or memory than the equations take; `engine` composes them.
 
-Less is kept for the backward pass, products are taken in the cheaper order (a recorded graph is of one order, or it
-would be compiled anew for other sizes), a grid is read and written once, and compiled kernels run where they are built.
+Less is kept for the backward pass, products are taken in the cheaper order (a recorded graph has one order, or it would
+be compiled again for other sizes), a grid is read and written once, and compiled kernels run where they are built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield.ops.call import Call, by_head
 from farfield.ops.fast import kernel_attention
-from farfield.ops.fast.autograd import add_product, read_and_summarize, respond_from
+from farfield.ops.fast.autograd import add_product, project_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.order import cheaper_order, has_orders
 from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, valid_counts
@@ -25,15 +25,16 @@ from farfield.ops.summary import respond
 
 
 class Steps(NamedTuple):
-    """What stands in for equations; a step that returns None leaves it to them.
+    """Faster steps in place of the equations; where a step returns None, the equations run.
 
     Attributes:
         attend: Self-attention as a whole, `(call, grid) -> grid` or None.
         reorder: `(call, query, key, value) -> call`, with an operator of the same responses.
-        prepare: `(call) -> call`, whose operator gathers and scatters in less.
-        summarize: `(call, gathered, values, complete, asks) -> (queries or None, summary)` or None.
-        respond: `(call, asking, query, summary, matrix, bias) -> responses (b, out, m)` or None.
-        add_responses: `(call, asking, query, summary, scale, out) -> out`, plus the projected responses.
+        prepare: `(call) -> call`, with an operator that gathers and scatters in less time.
+        summarize: `(call, gathered, values, complete, itself) -> (queries or None, summary)` or None; with `itself` the
+            queries come from the same positions.
+        respond: `(call, query_positions, query, summary, matrix, bias) -> responses (b, out, m)` or None.
+        add_responses: `(call, query_positions, query, summary, scale, out) -> out`, the projected responses added.
     """
 
     attend: Callable[[Call, Tensor], Tensor | None]
@@ -45,12 +46,12 @@ class Steps(NamedTuple):
 
 
 def attend(call: Call, grid: Tensor) -> Tensor | None:
-    """Attend in one call of a kernel, where there is one and nothing is projected or normed."""
+    """Attend in one call of a kernel, if there is one and nothing is projected or normed."""
     return kernel_attention.attend(call, grid) if call.is_bare else None
 
 
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
-    """V (KᵀQ) where that is cheaper than (V Kᵀ) Q."""
+    """Return a call that takes V (KᵀQ) where that is cheaper than (V Kᵀ) Q."""
     if not has_orders(call.operator):
         return call
     work = call.work(math.prod(query.shape[2:]), math.prod(key.shape[2:]), query.shape[1], value.shape[1])
@@ -58,7 +59,7 @@ def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
 
 
 def prepare(call: Call) -> Call:
-    """The operator's positions as those that read and write a grid once."""
+    """Return a call whose operator reads and writes a grid once to gather and scatter along axes."""
     operator = call.operator
     if operator.keys_from.gather is not axis_sums and operator.queries_from.gather is not axis_sums:
         return call
@@ -69,7 +70,7 @@ def prepare(call: Call) -> Call:
 
 
 def once(positions: Positions) -> Positions:
-    """The same positions, of which sums along axes read a whole grid once and outer sums write it once."""
+    """Return the same positions, with sums along axes that read a whole grid once and outer sums that write it once."""
     gather = gather_axes if positions.gather is axis_sums else positions.gather
     return positions._replace(
         gather=gather, scatter=scatter_axes if positions.scatter is add_axes else positions.scatter
@@ -77,33 +78,33 @@ def once(positions: Positions) -> Positions:
 
 
 def gather_axes(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """`grid.axis_sums`."""
+    """Gather as `grid.axis_sums` does."""
     if place is not None:
         return axis_sums(grid, mask, place)
     return Gathered(sum_axes(grid, mask), valid_counts(grid, mask))
 
 
 def scatter_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """`grid.add_axes`."""
+    """Scatter as `grid.add_axes` does."""
     return outer_sum(responses, size) if place is None else add_axes(responses, size, place)
 
 
 def summarize(
     call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool
 ) -> tuple[Tensor | None, Summary] | None:
-    """Project and summarize, keeping the positions alone for the backward pass, and their queries where they ask."""
+    """Project and summarize, with queries for `itself`, keeping only the positions for the backward pass."""
     operator, (positions, valid) = call.operator, gathered
     if values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
         return None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
     options = {"shared": call.value.matrix is not None, "complete": complete}
-    return read_and_summarize(operator, call.heads, positions, valid[:, None], call.key, query, **options)
+    return project_and_summarize(operator, call.heads, positions, valid[:, None], call.key, query, **options)
 
 
 def respond_once(
     call: Call, query_positions: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """Respond, keeping the positions alone for the backward pass; the bias is one slot more."""
+    """Respond, keeping only the positions and the summary for the backward pass; the bias is one slot more."""
     operator = call.operator
     if operator.basis is None or not operator.queries_from.side_by_side:
         return None
@@ -113,10 +114,10 @@ def respond_once(
 def add_responses(
     call: Call, query_positions: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor
 ) -> Tensor:
-    """Add projected responses: in one product with the slots, or one vector an axis, in place."""
+    """Add projected responses: as one product with the slots, or in place as one vector per axis."""
     operator, matrix = call.operator, cast(Tensor, call.output.matrix)
     if operator.queries_from.side_by_side:
-        summary = summary.map_values(by_head(call, matrix.dtype))
+        summary = summary.project_values(by_head(call, matrix.dtype))
         slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
         return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
     responses = respond(operator, query, summary, scale).flatten(1, 2)

@@ -1,6 +1,6 @@
-"""The library of CPU kernels: built when a user asks for it, loaded at first use if it is there.
+"""The library of CPU kernels: built on request, loaded at first use if it exists.
 
-Nothing here runs on import, and nothing compiles but `build`.
+Nothing here runs on import, and only `build` compiles.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.utils.flop_counter import register_flop_formula
 from farfield.ops.modes import is_recorded
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# -fopenmp for compiling alone: the library finds the threads of the torch that loads it, not a second pool.
+# -fopenmp only compiles: the library uses the threads of the torch that loads it, not a second pool.
 FLAGS = ("-O3", "-march=native", "-fopenmp")
-# Set to 0, it switches all kernels off.
+# If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
 
 
 def path() -> Path:
-    """Where the library of this torch, this source and this processor is, or would be."""
+    """Return where the library for this torch, this source and this processor is, or would be."""
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -45,13 +45,13 @@ def path() -> Path:
 
 
 def build() -> Path:
-    """Compile the library into the cache folder, unless it is there already.
+    """Compile the library into the cache folder, unless it is already there.
 
     Returns:
         Its path.
 
     Raises:
-        RuntimeError: If there is no compiler or no ninja, or the compiler fails, or others could write to the folder.
+        RuntimeError: If there is no compiler or no ninja, the compiler fails, or other users can write to the folder.
     """
     target = path()
     compiler = os.environ.get("CXX", "c++")
@@ -67,14 +67,14 @@ def build() -> Path:
         fix = "apt-get install g++, or CXX=/path/to/compiler"
         raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
     if hasattr(torch.ops.farfield, "axis_sums"):
-        # Compiling loads it, and torch ends a process that registers an operation twice.
+        # The build also loads the library, and torch ends a process that registers an operation twice.
         raise RuntimeError(
             "kernels: this process runs a library from another folder, and cannot have two; "
             "fix: build it in a process of its own, farfield kernels --build."
         )
-    # The extra puts ninja beside Python, which need not be on the path.
+    # The extra installs ninja in the folder of Python, which need not be on the path.
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-    # It says that there is no CUDA, which nobody asked for.
+    # It warns that there is no CUDA, which is not needed here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         from torch.utils import cpp_extension
@@ -90,7 +90,7 @@ def build() -> Path:
             )
         except RuntimeError as error:
             raise RuntimeError(f"kernels: {compiler} cannot compile them; fix: another CXX=.\n{error}") from error
-        # Whole or not at all, also if two processes build at once.
+        # Atomic: the file is complete or absent, also if two processes build at once.
         os.replace(Path(folder) / target.name, target)
     register()
     problem.cache_clear()
@@ -99,7 +99,7 @@ def build() -> Path:
 
 @functools.cache
 def problem() -> str | None:
-    """Load the library; what is wrong with it, if something is."""
+    """Load the library; return why it cannot be used, or None."""
     if hasattr(torch.ops.farfield, "axis_sums"):
         return None
     target = path()
@@ -111,7 +111,7 @@ def problem() -> str | None:
         )
         return f"not loaded: {reason}"
     try:
-        # What was looked at, whatever the links on the way to it become.
+        # The path that was checked, even if the links on the way to it change.
         torch.ops.load_library(target.resolve())
         register()
     except (OSError, RuntimeError) as error:
@@ -120,30 +120,30 @@ def problem() -> str | None:
 
 
 def distrust(target: Path) -> str | None:
-    """Say why others could have put code where the library is or would be; None if only its user and root could.
+    """Return why other users could have put code where the library is or would be, or None.
 
-    In a folder such as /tmp anybody can make a file, but nobody can rename another's: its sticky bit says so.
+    In a folder such as /tmp anybody can create a file, but its sticky bit prevents renaming the file of another user.
     """
     user = os.getuid()
     for part in dict.fromkeys([*lineage(target.absolute()), *lineage(target.resolve())]):
-        found = part.lstat()
-        if found.st_uid not in (0, user):
+        status = part.lstat()
+        if status.st_uid not in (0, user):
             return f"{part} belongs to another user; fix: remove it"
-        # A group with its only member's number is that user.
-        others = stat.S_IWOTH | (0 if found.st_gid == user else stat.S_IWGRP)
-        sticky = part.is_dir() and found.st_mode & stat.S_ISVTX
-        if found.st_mode & others and not sticky and not part.is_symlink():
+        # A group whose number is the user's contains only that user.
+        others = stat.S_IWOTH | (0 if status.st_gid == user else stat.S_IWGRP)
+        sticky = part.is_dir() and status.st_mode & stat.S_ISVTX
+        if status.st_mode & others and not sticky and not part.is_symlink():
             return f"others can write to {part}; fix: chmod go-w {part}"
     return None
 
 
 def lineage(path: Path) -> list[Path]:
-    """What there is of a path: every folder on the way to it, and the file."""
+    """Return those of a path that exist: every folder on the way to it, and the file."""
     return [part for part in (*reversed(path.parents), path) if os.path.lexists(part)]
 
 
 def register() -> None:
-    """Tell torch what shapes the operations give."""
+    """Register the output shapes and the FLOPs of the kernels with torch."""
 
     def axis_sums(grid: Tensor) -> Tensor:
         return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]))
@@ -160,7 +160,7 @@ def register() -> None:
         )
 
     def position_attention_backward(
-        positions: Tensor, weights: Tensor | None, heads: int, scale: float, upon: Tensor
+        positions: Tensor, weights: Tensor | None, heads: int, scale: float, grad_output: Tensor
     ) -> Tensor:
         return torch.empty_like(positions)
 
@@ -172,14 +172,14 @@ def register() -> None:
         return torch.empty_like(grid), scores, grid.new_empty(batch, 1 + heads, channels)
 
     def score_attention_backward(
-        grid: Tensor, matrix: Tensor, both: bool, scores: Tensor, sums: Tensor, upon: Tensor
+        grid: Tensor, matrix: Tensor, both: bool, scores: Tensor, sums: Tensor, grad_output: Tensor
     ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(grid), torch.empty_like(matrix)
 
     def outer_sum(vectors: Tensor, size: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
         return vectors.new_empty(*vectors.shape[:2], *size)
 
-    def read_and_sum(
+    def project_and_sum(
         positions: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         slots = 1 + (matrix if weights is None else weights).shape[1]
@@ -193,63 +193,65 @@ def register() -> None:
         score_attention,
         score_attention_backward,
     )
-    for shapes in (axis_means, axis_sums, outer_sum, read_and_sum, *attentions):
+    for shapes in (axis_means, axis_sums, outer_sum, project_and_sum, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
     for name, flops in FLOPS.items():
         register_flop_formula(getattr(torch.ops.farfield, name))(flops)
 
 
-# ---- what torch's flop counter counts: the products of the equations -------------------------------------------------
-def of_nothing(*shapes: Any, out_shape: Any) -> int:
-    """Sums alone."""
+# ---- FLOPs for torch's flop counter: the products of the equations ---------------------------------------------------
+def count_nothing(*shapes: Any, out_shape: Any) -> int:
+    """Count sums: no products."""
     return 0
 
 
-def of_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Products of the axes' indices with each other, and of these with the values."""
+def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the products of the axes' means with each other, and of these weights with the values."""
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def of_positions(positions: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """The same of all positions."""
+def count_positions(positions: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the same for all positions."""
     return 4 * positions[0] * positions[1] * positions[2] ** 2
 
 
-def of_positions_backward(positions: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
-    """Four products, and a fifth for the matrix if it was not kept."""
+def count_positions_backward(
+    positions: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any
+) -> int:
+    """Count four products, and a fifth for the matrix if it was not kept."""
     return (8 if weights else 10) * positions[0] * positions[1] * positions[2] ** 2
 
 
-def of_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Scores, one or two slots, and the responses to them."""
+def count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+    """Count scores, one or two slots, and the responses."""
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def of_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Twice as many."""
-    return 2 * of_scores(grid, matrix, both, out_shape=out_shape)
+def count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+    """Count twice as many."""
+    return 2 * count_scores(grid, matrix, both, out_shape=out_shape)
 
 
-def of_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Rows, and their sums with the positions."""
+def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the rows, and their sums with the positions."""
     return 4 * math.prod(positions) * matrix[1]
 
 
 FLOPS: dict[str, Any] = {
-    "axis_sums": of_nothing,
-    "axis_means": of_nothing,
-    "outer_sum": of_nothing,
-    "axis_attention": of_axes,
-    "position_attention": of_positions,
-    "position_attention_backward": of_positions_backward,
-    "score_attention": of_scores,
-    "score_attention_backward": of_scores_backward,
-    "read_and_sum": of_rows,
+    "axis_sums": count_nothing,
+    "axis_means": count_nothing,
+    "outer_sum": count_nothing,
+    "axis_attention": count_axes,
+    "position_attention": count_positions,
+    "position_attention_backward": count_positions_backward,
+    "score_attention": count_scores,
+    "score_attention_backward": count_scores_backward,
+    "project_and_sum": count_rows,
 }
 
 
 def why_not(*tensors: Tensor | None) -> Iterator[str]:
-    """Every reason against a kernel on such tensors; none if it may run."""
+    """Yield every reason against a kernel on these tensors; none if it may run."""
     if os.environ.get(SWITCH) == "0":
         yield f"switched off ({SWITCH}=0)"
     elif text := problem():
@@ -262,7 +264,7 @@ def why_not(*tensors: Tensor | None) -> Iterator[str]:
 
 
 def why_not_on(tensor: Tensor) -> Iterator[str]:
-    """Every reason against a kernel that lies in one tensor."""
+    """Yield every reason against a kernel on this tensor."""
     if tensor.dtype != torch.float32:
         yield f"{tensor.dtype}, not torch.float32"
     if tensor.device.type != "cpu":
@@ -274,12 +276,12 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
 
 
 def run() -> bool:
-    """Whether kernels are there and not switched off."""
+    """Whether kernels are built and not switched off."""
     return os.environ.get(SWITCH) != "0" and problem() is None
 
 
 def fit(*tensors: Tensor | None) -> bool:
-    """Whether `why_not` has no reason, without asking for its texts: on small grids they take 5 % of the attention."""
+    """Whether `why_not` has no reason, without making its texts, which take 5 % of the time on small grids."""
     return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
 
 

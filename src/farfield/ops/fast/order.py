@@ -1,4 +1,4 @@
-"""The same product in another order: which takes fewer MACs, by the numbers of what is multiplied."""
+"""The order of two products: the one that takes fewer MACs for the sizes at hand."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from farfield.ops.table import Operator, keys, products, queries
 from farfield.ops.work import Work
 
 
-def has_orders(row: Operator) -> bool:
+def has_orders(operator: Operator) -> bool:
     """Whether an operator's products can be taken in either order."""
-    return row.basis is keys and row.coefficients is queries
+    return operator.basis is keys and operator.coefficients is queries
 
 
-def cheaper_order(row: Operator, work: Work) -> Operator:
-    """V (KᵀQ) where that is cheaper than the operator's (V Kᵀ) Q; operators of other kinds are what they are.
+def cheaper_order(operator: Operator, work: Work) -> Operator:
+    """Return the operator with products V (KᵀQ) where that is cheaper than its (V Kᵀ) Q; others are returned unchanged.
 
     Args:
-        row: The operator.
-        work: What is multiplied.
+        operator: The operator.
+        work: The sizes that the MACs follow from.
 
     Returns:
         The operator, or one with the same responses.
 
     Reference: FA Eq. 3, FA Eq. 6.
     """
-    if not has_orders(row):
-        return row
+    if not has_orders(operator):
+        return operator
     if work.macs(work.keys, basis=False) >= work.macs(work.inner // work.heads, basis=True):
-        return row
-    return dataclasses.replace(row, basis=None, coefficients=products)
+        return operator
+    return dataclasses.replace(operator, basis=None, coefficients=products)

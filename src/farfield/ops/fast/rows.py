@@ -1,4 +1,4 @@
-"""Which rows are read from positions before these are summed, and by which map."""
+"""Which rows are projected from positions before these are summed, and by which projection."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from farfield.ops.table import Operator
 
 
 class RowPlan(NamedTuple):
-    """What `read_and_summarize` does with the rows it reads.
+    """The rows that `project_and_summarize` projects, and how it summarizes.
 
     Attributes:
-        row: The operator.
-        heads: How many.
-        keys: How many rows are keys, the first.
-        queries: How many are queries, the last.
-        same: Whether the same rows are both.
-        shared: Whether every head hears all channels.
+        operator: The operator.
+        heads: Number of heads.
+        keys: How many rows are keys; they come first.
+        queries: How many rows are queries; they come last.
+        same: Whether the same rows are keys and queries.
+        shared: Whether every head summarizes all channels.
         complete: Whether all positions are valid.
     """
 
-    row: Operator
+    operator: Operator
     heads: int
     keys: int
     queries: int
@@ -34,8 +34,8 @@ class RowPlan(NamedTuple):
     complete: bool
 
 
-def stacked(key: Projection, query: Projection) -> Projection:
-    """Return one map for keys and queries, so that positions are read once for both; one of them may be no map."""
+def stack_projections(key: Projection, query: Projection) -> Projection:
+    """Return one projection for keys and queries, so that positions are read once; one of the two may be empty."""
     if key.matrix is None or query.matrix is None:
         return query if key.matrix is None else key
     biases = [
@@ -46,11 +46,11 @@ def stacked(key: Projection, query: Projection) -> Projection:
     return Projection(torch.cat([key.matrix, query.matrix]), torch.cat(biases))
 
 
-def unstacked(found: Projection, key: Projection, query: Projection) -> Iterator[Tensor | None]:
-    """Gradients of `stacked`, of its matrices and biases in order."""
+def split_gradients(grads: Projection, key: Projection, query: Projection) -> Iterator[Tensor | None]:
+    """Split the gradients of `stack_projections` into those of its matrices and biases, in order."""
     start = 0
     for one in (key, query):
         end = start if one.matrix is None else start + len(one.matrix)
-        for part, grad in zip(one, found, strict=True):
+        for part, grad in zip(one, grads, strict=True):
             yield None if part is None or grad is None else grad[start:end]
         start = end
