@@ -227,7 +227,9 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
 ROWS = ("siamese", "siamese_local", "siamese_ones", *AXIS_ROWS)
 
 
-def key_size(attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def responses_and_gradients(
+    attention: GridAttention, grid: Tensor, mask: Tensor | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The response, and the gradients of the grid and of all parameters."""
     attention, leaf = attention.to(dtype), grid.to(dtype).requires_grad_()
     response = attention(leaf, mask=mask)
@@ -250,9 +252,9 @@ def test_operators_answer_and_learn_as_by_the_equation(
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)
         mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
-        exact = key_size(attention, grid, mask, torch.float64)
-        plain = off(key_size, attention, grid, mask, torch.float32)
-        found = key_size(attention, grid, mask, torch.float32)
+        exact = responses_and_gradients(attention, grid, mask, torch.float64)
+        plain = off(responses_and_gradients, attention, grid, mask, torch.float32)
+        found = responses_and_gradients(attention, grid, mask, torch.float32)
         for name in found:
             # Numbers that cancel, as the gradient of a key's bias does, say nothing.
             if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
@@ -263,9 +265,9 @@ def test_operators_answer_and_learn_as_by_the_equation(
 def test_large_grids_are_written_past_the_caches(on: None, row: str) -> None:
     """From 2^22 numbers in training; no part of the sides or of a row is a whole vector's."""
     attention, grid = GridAttention(64, row, project=""), torch.randn(1, 64, 257, 261)
-    exact = key_size(attention, grid, None, torch.float64)
-    plain = off(key_size, attention, grid, None, torch.float32)
-    for name, found in key_size(attention, grid, None, torch.float32).items():
+    exact = responses_and_gradients(attention, grid, None, torch.float64)
+    plain = off(responses_and_gradients, attention, grid, None, torch.float32)
+    for name, found in responses_and_gradients(attention, grid, None, torch.float32).items():
         assert distance(found, exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
 
 
@@ -316,7 +318,7 @@ def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None
     grid = torch.randn(2, 32, 5, 6, requires_grad=True)
     GridAttention(32, "siamese")(grid).sum().backward()
     assert seen == ["project_and_sum", "gradients_of_rows"]  # the gradient of a sum is expanded, which no kernel takes
-    key_size(GridAttention(32, "siamese"), grid.detach(), None, torch.float32)
+    responses_and_gradients(GridAttention(32, "siamese"), grid.detach(), None, torch.float32)
     assert seen[2:] == ["project_and_sum", "gradients_of_response", "gradients_of_rows"]
 
 

@@ -84,9 +84,9 @@ def test_a_batch_with_no_valid_position_at_all(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_no_valid_asking_position_still_gets_a_finite_response(row: str) -> None:
     case = draw(row, heads=2, masked=True)
-    query_size = case.options["query_mask"].clone()
-    query_size[0] = False
-    poisoned = _filled(case.replace(query_mask=query_size), math.nan)
+    query_mask = case.options["query_mask"].clone()
+    query_mask[0] = False
+    poisoned = _filled(case.replace(query_mask=query_mask), math.nan)
     output = poisoned.library()
     assert output.isfinite().all()
     assert_close(output, poisoned.loops())

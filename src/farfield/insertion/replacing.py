@@ -45,8 +45,7 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: applied to the weights of the basis.
     * Weights of the attention, if requested: the implied matrix, N² numbers.
-    * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; the other operators treat them as channels,
-      with a warning.
+    * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; others read them as channels, and warn.
     * Causal masks, windows, relative positions and other biases, which differ from query to query: refused by name.
 
     Args:
