@@ -23,10 +23,10 @@ from torch import Tensor
 from training import fit, minutes
 
 from farfield import models
-from farfield.data.coco import masks_of
-from farfield.data.objects import read
+from farfield.data.object_datasets import read
+from farfield.data.readers.coco import masks_of
 from farfield.tasks.detect import entries_of
-from farfield.tasks.detections import drawn
+from farfield.tasks.writers.detections import drawn
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SETS = ("dsb2018", "balloon")

@@ -136,7 +136,7 @@ def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
 
     from farfield import models
     from farfield.tasks.metrics import care_metrics
-    from farfield.tasks.restoring import restore
+    from farfield.tasks.restore_stack import restore
 
     truth = tifffile.imread(root / "test" / "GT" / f"{HELD_BACK}.tif")
     noisy = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif")
@@ -167,7 +167,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
 
     from farfield import models
     from farfield.streaming import plan_whole
-    from farfield.tasks.restoring import ScaledNetwork, grey_levels, restore
+    from farfield.tasks.restore_stack import ScaledNetwork, grey_levels, restore
 
     stack = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif").astype(np.float32)
     lines = ["| operator | as a whole, most, % | sliding, mean, % | most, % | step at a border, % | elsewhere, % |"]

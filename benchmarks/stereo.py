@@ -60,7 +60,7 @@ def trained(folder: Path) -> torch.nn.Module:
 
 def held_back(root: Path, only: str | None) -> list[str]:
     """Return the scenes that are not trained on: those of the recipe, or all but one."""
-    from farfield.data.frames import frames_in
+    from farfield.data.readers.stereo import frames_in
 
     if only is None:
         return yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["data"]["init_args"]["held_out"]
@@ -69,7 +69,7 @@ def held_back(root: Path, only: str | None) -> list[str]:
 
 def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     """Read the whole scenes: the training scenes, and the held-out ones."""
-    from farfield.data.frames import frames_in
+    from farfield.data.readers.stereo import frames_in
     from farfield.data.stereo import Measured
 
     frames = frames_in(root)
@@ -116,7 +116,7 @@ def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: 
     import matplotlib.pyplot as plt
 
     from farfield.data.classify import IMAGENET
-    from farfield.tasks.disparities import coloured
+    from farfield.tasks.writers.disparities import coloured
 
     name, folders = list(runs.items())[-1]
     module, pairs = trained(folders[0]), scenes(root, held_out)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from networks import Network, networks, timm_network
 
 from farfield import insert, remove, replace_attention
-from farfield.insertion.probing import call, probe
+from farfield.insertion._insert.probe import call, probe
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)

@@ -34,7 +34,7 @@ from farfield.streaming import predict_whole
 
 ROOT = Path(farfield.__file__).parent
 # Files with checks of arguments.
-CHECKS = ("_checks.py", "nn/refusals.py", "nn/checks.py")
+CHECKS = ("_checks.py", "nn/checks.py")
 EQUATION = "ops/summary.py"
 
 

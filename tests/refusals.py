@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from farfield._files import MARKER, OwnedFolder, open_replacement
+from farfield._files import LOCK, MARKER, OwnedFolder, open_replacement, stage_files
 
 
 def owned(path: Path) -> OwnedFolder:
@@ -28,7 +29,7 @@ def test_a_folder_is_made_emptied_and_removed(tmp_path: Path) -> None:
     (folder.path / "inner" / "file").touch()
     (folder.path / "link").symlink_to(full(tmp_path / "theirs"))
     folder.empty()
-    assert [each.name for each in folder.path.iterdir()] == [MARKER]
+    assert sorted(each.name for each in folder.path.iterdir()) == [MARKER, LOCK]
     folder.let_go()
     folder.hold()  # it is known again
     folder.remove()
@@ -84,7 +85,6 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "growing" / MARKER).is_file()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no such locks there")
 def test_a_folder_is_held_once(tmp_path: Path) -> None:
     first, second = owned(tmp_path / "growing"), owned(tmp_path / "growing")
     first.hold()
@@ -94,11 +94,33 @@ def test_a_folder_is_held_once(tmp_path: Path) -> None:
     second.hold()
 
 
-def test_a_replacement_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_lock_of_a_folder_that_was_finished_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process renames the folder after this one has opened the lock's file."""
+    first, second = owned(tmp_path / "growing"), owned(tmp_path / "growing")
+    first.hold()
+    acquire = FileLock.acquire
+
+    def acquire_late(lock: FileLock) -> object:
+        first.become_target()
+        first.let_go()
+        (tmp_path / "growing").mkdir()
+        held = acquire(lock)
+        Path(lock.lock_file).unlink()
+        return held
+
+    monkeypatch.setattr(FileLock, "acquire", acquire_late)
+    with pytest.raises(BlockingIOError, match="another process is writing"):
+        second.hold()
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["a file", "a link"])
+def test_a_replacement_appears_whole_or_not_at_all(tmp_path: Path, linked: bool) -> None:
     path, other = tmp_path / "file", tmp_path / "other"
-    path.write_bytes(b"old")
     other.write_bytes(b"other")
-    (tmp_path / ".file.partial").symlink_to(other)
+    path.symlink_to(other) if linked else path.write_bytes(b"old")
 
     def interrupted() -> None:
         with open_replacement(path) as file:
@@ -108,7 +130,25 @@ def test_a_replacement_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         interrupted()
     assert {each.name for each in tmp_path.iterdir()} == {"file", "other"}
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == (b"other" if linked else b"old")
     with open_replacement(path) as file:
         file.write(b"new")
-    assert (path.read_bytes(), other.read_bytes()) == (b"new", b"other")
+    assert (path.is_symlink(), path.read_bytes(), other.read_bytes()) == (False, b"new", b"other")
+
+
+def test_several_files_are_replaced_after_all_are_written(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"old")
+
+    def save(*names: str) -> None:
+        with stage_files(tmp_path) as staging:
+            for name in names:
+                (staging / name).write_bytes(b"new")
+                assert (tmp_path / "weights").read_bytes() == b"old"
+            if "bad" in names:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save("weights", "bad")
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+    save("config", "weights")
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"config": b"new", "weights": b"new"}

@@ -6,15 +6,15 @@ import contextlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-with contextlib.suppress(ImportError):  # not on Windows
-    import fcntl
+from filelock import FileLock, Timeout
 
 # A folder without this file is never emptied or removed.
-MARKER = ".farfield"
+MARKER, LOCK = ".farfield", ".farfield.lock"
 MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without confirmation.\n"
 
 
@@ -32,7 +32,7 @@ class OwnedFolder:
 
     def __init__(self, caller: str, path: Path, target: Path) -> None:
         self.caller, self.path, self.target = caller, path, target
-        self.handle: int | None = None
+        self.lock: FileLock | None = None
 
     def check(self) -> None:
         """Refuse a path that exists and was not made by farfield.
@@ -56,7 +56,7 @@ class OwnedFolder:
         """
         self.check()
         self.path.mkdir(exist_ok=True)
-        self.handle = self.lock()
+        self.lock = self.acquire_lock()
         try:
             self.check()  # again: the path may have changed before it was locked
             if not (self.path / MARKER).exists():
@@ -65,38 +65,35 @@ class OwnedFolder:
             self.let_go()
             raise
 
-    def lock(self) -> int | None:
-        """Lock the folder; return None if the system, or a network drive, has no such locks."""
-        if os.name == "nt":
-            return None
-        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    def acquire_lock(self) -> FileLock | None:
+        """Lock the folder; return None if a network drive has no such locks."""
+        lock = FileLock(self.path / LOCK, timeout=0)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that held the lock may have finished and removed the folder after it was opened here.
-            if not self.path.exists() or not os.path.samestat(os.fstat(handle), os.lstat(self.path)):
-                raise BlockingIOError
-        except BlockingIOError:
-            os.close(handle)
+            lock.acquire()
+            # The process that held the lock may have finished and moved the folder after the file was opened here.
+            if not (self.path / LOCK).exists():
+                lock.release()
+                raise FileNotFoundError
+        except (Timeout, FileNotFoundError):
             raise BlockingIOError(
                 f'{self.caller}: another process is writing "{self.target}"; fix: wait until it is done, '
                 f"or another path."
             ) from None
-        except OSError:
-            os.close(handle)
+        except (OSError, NotImplementedError):
             return None
-        return handle
+        return lock
 
     def let_go(self) -> None:
         """Unlock the folder."""
-        if self.handle is not None:
-            os.close(self.handle)
-        self.handle = None
+        if self.lock is not None:
+            self.lock.release()
+        self.lock = None
 
     def empty(self) -> None:
-        """Remove the content of the folder, but neither the folder, which may be locked, nor its marker."""
+        """Remove the content of the folder, but not its marker and lock."""
         self.check()
         for each in self.path.iterdir():
-            if each.name != MARKER:
+            if each.name not in (MARKER, LOCK):
                 remove(each)
 
     def remove(self) -> None:
@@ -105,9 +102,12 @@ class OwnedFolder:
         shutil.rmtree(self.path)
 
     def become_target(self) -> None:
-        """Remove the marker and rename the folder to its target."""
+        """Remove the marker and the lock, and rename the folder to its target."""
         self.check()
-        (self.path / MARKER).unlink()
+        if os.name == "nt":  # where no open file can be removed
+            self.let_go()
+        for name in (MARKER, LOCK):
+            (self.path / name).unlink(missing_ok=True)
         os.replace(self.path, self.target)
 
 
@@ -123,7 +123,7 @@ def foreign(folder: Path) -> str | None:
         return "is not a folder"
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return "belongs to another user"
-    names = os.listdir(folder)
+    names = set(os.listdir(folder)) - {LOCK}
     if names and not (MARKER in names and stat.S_ISREG((folder / MARKER).lstat().st_mode)):
         return "holds files that farfield did not write"
     return None
@@ -140,11 +140,22 @@ def remove(path: Path) -> None:
 @contextlib.contextmanager
 def open_replacement(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` when the block ends without an error; otherwise `path` stays."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.unlink(missing_ok=True)
-    try:
-        with beside.open("xb") as file:  # "x": never opens the target of a link
-            yield file
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with stage_files(path.parent) as staging, (staging / path.name).open("xb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def stage_files(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder; its files replace those in `folder` when the block ends without an error.
+
+    The files are on the disk before the first is renamed, so that after a crash each file is the old or the new one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".farfield-") as staging:
+        yield Path(staging)
+        files = sorted(Path(staging).iterdir())
+        for file in files:
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())
+        for file in files:
+            os.replace(file, folder / file.name)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from farfield._checks import ShapeError
 from farfield._processes import all_gather, gather_facts, list_by_rank
 from farfield.nn import GridAttention
-from farfield.nn.refusals import check_input
+from farfield.nn.checks import check_input
 from farfield.ops.grid import Gathered, Place
 from farfield.ops.slots import Summary
 from farfield.ops.table import products

@@ -18,7 +18,8 @@ from sklearn.datasets import load_sample_image
 
 import farfield.cli
 from farfield import models
-from farfield.cli import demo, picture
+from farfield.cli import demo
+from farfield.cli.demo import picture
 from farfield.data.classify import Digits
 
 pytestmark = pytest.mark.long

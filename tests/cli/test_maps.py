@@ -19,8 +19,8 @@ from torch import nn
 import farfield.cli
 from farfield import maps, models
 from farfield.cli import train
-from farfield.cli.maps_network import load
-from farfield.cli.maps_views import read_photograph
+from farfield.cli.maps.network import load
+from farfield.cli.maps.views import read_photograph
 from farfield.data.classify import Digits, ImageFolders
 from farfield.nn import GridAttention
 

@@ -13,7 +13,7 @@ import yaml
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.data.tokens import saved_tokenizer, trained_tokenizer
+from farfield.data.tokenizer import saved_tokenizer, trained_tokenizer
 from made_texts import make_texts, sentences
 from quiet import MARKS
 

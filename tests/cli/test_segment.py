@@ -17,9 +17,9 @@ from PIL import Image
 from farfield import ShapeError, models
 from farfield._files import OwnedFolder
 from farfield.cli.train import main
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 from farfield.data.segment import normalized, read
-from farfield.tasks.predictions import PALETTE
+from farfield.tasks.writers.predictions import PALETTE
 from made_masks import CLASSES, make_pair, make_sbd, make_voc
 from packs import unpack
 from quiet import MARKS, TRAINER
@@ -165,7 +165,7 @@ def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
     (theirs.path / "theirs.png").touch()
     with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):
         farfield("predict", **options)
-    assert {path.name for path in theirs.path.iterdir()} == {".farfield", "theirs.png"}
+    assert {path.name for path in theirs.path.iterdir()} == {".farfield", ".farfield.lock", "theirs.png"}
     theirs.let_go()
     farfield("predict", **options)
     assert {path.name for path in Path("new").iterdir()} == {"masks", "overlays"}

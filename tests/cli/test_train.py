@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from farfield import ShapeError, models
 from farfield.cli.train import main
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from made_images import COLOURS, full_disk, make_folder, make_root
 from quiet import MARKS, TRAINER

@@ -16,7 +16,7 @@ from pycocotools.cocoeval import COCOeval
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 from made_objects import make_coco, read_annotations
 from packs import unpack
 from quiet import MARKS

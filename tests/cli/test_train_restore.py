@@ -20,9 +20,9 @@ import zarr
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.restoring import restore
+from farfield.tasks.restore_stack import restore
 from made_stacks import SIZE, made_pair, make_npz, make_root, write
 from packs import unpack
 from quiet import MARKS, TRAINER

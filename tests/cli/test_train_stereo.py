@@ -13,8 +13,8 @@ from PIL import Image
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.data.folders import FolderError
-from farfield.data.frames import read_pfm
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.stereo import read_pfm
 from farfield.data.segment import normalized, read
 from farfield.tasks.stereo import Stereo
 from made_frames import made_pair, make_kitti, make_sceneflow, write_image

@@ -15,8 +15,8 @@ from PIL import Image
 
 from farfield.data.augment import Augmentation, evaluation, training
 from farfield.data.classify import Digits, ImageFolders
-from farfield.data.folders import FolderError
-from farfield.data.samples import drawn, split
+from farfield.data.readers.images import FolderError
+from farfield.data.splits import drawn, split
 from made_images import make_folder, make_root
 
 

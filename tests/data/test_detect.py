@@ -16,7 +16,9 @@ from hypothesis import strategies as some
 from PIL import Image
 from pycocotools.coco import COCO
 
-from farfield.data.coco import (
+from farfield.data.detect import CocoFolders, GroupedSampler
+from farfield.data.object_datasets import AnnotatedImages
+from farfield.data.readers.coco import (
     Annotated,
     check_files,
     fault_of_box,
@@ -28,9 +30,7 @@ from farfield.data.coco import (
     read_annotated,
     refuse,
 )
-from farfield.data.detect import CocoFolders, GroupedSampler
-from farfield.data.folders import FolderError
-from farfield.data.objects import Labelled
+from farfield.data.readers.images import FolderError
 from made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
 from packs import unpack
 from refusals import read_or_refusal
@@ -542,7 +542,7 @@ def check_named(root: Path) -> None:
         assert str(root / "annotations" / "instances_train.json") in refusal
         return
     has_masks(part)
-    samples = Labelled(part, training=False, masks=True)
+    samples = AnnotatedImages(part, training=False, masks=True)
     for place in range(len(samples)):
         _, target = samples[place]
         assert len(target["masks"]) == len(target["boxes"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.epochs import DrawnSamples, EpochSampler
+from farfield.data.sampler import DrawnSamples, EpochSampler
 
 
 class Noise(Dataset):

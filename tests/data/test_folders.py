@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torchvision.datasets import ImageFolder
 
-from farfield.data import folders
 from farfield.data.classify import ImageFolders
-from farfield.data.folders import FolderError, check_images, files_of, images_of, read_utf8
-from farfield.data.samples import ClassFolders
+from farfield.data.readers import images
+from farfield.data.readers.images import FolderError, check_images, files_of, images_of, read_utf8
+from farfield.data.splits import ClassFolders
 from made_images import make_folder, make_root
 
 
@@ -120,7 +120,7 @@ def test_a_folder_found_good_is_read_once_and_again_when_a_file_changes(
 ) -> None:
     root = make_folder(tmp_path / "images", 6)
     read: list[Path] = []
-    monkeypatch.setattr(folders, "fault_of", lambda path: read.append(path))
+    monkeypatch.setattr(images, "fault_of", lambda path: read.append(path))
     for check, expected in (("once", 18), ("once", 18), ("always", 36), ("never", 36)):
         check_images([root], check)  # type: ignore[arg-type]
         assert len(read) == expected

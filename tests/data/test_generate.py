@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from farfield.data.folders import FolderError
 from farfield.data.generate import RealImages
+from farfield.data.readers.images import FolderError
 from made_images import make_root
 
 

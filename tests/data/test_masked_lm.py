@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from farfield.data.folders import FolderError
 from farfield.data.masked_lm import TextFolder
-from farfield.data.texts import Text
-from farfield.data.tokens import Batch, Collate, saved_tokenizer, trained_tokenizer
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.text import Text
+from farfield.data.tokenizer import Batch, Collate, saved_tokenizer, trained_tokenizer
 from made_texts import make_texts, sentences
 from packs import unpack
 from refusals import read_or_refusal

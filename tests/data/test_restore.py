@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 from scipy.ndimage import maximum_filter
 
-from farfield.data.folders import FolderError
 from farfield.data.patches import Patches
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.tiff import checked, load_npz, stack_of
 from farfield.data.restore import StackPairs
-from farfield.data.stacks import checked, load_npz, stack_of
 from made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
 from packs import unpack
 from refusals import read_or_refusal
@@ -138,7 +138,7 @@ def test_an_epoch_has_its_steps(tmp_path: Path, steps: int | None, batches: int)
 
 
 def test_replicas_share_the_draws() -> None:
-    from farfield.data.epochs import EpochSampler
+    from farfield.data.sampler import EpochSampler
 
     whole = [draw.place for draw in EpochSampler(range(7), seed=1, draws=12)]
     parts = [[draw.place for draw in EpochSampler(range(7), seed=1, draws=6, ranks=2, rank=rank)] for rank in (0, 1)]

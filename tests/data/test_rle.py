@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 from pycocotools import mask as coco
 
-from farfield.data.coco import fault_of_mask, masks_of
-from farfield.data.rle import fault_of_rle, runs_of
+from farfield.data.readers.coco import fault_of_mask, masks_of
+from farfield.data.readers.run_lengths import fault_of_rle, runs_of
 
 
 def runs_by_hand(mask: np.ndarray) -> list[int]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from PIL import Image
 
-from farfield.data import pairs
-from farfield.data.folders import FolderError
-from farfield.data.pairs import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
+from farfield.data.readers import masks
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.masks import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
 from farfield.data.segment import RandomView, VOCFolders, normalized
 from made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
 from packs import unpack
@@ -247,7 +247,7 @@ def test_a_good_folder_is_read_once_and_again_for_other_classes(
 ) -> None:
     root, read = make_voc(tmp_path / "voc"), []
     prepared(root)
-    monkeypatch.setattr(pairs, "fault_of_pair", lambda pair, classes: read.append(pair))
+    monkeypatch.setattr(masks, "fault_of_pair", lambda pair, classes: read.append(pair))
     prepared(root)
     assert read == []
     (root / "classes.txt").write_text("ground\nred\ngreen\nblue\nblack\n")
@@ -263,7 +263,7 @@ def test_grey_masks_are_labels_too(tmp_path: Path) -> None:
 
 def test_a_good_pair_has_no_fault(tmp_path: Path) -> None:
     root = make_voc(tmp_path / "voc")
-    pair = pairs.Pair(root / "JPEGImages" / "val_0.jpg", root / "SegmentationClass" / "val_0.png")
+    pair = masks.Pair(root / "JPEGImages" / "val_0.jpg", root / "SegmentationClass" / "val_0.png")
     assert fault_of_pair(pair, 4) is None
     assert "labels 3 are no classes" in str(fault_of_pair(pair, 3))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from PIL import Image
 from torchvision.datasets.utils import _read_pfm
 
-from farfield.data.folders import FolderError
-from farfield.data.frames import check_frames, frames_in, read_disparity, read_pfm
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.stereo import check_frames, frames_in, read_disparity, read_pfm
 from farfield.data.segment import normalized
 from farfield.data.stereo import RandomCrop, StereoFrames
 from made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm

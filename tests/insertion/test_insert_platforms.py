@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import distributed_additions
 from farfield import insert, remove
-from farfield.insertion.effects import add_noise
+from farfield.insertion._insert.effects import add_noise
 from partly import partly
 from small_hosts import Net, Pyramid, Tokens, felt, image
 

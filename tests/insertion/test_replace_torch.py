@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import replace_attention
-from farfield.nn.tokens import attend_tokens
+from farfield.nn.token_attention import attend_tokens
 from farfield.ops import OPERATORS
 from token_products import EPS, ROWS, matrix, product, relative, worst_gradient
 

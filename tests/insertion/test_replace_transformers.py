@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
-from farfield.nn.tokens import attend_tokens
+from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import keys, queries
 from seeding import seeded_generator
 from token_products import EPS, ROWS, product, relative

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from farfield import cost, models
 from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
-from farfield.nn.convolved import clamps_at_once, convolved
+from farfield.nn.conv_norm_act import clamps_at_once, convolved
 from farfield.ops import OPERATORS
 from partly import partly
 

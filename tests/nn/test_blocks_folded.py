@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from explicit import MEAN_ROWS
-from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, folded
-from farfield.nn.convolved import Convolved, ReLU6, convolved
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, block_fusion
+from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
 from partly import partly
 
@@ -223,9 +223,9 @@ def without_statistics(block: nn.Module) -> None:
 )
 def test_other_layers_run_as_they_are(index: int, change: Callable[[Any], Any]) -> None:
     block = list(blocks())[index]
-    assert folded.are_bare(block.expand, block.depthwise, block.project)
+    assert block_fusion.are_bare(block.expand, block.depthwise, block.project)
     change(block)
-    assert not folded.are_bare(block.expand, block.depthwise, block.project)
+    assert not block_fusion.are_bare(block.expand, block.depthwise, block.project)
     grid = torch.randn(2, 8, 5, 5)
     torch.testing.assert_close(block.eval()(grid), block.plain(grid))
 

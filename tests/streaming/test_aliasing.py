@@ -16,7 +16,7 @@ import zarr
 from torch import nn
 
 from farfield.streaming import predict_whole, respond_whole
-from farfield.tasks.restoring import restore
+from farfield.tasks.restore_stack import restore
 from streamed_nets import attention, settled
 
 SIZE = (12, 14)

@@ -9,7 +9,7 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farfield.streaming import Plan, plan_whole, predict_whole
+from farfield.streaming import StreamingPlan, plan_whole, predict_whole
 from streamed_nets import CONVOLUTIONS, POOLS, attention, relative, settled
 
 UP = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d}
@@ -46,7 +46,7 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
     return settled(nn.Sequential(*found))
 
 
-def cropped(output: Tensor, plan: Plan) -> Tensor:
+def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
     for scale, (before, after) in zip(plan.output.grid.axis_scales, plan.padding, strict=True):
         if scale is not None:
@@ -76,7 +76,7 @@ def test_tiles_give_what_the_whole_gives_or_say_why_not(data: st.DataObject) -> 
     assert relative(got, want) < TOLERANCE
 
 
-def whole_of(net: nn.Module, grid: Tensor, plan: Plan, pad: str | None) -> Tensor:
+def whole_of(net: nn.Module, grid: Tensor, plan: StreamingPlan, pad: str | None) -> Tensor:
     """The network on the whole, padded as the plan says, by NumPy, which reflects as often as it must."""
     mode = "edge" if pad == "replicate" else pad or "constant"
     padded = torch.from_numpy(np.pad(grid.numpy(), ((0, 0), (0, 0), *plan.padding), mode=mode))

@@ -132,11 +132,11 @@ CHILD = """
     import torch
     torch.set_num_threads(1)
     sys.path.insert(0, {tests!r})
-    from farfield.streaming import driving, predict_whole, respond_whole
+    from farfield.streaming import predict_whole, respond_whole, runner
     from streamed_nets import Hourglass, attention, settled
 
     kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    taken, read = 0, driving.Stream.read
+    taken, read = 0, runner.Stream.read
 
     def counted(*arguments):
         global taken
@@ -145,7 +145,7 @@ CHILD = """
             os.kill(os.getpid(), how)
         return read(*arguments)
 
-    driving.Stream.read = counted
+    runner.Stream.read = counted
     volume = np.load(Path(out).with_name("volume.npy"), mmap_mode="r")
     {call}
     print(taken)
@@ -232,7 +232,7 @@ class StopError(Exception):
 @pytest.fixture
 def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prediction that was stopped in its last pass; 8 tiles, 4 passes."""
-    out, read, count = tmp_path / "out.npy", streaming.driving.Stream.read, [0]
+    out, read, count = tmp_path / "out.npy", streaming.runner.Stream.read, [0]
 
     def counted(*arguments: Any) -> torch.Tensor:
         count[0] += 1
@@ -241,8 +241,8 @@ def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch:
         return read(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
-        patch.setattr(streaming.driving.Stream, "read", counted)
+        patch.setattr(streaming.resume, "SHARE", 0)  # saved after every tile
+        patch.setattr(streaming.runner.Stream, "read", counted)
         with pytest.raises(StopError):
             predict_whole(net, volume, tile=(6, 10, 12), out=out, quiet=True)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import plan_whole, predict_whole
-from farfield.streaming.refusals import NotLocalError
+from farfield.streaming.global_layers import NotLocalError
 from partly import UNLIKE, partly
 from streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
@@ -112,7 +112,7 @@ def test_a_volume_smaller_than_a_tile() -> None:
 def test_tiles_that_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     net, grid = settled(Hourglass("averaged", 2)), torch.randn(1, 1, 200, 300)
     assert len(plan_whole(net, grid.shape).cores) == 1
-    monkeypatch.setattr("farfield.streaming.drafting.free_bytes", lambda device: 4 * 2**20)
+    monkeypatch.setattr("farfield.streaming.tiling.free_bytes", lambda device: 4 * 2**20)
     plan = plan_whole(net, grid.shape)
     assert len(plan.cores) > 4
     assert plan.tile_bytes <= 2**20

@@ -119,7 +119,7 @@ def test_attention_to_a_context() -> None:
 @pytest.mark.parametrize("row", ["softmax", "softmax_pooled", "siamese"])
 def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, grid = settled(Hourglass(row, 2)), torch.randn(1, 1, 40, 40)
-    monkeypatch.setattr("farfield.streaming.drafting.free_bytes", lambda device: 5000)
+    monkeypatch.setattr("farfield.streaming.tiling.free_bytes", lambda device: 5000)
     if row == "siamese":
         predict_whole(net, grid, tile=20, quiet=True)
         return

@@ -22,7 +22,7 @@ from torch import nn
 
 from farfield import models, streaming
 from farfield.streaming import predict_whole, respond_whole
-from farfield.tasks.restoring import restore
+from farfield.tasks.restore_stack import restore
 from streamed_nets import attention, settled
 
 SIZE = (20, 24)
@@ -56,7 +56,7 @@ def stop(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: 
     """Begin a prediction of 2 passes, and stop it before it reads so many tiles."""
 
     def stopped(suffix: str, reads: int = TILES + 5) -> Path:
-        out, read, count = tmp_path / f"out{suffix}", streaming.driving.Stream.read, [0]
+        out, read, count = tmp_path / f"out{suffix}", streaming.runner.Stream.read, [0]
 
         def counted(*arguments: Any) -> torch.Tensor:
             count[0] += 1
@@ -65,8 +65,8 @@ def stop(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: 
             return read(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
-            patch.setattr(streaming.driving.Stream, "read", counted)
+            patch.setattr(streaming.resume, "SHARE", 0)  # saved after every tile
+            patch.setattr(streaming.runner.Stream, "read", counted)
             with pytest.raises(StopError):
                 predict_whole(net, volume, tile=TILE, out=out, quiet=True)
         return out
@@ -213,7 +213,7 @@ def test_what_was_written_is_looked_at_after_the_last_tile_too(
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.outputs.FileOutput, "finish", stopped)
+        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     cut_short(growing(out))
@@ -354,14 +354,14 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
 def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    merged = streaming.merging.MergedSummary(settled(attention(row)).to(dtype), "net")
+    merged = streaming.summaries.MergedSummary(settled(attention(row)).to(dtype), "net")
     grid = torch.randn(1, 6, 4, 5, dtype=dtype)
     merged.add(grid, None, (0, 0), (4, 5))
     merged.add_query_sums(grid, None, (0, 0), (4, 5))
-    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
-    streaming.progress.write_state(tmp_path / "state", state | {"summaries": [merged.state()]})
-    saved = streaming.progress.read_state(tmp_path / "state")["summaries"][0]
-    again = streaming.merging.MergedSummary(merged.attention, "net")
+    state = {field: kind() for field, kind in streaming.resume.FIELDS.items()}
+    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [merged.state()]})
+    saved = streaming.resume.read_state(tmp_path / "state")["summaries"][0]
+    again = streaming.summaries.MergedSummary(merged.attention, "net")
     again.load(saved)
     (summary, asked), (twin, twin_asked) = merged.whole(grid.device), again.whole(grid.device)
     for one, other in zip([*summary, *(asked or ())], [*twin, *(twin_asked or ())], strict=True):
@@ -393,7 +393,7 @@ def test_whatever_a_layer_reads_is_looked_at_again(
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.outputs.FileOutput, "finish", stopped)
+        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             respond()
     arrays[changed] = ~arrays[changed] if arrays[changed].dtype == torch.bool else arrays[changed] + 1
@@ -484,14 +484,14 @@ def test_what_appears_at_the_path_meanwhile_is_left(
     suffix: str, stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
 ) -> None:
     out = stop(suffix)
-    finish = streaming.outputs.FileOutput.finish
+    finish = streaming.sink.FileOutput.finish
 
     def interrupted(output: Any) -> Any:
         out.write_text("mine") if suffix != ".zarr" else zarr.create_array(str(out), data=np.ones(3))
         return finish(output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming.outputs.FileOutput, "finish", interrupted)
+        patch.setattr(streaming.sink.FileOutput, "finish", interrupted)
         with pytest.raises(FileExistsError, match=r'".*" exists; fix: another path, or overwrite=True'):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     assert out.is_dir() if suffix == ".zarr" else out.read_text() == "mine"

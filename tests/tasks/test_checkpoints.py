@@ -69,7 +69,7 @@ def test_no_permission_to_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError(13, "Permission denied")
 
     # The tests may run as a user whom no folder refuses.
-    monkeypatch.setattr(checkpoints.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(checkpoints.tempfile, "TemporaryDirectory", refuse)
     monkeypatch.setattr(checkpoints.tempfile, "TemporaryFile", refuse)
     with pytest.raises(
         CheckpointError, match=r"cannot write .*last\.ckpt: Permission denied; the file .* is unchanged"

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
-from farfield.data.tokens import trained_tokenizer
+from farfield.data.tokenizer import trained_tokenizer
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.filled import FilledTable, as_csv, samples_of
 from farfield.tasks.masked_lm import Filled, MaskedLM, loss_of, rate_of
+from farfield.tasks.writers.filled_blanks import FilledTable, as_csv, samples_of
 from made_texts import sentences
 from quiet import QUIET, TASK_MARKS
 

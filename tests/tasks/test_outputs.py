@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from farfield import models
-from farfield._files import MARKER
+from farfield._files import LOCK, MARKER
 from farfield._outputs import check_not_input, output_path
 from farfield.data.classify import ImageFolders
 from farfield.data.detect import CocoFolders
@@ -29,13 +29,13 @@ from farfield.data.segment import VOCFolders
 from farfield.data.stereo import StereoFrames
 from farfield.tasks.classify import Classify
 from farfield.tasks.detect import Detect, Detected
-from farfield.tasks.detections import DetectionFolder
-from farfield.tasks.disparities import DisparityFolder
-from farfield.tasks.filled import FilledTable
-from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
 from farfield.tasks.segment import Segment, Segmented
 from farfield.tasks.stereo import Matched
+from farfield.tasks.writers.detections import DetectionFolder
+from farfield.tasks.writers.disparities import DisparityFolder
+from farfield.tasks.writers.filled_blanks import FilledTable
+from farfield.tasks.writers.predictions import MaskFolder, PredictionTable
 from made_masks import make_voc
 from made_objects import make_coco, read_annotations, write_annotations
 from made_stacks import made_pair, write
@@ -267,7 +267,7 @@ def test_only_a_folder_of_our_own_is_emptied(tmp_path: Path) -> None:
     (partial / "left.png").touch()
     (partial / "masks").symlink_to(photo.parent)
     begin()
-    assert [path.name for path in partial.iterdir()] == [MARKER]
+    assert [path.name for path in partial.iterdir() if path.name != LOCK] == [MARKER]
     assert photo.is_file()
 
 

@@ -20,7 +20,7 @@ from farfield import ShapeError, models
 from farfield.nn import GridAttention
 from farfield.tasks.metrics import care_metrics
 from farfield.tasks.restore import Restore, laplace_loss
-from farfield.tasks.restoring import grey_levels, restore
+from farfield.tasks.restore_stack import grey_levels, restore
 from made_stacks import made_pair
 from partly import partly
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.predictions import MaskFolder
 from farfield.tasks.segment import Segment, Segmented, loss_of, measures_of, reduced
+from farfield.tasks.writers.predictions import MaskFolder
 from made_images import full_disk
 from quiet import QUIET, TASK_MARKS
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
-from farfield.data.frames import read_pfm
+from farfield.data.readers.stereo import read_pfm
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.disparities import COLOURS, DisparityFolder, coloured
 from farfield.tasks.stereo import DisparityErrors, Matched, Stereo, loss_of, padded
+from farfield.tasks.writers.disparities import COLOURS, DisparityFolder, coloured
 from made_frames import made_pair
 from made_images import full_disk
 from quiet import QUIET, TASK_MARKS

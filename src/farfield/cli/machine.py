@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 import sys
 
 import torch
+from packaging.requirements import Requirement
 
 import farfield
 from farfield.cli import kernels
@@ -59,12 +59,13 @@ def extras() -> dict[str, str]:
 def packages(required: list[str], extra: str) -> list[str]:
     """Return the packages of an extra, including those of the extras that it names."""
     names: list[str] = []
-    for requirement in required:
-        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", requirement):
+    for requirement in map(Requirement, required):
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
-        name = re.split(r"[\s;\[<>=!~(]", requirement, maxsplit=1)[0]
-        inner = re.match(r"farfield\[([\w,-]+)\]", requirement)
-        names += [each for part in inner[1].split(",") for each in packages(required, part)] if inner else [name]
+        own = requirement.name == "farfield"
+        inner = sorted(requirement.extras) if own else []
+        names += [each for part in inner for each in packages(required, part)] if own else [requirement.name]
     return list(dict.fromkeys(names))
 
 

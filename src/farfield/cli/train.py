@@ -45,17 +45,17 @@ from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
 from farfield.tasks.detect import Detect
-from farfield.tasks.detections import DetectionFolder
-from farfield.tasks.disparities import DisparityFolder
-from farfield.tasks.filled import FilledTable
 from farfield.tasks.generate import Generate
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 from farfield.tasks.masked_lm import MaskedLM
-from farfield.tasks.predictions import MaskFolder, PredictionTable
 from farfield.tasks.restore import Restore
-from farfield.tasks.samples import SampleFolder
 from farfield.tasks.segment import Segment
 from farfield.tasks.stereo import Stereo
+from farfield.tasks.writers.detections import DetectionFolder
+from farfield.tasks.writers.disparities import DisparityFolder
+from farfield.tasks.writers.filled_blanks import FilledTable
+from farfield.tasks.writers.predictions import MaskFolder, PredictionTable
+from farfield.tasks.writers.samples import SampleFolder
 
 NETWORK = "--model.network"
 PARTS = ("model", "data", "trainer")

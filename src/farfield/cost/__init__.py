@@ -8,10 +8,10 @@ it.
 """
 
 from farfield.cost.counting import Cost, count
+from farfield.cost.fa_modules import MODULES, predict_module
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import Measurement, compare, measure
 from farfield.cost.memory import saved_bytes
-from farfield.cost.modules import MODULES, predict_module
 from farfield.cost.planning import Needs, Plan, plan
 from farfield.cost.prediction import predict
 

@@ -50,7 +50,7 @@ class Cost:
     by_module: dict[str, int] = field(default_factory=dict, repr=False)
 
 
-class Call(NamedTuple):
+class CountedCall(NamedTuple):
     """One call of a module on one grid: the grid's shape, and the MACs that executed."""
 
     shape: tuple[int, ...]
@@ -100,10 +100,10 @@ def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None
         raise RuntimeError(f"cost.count: {what}: {error}") from error
 
 
-def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Call]]]:
+def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[CountedCall]]]:
     """Count a forward pass layer by layer; also return the calls of each attention and squeeze-excite on a grid."""
     sizes: list[int] = []
-    calls: dict[str, list[Call]] = {}
+    calls: dict[str, list[CountedCall]] = {}
     counter = FlopCounterMode(display=False)
     hooks = [part.register_forward_hook(lambda *call: sizes.append(bytes_of(call[-1]))) for part in innermost(module)]
     for name, part in module.named_modules():
@@ -158,7 +158,7 @@ def bytes_of(output: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[Call]) -> list[RemovableHandle]:
+def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[CountedCall]) -> list[RemovableHandle]:
     """Register hooks that record each call of a module on one grid without a context."""
     before: list[int] = []
 
@@ -169,7 +169,7 @@ def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[Call])
         flops = counter.get_total_flops() - before.pop()
         grid = inputs[0] if inputs else named["grid"]
         if len(inputs) < 2 and named.get("context") is None:
-            calls.append(Call(tuple(grid.shape), flops // 2))
+            calls.append(CountedCall(tuple(grid.shape), flops // 2))
 
     return [module.register_forward_pre_hook(start), module.register_forward_hook(record, with_kwargs=True)]
 

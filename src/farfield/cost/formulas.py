@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         )
 
 
-class Steps(NamedTuple):
+class OperatorSteps(NamedTuple):
     """The steps of one operator.
 
     Attributes:
@@ -94,68 +94,68 @@ class Steps(NamedTuple):
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
-def dense(s: Sizes, queries: int, keys: int) -> Steps:
+def dense(s: Sizes, queries: int, keys: int) -> OperatorSteps:
     """KᵀQ is queries·keys·d, V times its softmax queries·keys·p; the coefficients are never formed."""
     printed = s.projections(queries, keys) + queries * keys * (s.inner + s.width)
-    return Steps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
+    return OperatorSteps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
 
 
-def softmax(s: Sizes) -> Steps:
+def softmax(s: Sizes) -> OperatorSteps:
     """KAN 1, SAN 1, FA 9: N²·(d + p), KᵀQ and V times its column softmax."""
     return dense(s, s.positions, s.positions)
 
 
-def softmax_pooled(s: Sizes) -> Steps:
+def softmax_pooled(s: Sizes) -> OperatorSteps:
     """KAN Table 2: N·(N/4)·(d + p), K and V of KAN 1 pooled by 2 on each axis in ceil mode."""
     return dense(s, s.positions, s.windows)
 
 
-def kronecker_kv(s: Sizes) -> Steps:
+def kronecker_kv(s: Sizes) -> OperatorSteps:
     """KAN 16: N·Σsize·(d + p) for attn(X, C, C), C the axis means."""
     return dense(s, s.positions, s.indices)
 
 
-def kronecker_qkv(s: Sizes) -> Steps:
+def kronecker_qkv(s: Sizes) -> OperatorSteps:
     """KAN 17-18: (Σsize)²·(d + p) for attn(C, C, C) and an outer sum."""
     return dense(s, s.indices, s.indices)
 
 
-def dot(s: Sizes) -> Steps:
+def dot(s: Sizes) -> OperatorSteps:
     """FA 6: N²·(d + p) for V (KᵀQ) / d in this order; the coefficients are formed."""
     return dense(s, s.positions, s.positions)._replace(formed=s.heads * s.positions * s.positions)
 
 
-def factorized(s: Sizes) -> Steps:
+def factorized(s: Sizes) -> OperatorSteps:
     """FA 3, 5: 2·N·d·p/h for (V Bᵀ) C / d; basis and coefficients are the keys and queries themselves."""
     n = s.positions
-    return Steps(s.projections(n, n) + 2 * n * s.inner * s.width // s.heads, n, n, s.inner // s.heads, 0)
+    return OperatorSteps(s.projections(n, n) + 2 * n * s.inner * s.width // s.heads, n, n, s.inner // s.heads, 0)
 
 
-def averaged(s: Sizes) -> Steps:
+def averaged(s: Sizes) -> OperatorSteps:
     """SAN 2: 2·N·d·p for (1/N) (V Kᵀ) Q, heads not counted; basis and coefficients as in FA 3."""
     return factorized(s)._replace(printed=s.projections(s.positions, s.positions) + 2 * s.positions * s.inner * s.width)
 
 
-def factorized_gaussian(s: Sizes) -> Steps:
+def factorized_gaussian(s: Sizes) -> OperatorSteps:
     """FA 4: FA 3 with a softmax of B over positions and of C over channels; both are formed, one after the other."""
     return factorized(s)._replace(formed=s.positions * s.inner)
 
 
-def siamese(s: Sizes) -> Steps:
+def siamese(s: Sizes) -> OperatorSteps:
     """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots per head."""
     n = s.positions
     printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
-    return Steps(printed, n, n, 2, 3 * s.heads * n, scored=True)
+    return OperatorSteps(printed, n, n, 2, 3 * s.heads * n, scored=True)
 
 
-def siamese_local(s: Sizes) -> Steps:
+def siamese_local(s: Sizes) -> OperatorSteps:
     """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot per head."""
     n = s.positions
     printed = s.projections(n, n) + n * (s.inner + s.width)
-    return Steps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
+    return OperatorSteps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
 
 
-FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
+FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
     "softmax": softmax,
     "softmax_pooled": softmax_pooled,
     "kronecker_kv": kronecker_kv,
@@ -172,26 +172,26 @@ FORMULAS: dict[str, Callable[[Sizes], Steps]] = {
 
 
 # ---- the steps that execute here: reduce first, project second -------------------------------------------------------
-def executed_macs(s: Sizes, steps: Steps) -> int:
+def executed_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs of `GridAttention` on one sample: projections of values and outputs act on slots."""
     queries, keys = projection_macs(s, steps, steps.queries, "q"), projection_macs(s, steps, steps.keys, "k")
     return queries + keys * steps.reads_keys + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
-def work(s: Sizes, steps: Steps) -> Work:
+def work(s: Sizes, steps: OperatorSteps) -> Work:
     """Return the sizes of the products for one sample."""
     channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
     return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased)
 
 
-def in_order(operator: str, s: Sizes, steps: Steps) -> Steps:
+def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
     """Return the steps in the order that executes: for few positions KᵀQ comes first, and no slots are formed."""
     if cheaper_order(OPERATORS[operator], work(s, steps)).basis is not None or not steps.basis:
         return steps
     return dot(s)._replace(printed=steps.printed)
 
 
-def projection_macs(s: Sizes, steps: Steps, positions: int, letter: str) -> int:
+def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str) -> int:
     """Return the MACs of projecting queries or keys, or of their scores."""
     projected = letter in s.project
     if steps.scored:  # one score per head; without projections queries and keys have the same scores
@@ -200,13 +200,13 @@ def projection_macs(s: Sizes, steps: Steps, positions: int, letter: str) -> int:
     return positions * s.channels * s.inner if projected else 0
 
 
-def batch_independent_macs(s: Sizes, steps: Steps) -> int:
+def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs that do not grow with the batch: the vectors of scores times the projections."""
     projections = ("q" in s.project) + ("k" in s.project)
     return s.heads * s.channels * s.inner * projections if steps.scored else 0
 
 
-def activation_numbers(s: Sizes, steps: Steps) -> int:
+def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
     """Count the numbers that a forward pass forms on one sample.
 
     Queries and keys if projected, `formed`, slots and the response.
@@ -223,7 +223,7 @@ def activation_numbers(s: Sizes, steps: Steps) -> int:
     return projected + steps.formed + slots + response
 
 
-def gathered_numbers(operator: str, s: Sizes, steps: Steps) -> int | None:
+def gathered_numbers(operator: str, s: Sizes, steps: OperatorSteps) -> int | None:
     """Count the numbers of a summary and of the query sums, which a process sends; None if the summary is the grid."""
     entry, values = OPERATORS[operator], steps.slots * s.width
     if not entry.merges_by_adding:
@@ -246,12 +246,12 @@ KAN_COPIES = {"softmax": (5, 0), "softmax_pooled": (5, 0), "kronecker_kv": (4, 2
 KAN_COPIES |= {"kronecker_qkv": (2, 8), "kronecker_qkv_literal": (2, 8)}
 
 
-def coefficients(s: Sizes, steps: Steps) -> int:
+def coefficients(s: Sizes, steps: OperatorSteps) -> int:
     """Count the coefficients: one for each head, slot and query."""
     return s.heads * steps.slots * steps.queries
 
 
-def kan_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+def kan_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
     """KAN Table 2: four live copies of the coefficients (KAN §2.1) and a few of the grid and of its axis means."""
     grids, means = KAN_COPIES[operator]
     return (
@@ -261,7 +261,7 @@ def kan_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
     )
 
 
-def san_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+def san_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
     """SAN Table 2: each buffer rounded up to a power of two; twice the grid, and twice the intermediate (SAN Table 1).
 
     The intermediate is the coefficients (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four
@@ -275,7 +275,7 @@ def san_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
     return total + 2 * power_of_two(NUMBER * batch * intermediate)
 
 
-def fa_bytes(operator: str, s: Sizes, steps: Steps, batch: int) -> int:
+def fa_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
     """FA Table 9: the input, the result of each projection, the intermediate (hN² or bm/h numbers) and the output."""
     intermediate = s.inner * s.width // s.heads if steps.basis else coefficients(s, steps)
     projected = s.inner * (("q" in s.project) + ("k" in s.project)) + s.width * ("v" in s.project)
@@ -291,7 +291,7 @@ def power_of_two(size: int) -> int:
 class Paper(NamedTuple):
     """How a paper counts memory, and the operators that it covers."""
 
-    size: Callable[[str, Sizes, Steps, int], int]
+    size: Callable[[str, Sizes, OperatorSteps, int], int]
     rows: tuple[str, ...]
 
 

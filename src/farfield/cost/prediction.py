@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from farfield._checks import check_heads, unknown
-from farfield.cost.counting import Call, Cost, count, run
+from farfield.cost.counting import Cost, CountedCall, count, run
 from farfield.cost.formulas import (
     FORMULAS,
     NUMBER,
     PAPERS,
+    OperatorSteps,
     Sizes,
-    Steps,
     activation_numbers,
     batch_independent_macs,
     coefficients,
@@ -23,7 +23,7 @@ from farfield.cost.formulas import (
     in_order,
 )
 from farfield.nn import GridAttention, SqueezeExcite
-from farfield.nn.refusals import check_projections
+from farfield.nn.checks import check_projections
 from farfield.ops.projection import is_biased
 from farfield.ops.table import OPERATORS, Operator
 
@@ -149,7 +149,7 @@ def operator_cost(operator: str, s: Sizes, batch: int, convention: str, weights:
     return Cost(macs, parameters, weights, size, batch * coefficients(s, steps), sent)
 
 
-def printed_bytes(operator: str, s: Sizes, steps: Steps, batch: int, convention: str) -> int:
+def printed_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int, convention: str) -> int:
     """Return the activation bytes as a paper counts them."""
     if convention == "paper":
         convention = next(name for name, paper in PAPERS.items() if operator in paper.rows)
@@ -181,7 +181,7 @@ def network_cost(network: nn.Module, shape: tuple[int, ...], convention: str) ->
     return count(network, shape) if convention == "farfield" else printed_cost(network, *run(network, shape))
 
 
-def printed_cost(network: nn.Module, cost: Cost, calls: dict[str, list[Call]]) -> Cost:
+def printed_cost(network: nn.Module, cost: Cost, calls: dict[str, list[CountedCall]]) -> Cost:
     """Return a counted cost with the MACs of each call of an attention module replaced by those of the papers."""
     macs = cost.macs
     for name, call in ((name, call) for name, each in calls.items() for call in each):

@@ -14,9 +14,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.folders import Check, FolderError, check_classes, check_images, classes_of, images_of
-from farfield.data.loading import Loading
-from farfield.data.samples import ClassFolders, Images, NamedImages, drawn, split
+from farfield.data.base import Loading
+from farfield.data.readers.images import Check, FolderError, check_classes, check_images, classes_of, images_of
+from farfield.data.splits import ClassFolders, Images, NamedImages, drawn, split
 
 Colours = tuple[float, float, float]
 

@@ -13,7 +13,9 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.coco import (
+from farfield.data.base import Loading, read_entry
+from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, fault_of_image, trained
+from farfield.data.readers.coco import (
     Annotated,
     check_files,
     faults_of_boxes,
@@ -22,10 +24,8 @@ from farfield.data.coco import (
     read_annotated,
     refuse,
 )
-from farfield.data.epochs import Draw, EpochSampler
-from farfield.data.folders import Check, FolderError, check_each, check_images, images_of, note_of
-from farfield.data.loading import Loading, read_entry
-from farfield.data.objects import Labelled, LeftOut, Unlabelled, fault_of_image, trained
+from farfield.data.readers.images import Check, FolderError, check_each, check_images, images_of, note_of
+from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
 SHAPES = 2 ** np.linspace(-1, 1, 7)
@@ -108,7 +108,7 @@ class CocoFolders(Loading):
         if stage == "predict" and self.predict is not None:
             paths = images_of(self.predict, "CocoFolders")
             names = [path.relative_to(self.predict).as_posix() for path in paths]
-            self.parts["predict"] = Unlabelled(paths, names, range(1, len(paths) + 1))
+            self.parts["predict"] = ImagesToPredict(paths, names, range(1, len(paths) + 1))
             return
         parts = self._read()
         with_masks = self._with_masks(parts)
@@ -116,7 +116,7 @@ class CocoFolders(Loading):
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
         parts["train"] = trained(parts["train"], self.leave_out)
-        self.parts |= {name: Labelled(part, name == "train", with_masks) for name, part in parts.items()}
+        self.parts |= {name: AnnotatedImages(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
                 rank_zero_info(f"CocoFolders: {self.root} has no split {self.splits[2]}: using {self.splits[1]}.")
@@ -124,7 +124,7 @@ class CocoFolders(Loading):
         if stage == "predict":
             part = parts.get("test", parts["val"])
             paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
-            self.parts["predict"] = Unlabelled(paths, names, [image["id"] for image in part.images])
+            self.parts["predict"] = ImagesToPredict(paths, names, [image["id"] for image in part.images])
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation images, one per batch."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
-from farfield.data.folders import FolderError
-from farfield.data.loading import Loading
-from farfield.data.texts import CALLER, Text, parted, read_text
-from farfield.data.tokens import (
+from farfield.data.base import Loading
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.text import CALLER, Text, parted, read_text
+from farfield.data.tokenizer import (
     Blanks,
     Collate,
     Fixed,
@@ -87,7 +87,7 @@ class TextFolder(Loading):
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
         self.texts: dict[str, list[Text]] = {}
         # Samples are made on first access, after a checkpoint has been read, which may contain the tokenizer.
-        self.parts = Parts(self.samples)
+        self.parts = LazyDatasets(self.samples)
         self._tokenizer: Any = None
 
     def setup(self, stage: str) -> None:
@@ -168,8 +168,8 @@ class TextFolder(Loading):
         return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
 
 
-class Parts(dict[str, Dataset[Any]]):
-    """Parts of the data, each made on first access."""
+class LazyDatasets(dict[str, Dataset[Any]]):
+    """LazyDatasets of the data, each made on first access."""
 
     def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:
         super().__init__()

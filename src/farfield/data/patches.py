@@ -12,7 +12,7 @@ from scipy.ndimage import maximum_filter
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from farfield.data.folders import FolderError
+from farfield.data.readers.images import FolderError
 
 # The largest value near a patch's centre must exceed this share of this percentile of the clean stack.
 SHARE, PERCENTILE = 0.4, 99.9

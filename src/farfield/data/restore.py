@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from farfield.data.folders import FolderError
-from farfield.data.loading import Loading
+from farfield.data.base import Loading
 from farfield.data.patches import Patches
-from farfield.data.stacks import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
+from farfield.data.readers.images import FolderError
+from farfield.data.readers.tiff import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 HELD_OUT = 0.1

@@ -16,10 +16,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
+from farfield.data.base import Loading
 from farfield.data.classify import IMAGENET
-from farfield.data.folders import Check, FolderError, check_images, check_names, images_of, read_image
-from farfield.data.loading import Loading
-from farfield.data.pairs import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
+from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
+from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
 
 NEAREST = InterpolationMode.NEAREST_EXACT
 
@@ -96,11 +96,13 @@ class VOCFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = Unlabelled(self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side)
+            self.parts["predict"] = UnlabelledImages(
+                self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side
+            )
             return
         pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
         for name, part in pairs.items():
-            self.parts[name] = Labelled(part, self.random_view if name == "train" else self._whole_view)
+            self.parts[name] = LabelledImages(part, self.random_view if name == "train" else self._whole_view)
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
@@ -110,7 +112,7 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = Unlabelled(folder, paths, self.shorter_side)
+            self.parts["predict"] = UnlabelledImages(folder, paths, self.shorter_side)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the validation images, one per batch."""
@@ -185,7 +187,7 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-class Labelled(Dataset[tuple[Tensor, Tensor]]):
+class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
     """Images with their labels, through a view."""
 
     def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -199,7 +201,7 @@ class Labelled(Dataset[tuple[Tensor, Tensor]]):
         return self.view(read(pair.image), read_mask(pair.mask))
 
 
-class Unlabelled(Dataset[tuple[Tensor, str, str, Tensor]]):
+class UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
     """Images to predict: the normalised image, its path, its name below the folder, and its original size."""
 
     def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:

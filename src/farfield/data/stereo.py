@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.folders import SHOWN, Check, FolderError, check_names
-from farfield.data.frames import CALLER, Frame, check_frames, frames_in, read_disparity
-from farfield.data.loading import Loading
+from farfield.data.base import Loading
+from farfield.data.readers.images import SHOWN, Check, FolderError, check_names
+from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in, read_disparity
 from farfield.data.segment import normalized, read
 
 # The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.

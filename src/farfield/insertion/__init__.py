@@ -6,9 +6,9 @@ replaces the softmax attention of a transformer by another operator of `ops.OPER
 registers the operators with Hugging Face's transformers by name.
 """
 
-from farfield.insertion.hugging_face import register_transformers
-from farfield.insertion.inserting import insert, remove
-from farfield.insertion.places import detector_places, resnet_places
-from farfield.insertion.replacing import replace_attention
+from farfield.insertion._insert.api import insert, remove
+from farfield.insertion._places import detector_places, resnet_places
+from farfield.insertion._replace.api import replace_attention
+from farfield.insertion._replace.hugging_face import register_transformers
 
 __all__ = ["detector_places", "insert", "register_transformers", "remove", "replace_attention", "resnet_places"]

@@ -6,11 +6,11 @@ measures the size of the responses and of the gradients of their projections. `l
 network and the grids that they are called with; `overlay` draws weights over an image.
 """
 
+from farfield.maps.basis import axis_maps, basis_masks
 from farfield.maps.health import Health, health
 from farfield.maps.layers import Layer, layers
 from farfield.maps.norms import norm_scales
 from farfield.maps.overlays import overlay
 from farfield.maps.rows import attention_row
-from farfield.maps.slots import axis_maps, basis_masks
 
 __all__ = ["Health", "Layer", "attention_row", "axis_maps", "basis_masks", "health", "layers", "norm_scales", "overlay"]

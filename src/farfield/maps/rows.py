@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.maps.reading import read_call, read_grids, read_position, with_running_statistics
+from farfield.maps.inputs import read_call, read_grids, read_position, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import attend
 from farfield.ops.modes import full_precision

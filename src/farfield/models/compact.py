@@ -17,8 +17,8 @@ from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, l
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
-from farfield.nn.convolved import convolved
-from farfield.nn.fusing import Fusable
+from farfield.nn.bn_folding import Fusable
+from farfield.nn.conv_norm_act import convolved
 from farfield.ops.table import OPERATORS, Operator
 
 

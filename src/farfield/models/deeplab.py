@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
-from farfield.insertion.places import CHILD
+from farfield.insertion._places import CHILD
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
-from farfield.nn.projections import draw
+from farfield.nn.initialization import draw
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet101", "resnet50")

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import pickle
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._files import stage_files
 from farfield.models.card import is_edited, operators_of, write_card
 from farfield.models.description import FORMAT, check_arguments, read_text, translate_format_1
 
@@ -74,14 +74,11 @@ class Stored(PyTorchModelHubMixin):
             raise ValueError(f"{caller}: config.json holds the model's own arguments; fix: leave config out.")
         contents = self.contents(model_card_kwargs or {})
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if is_edited(folder / CARD):
                 del contents[CARD]
-            with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as staging:
+            with stage_files(folder) as staging:
                 for name, content in contents.items():
-                    write_to_disk(Path(staging) / name, content)
-                for name in contents:
-                    os.replace(Path(staging) / name, folder / name)
+                    (staging / name).write_bytes(content)
         except OSError as error:
             fix = "a folder that you may write to, on a disk with room."
             raise OSError(
@@ -343,11 +340,3 @@ def differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
         if name in given and given[name].shape != expected[name].shape
     ]
     return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
-
-
-def write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file and flush it from the system's cache to the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

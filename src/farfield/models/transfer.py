@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
     kept: list[str]
 
 
-class Source(NamedTuple):
+class Counterpart(NamedTuple):
     """Counterpart of an entry in torchvision's state dict.
 
     Attributes:
@@ -90,13 +90,13 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
     return report
 
 
-def find_sources(net: CompactNet) -> Iterator[tuple[str, Source]]:
+def find_sources(net: CompactNet) -> Iterator[tuple[str, Counterpart]]:
     """Yield the name of each entry that has a counterpart, and the counterpart."""
     entries = net.state_dict()
     for module, other, dimension, shared in find_modules(net):
         for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             if f"{module}.{leaf}" in entries:
-                yield f"{module}.{leaf}", Source(f"{other}.{leaf}", dimension, shared)
+                yield f"{module}.{leaf}", Counterpart(f"{other}.{leaf}", dimension, shared)
 
 
 def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
@@ -135,7 +135,7 @@ def check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
         )
 
 
-def check_shape(net: CompactNet, name: str, source: Source, mine: Tensor, other: Tensor) -> None:
+def check_shape(net: CompactNet, name: str, source: Counterpart, mine: Tensor, other: Tensor) -> None:
     """Refuse an entry of a network of another width."""
     fits = mine.dim() == other.dim() and (
         not source.shared or mine.dim() == 0 or other.shape[source.dimension or 0] >= source.shared

@@ -1,4 +1,4 @@
-"""Parts of the U-Nets: blocks, the layers between them, and their receptive field."""
+"""UNetParts of the U-Nets: blocks, the layers between them, and their receptive field."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ResidualBlock(nn.Module):
         return self.shortcut(grid) + self.second(F.relu6(self.first(F.relu6(grid))))
 
 
-class Parts(NamedTuple):
+class UNetParts(NamedTuple):
     """Modules of a U-Net, from its input to its last features.
 
     Attributes:
@@ -114,7 +114,7 @@ class Parts(NamedTuple):
     activation: nn.Module
 
 
-def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above."""
     convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
 
@@ -131,10 +131,10 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
     attending += [(block(2 * widths[level], widths[level], above[level]), above[level]) for level in reversed(levels)]
     down: list[nn.Module] = [pool(2) for _ in levels]
     up: list[nn.Module] = [nn.Upsample(scale_factor=2, mode="nearest") for _ in levels]
-    return Parts(nn.Identity(), encoder, down, attending, up, nn.Identity())
+    return UNetParts(nn.Identity(), encoder, down, attending, up, nn.Identity())
 
 
-def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> Parts:
+def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of the U-Net of residual blocks."""
     convolution, transposed = (
         layers("unet_residual", spatial_dims).convolution,
@@ -154,7 +154,7 @@ def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[i
     up: list[nn.Module] = [
         transposed(widths[level + 1], widths[level], output_padding=1, **half) for level in reversed(levels)
     ]
-    return Parts(stem, encoder, down, attending, up, nn.ReLU6(inplace=True))
+    return UNetParts(stem, encoder, down, attending, up, nn.ReLU6(inplace=True))
 
 
 def build_selection(levels: int, channels: int) -> nn.Sequential:
@@ -253,5 +253,5 @@ def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, mult
         raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), normalised.")
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
         problem = f"the size ({names}) must be multiples of {multiples}."
-        fix = "pad the grid; farfield.tasks.restoring.restore pads and crops again."
+        fix = "pad the grid; farfield.tasks.restore_stack.restore pads and crops again."
         raise shape_error(model, problem, fix, grid=grid)

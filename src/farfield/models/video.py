@@ -27,7 +27,7 @@ BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
 EXPANSION = 4
 
 
-class Stage(NamedTuple):
+class VideoStage(NamedTuple):
     """A stage of I3D-ResNet-50.
 
     Attributes:
@@ -44,10 +44,10 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage(inner=64, temporal=(3, 3, 3), stride=1),
-    Stage(inner=128, temporal=(3, 1, 3, 1), stride=2, attending=(1, 3)),
-    Stage(inner=256, temporal=(3, 1, 3, 1, 3, 1), stride=2, attending=(1, 3, 5)),
-    Stage(inner=512, temporal=(1, 3, 1), stride=2),
+    VideoStage(inner=64, temporal=(3, 3, 3), stride=1),
+    VideoStage(inner=128, temporal=(3, 1, 3, 1), stride=2, attending=(1, 3)),
+    VideoStage(inner=256, temporal=(3, 1, 3, 1, 3, 1), stride=2, attending=(1, 3, 5)),
+    VideoStage(inner=512, temporal=(1, 3, 1), stride=2),
 )
 
 
@@ -274,7 +274,7 @@ def video_resnet(
     return VideoResNet(backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes)
 
 
-def build_stage(stage: Stage, channels: int, operator: str | Operator | None) -> nn.Sequential:
+def build_stage(stage: VideoStage, channels: int, operator: str | Operator | None) -> nn.Sequential:
     """Build the blocks of a stage: the first has the stride, and attention follows some of them."""
     blocks = []
     for index, temporal in enumerate(stage.temporal):

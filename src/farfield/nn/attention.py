@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield.nn.checks import check_context, check_input, check_options, check_summary, check_version
+from farfield.nn.initialization import draw
 from farfield.nn.norm import CoefficientNorm
-from farfield.nn.projections import draw
-from farfield.nn.refusals import check_context, check_input, check_options, check_summary, check_version
 from farfield.ops.call import Call
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide

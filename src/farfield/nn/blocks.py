@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
-from farfield.nn import folded
+from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
-from farfield.nn.convolved import convolved, scale_and_shift
-from farfield.nn.fusing import Fusable
+from farfield.nn.bn_folding import Fusable
+from farfield.nn.conv_norm_act import convolved, scale_and_shift
 from farfield.nn.spatial_dims import layers
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
@@ -82,8 +82,8 @@ class BaseBlock(Fusable):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its size divided by the stride and rounded up."""
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
-        if folded.are_bare(self.expand, self.depthwise, self.project):
-            return folded.base_block(self, grid)
+        if block_fusion.are_bare(self.expand, self.depthwise, self.project):
+            return block_fusion.base_block(self, grid)
         return self.plain(grid)
 
     def plain(self, grid: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class BaseBlock(Fusable):
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
         out = self.project(self.depthwise(wide))
-        return grid + folded.drop_samples(self, out) if self.residual else out
+        return grid + block_fusion.drop_samples(self, out) if self.residual else out
 
 
 class AttentionBlock(Fusable):
@@ -161,15 +161,15 @@ class AttentionBlock(Fusable):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
         """Return the block's grid, its size divided by the stride and rounded up."""
         check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
-        if folded.are_bare(self.expand, self.depthwise, self.project):
-            return self.bounded(folded.attention_block(self, grid))
+        if block_fusion.are_bare(self.expand, self.depthwise, self.project):
+            return self.bounded(block_fusion.attention_block(self, grid))
         return self.bounded(self.plain(grid))
 
     def plain(self, grid: Tensor) -> Tensor:
         """Compute the figure layer by layer, unbounded, as `forward` does where a layer is wrapped or has hooks."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
-        return grid + folded.drop_samples(self, out) if self.residual else out
+        return grid + block_fusion.drop_samples(self, out) if self.residual else out
 
     def far(self, grid: Tensor) -> Tensor:
         """Return the global path: attention of the grid, plus the grid, pooled by the stride."""

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from farfield._checks import shape_error
 from farfield.nn.attention import GridAttention
-from farfield.nn.convolved import hooked
-from farfield.nn.tokens import attend_tokens
+from farfield.nn.conv_norm_act import hooked
+from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.table import OPERATORS, Operator
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from farfield.ops.call import Call, by_head, project_keys, project_queries
-from farfield.ops.fast.dispatch import FAST, Steps
+from farfield.ops.fast.dispatch import FAST, FastSteps
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded
 from farfield.ops.projection import split_heads
@@ -24,7 +24,7 @@ from farfield.ops.summary import respond, summarize
 SWITCH = "FARFIELD_FAST"
 
 
-def choose_fast() -> Steps | None:
+def choose_fast() -> FastSteps | None:
     """Return the fast steps; None if they are switched off, or while a graph of torch's operations is recorded."""
     return None if os.environ.get(SWITCH) == "0" or is_recorded() else FAST
 
@@ -118,7 +118,7 @@ def respond_grid(
 
 # ---- shared by the steps ---------------------------------------------------------------------------------------------
 def summarize_positions(
-    fast: Steps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
+    fast: FastSteps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
     """Project keys, summarize, and project the slots' values; for `itself_queries`, project the queries too.
 
@@ -140,7 +140,7 @@ def summarize_positions(
 
 
 def respond_positions(
-    fast: Steps | None,
+    fast: FastSteps | None,
     call: Call,
     grid: Tensor,
     query_positions: Gathered,
@@ -174,7 +174,7 @@ def respond_positions(
 
 
 def project_responses(
-    fast: Steps | None,
+    fast: FastSteps | None,
     call: Call,
     query_positions: Gathered,
     query: Tensor,
@@ -196,7 +196,7 @@ def project_responses(
 
 
 def respond_projected(
-    fast: Steps | None,
+    fast: FastSteps | None,
     call: Call,
     query_positions: Gathered,
     query: Tensor,

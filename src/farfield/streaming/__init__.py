@@ -4,8 +4,8 @@ Summaries of tiles merge. So one pass over the tiles summarizes keys and values,
 the summary of the whole grid; a network of n attentions in sequence takes n + 1 passes. Needs the extra `stream`.
 """
 
-from farfield.streaming.layer import respond_whole
-from farfield.streaming.planning import Plan, plan_whole
-from farfield.streaming.whole import predict_whole
+from farfield.streaming._plan_whole import StreamingPlan, plan_whole
+from farfield.streaming._predict_whole import predict_whole
+from farfield.streaming._respond_whole import respond_whole
 
-__all__ = ["Plan", "plan_whole", "predict_whole", "respond_whole"]
+__all__ = ["StreamingPlan", "plan_whole", "predict_whole", "respond_whole"]

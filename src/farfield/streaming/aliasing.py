@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from farfield.streaming.outputs import unfinished_folder
+from farfield.streaming.sink import unfinished_folder
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12
@@ -21,7 +21,7 @@ BASE = 2**12
 TRIALS = 10**5
 
 
-class Place(NamedTuple):
+class StorageLocation(NamedTuple):
     """Where the numbers of an array are stored.
 
     Attributes:
@@ -81,7 +81,7 @@ def parts_overlap(one: Any, other: Any) -> bool:
         return True
 
 
-def places(array: Any) -> Iterator[Place]:
+def places(array: Any) -> Iterator[StorageLocation]:
     """List where the numbers of an array are stored; nothing for unknown kinds of arrays."""
     kinds = {"h5py": ("Dataset", hdf5_places), "zarr": ("Array", zarr_places)}
     for package, (kind, find) in kinds.items():
@@ -93,7 +93,7 @@ def places(array: Any) -> Iterator[Place]:
         yield from memory_places(array)
 
 
-def memory_places(array: np.ndarray | Tensor) -> Iterator[Place]:
+def memory_places(array: np.ndarray | Tensor) -> Iterator[StorageLocation]:
     """Places of an array in memory: the memory and, if it is mapped from a file, the file."""
     device = "cpu" if isinstance(array, np.ndarray) else str(array.device)
     if isinstance(array, np.ndarray):
@@ -101,11 +101,13 @@ def memory_places(array: np.ndarray | Tensor) -> Iterator[Place]:
     else:
         size = array.element_size()
         address, strides = array.data_ptr(), tuple(size * step for step in array.stride())
-    yield Place(("memory", device), ByteAddresses.view(address, tuple(array.shape), strides, size))
+    yield StorageLocation(("memory", device), ByteAddresses.view(address, tuple(array.shape), strides, size))
     mapped = find_mapped_file(array, address) if device == "cpu" else None
     if mapped is not None:
         file, offset = mapped
-        yield Place(file_key(file), ByteAddresses.view(BASE + offset, tuple(array.shape), strides, size), file)
+        yield StorageLocation(
+            file_key(file), ByteAddresses.view(BASE + offset, tuple(array.shape), strides, size), file
+        )
 
 
 class ByteAddresses:
@@ -139,21 +141,21 @@ def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, in
     return Path(array.filename), array.offset + address - array.__array_interface__["data"][0]
 
 
-def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[Place]:
+def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
     """Places of an HDF5 dataset: the address of its header, the same for every name and handle, in its file."""
     file, header = Path(str(dataset.file.filename)), h5py.h5o.get_info(dataset.id)
     key = ("hdf5", file_key(file) if file.exists() else header.fileno)
     if dataset.is_virtual:
         for source in dataset.virtual_sources():
             own = file if source.file_name == "." else file.parent / source.file_name
-            yield Place(("hdf5", file_key(own)), None, own)
-    yield Place(key, header.addr, file)
+            yield StorageLocation(("hdf5", file_key(own)), None, own)
+    yield StorageLocation(key, header.addr, file)
     offset = dataset.id.get_offset()
     if offset is not None:  # contiguous: its bytes can be mapped into memory too
-        yield Place(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
+        yield StorageLocation(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 
-def zarr_places(array: Any, zarr: ModuleType) -> Iterator[Place]:
+def zarr_places(array: Any, zarr: ModuleType) -> Iterator[StorageLocation]:
     """Places of a zarr array: its folder, its file, or the name of its store."""
     store = array.store
     while isinstance(getattr(store, "_store", None), zarr.abc.store.Store):  # a store that wraps another
@@ -161,15 +163,15 @@ def zarr_places(array: Any, zarr: ModuleType) -> Iterator[Place]:
     if type(store).__module__.startswith("tifffile"):
         for series in store._data:
             file = Path(series.keyframe.parent.filehandle.path)
-            yield Place(file_key(file), None, file)
+            yield StorageLocation(file_key(file), None, file)
         return
     root = getattr(store, "root", None) or getattr(store, "path", None)
     if root is None or not Path(root).exists():
-        yield Place(("store", str(store)), array.path)
+        yield StorageLocation(("store", str(store)), array.path)
     elif Path(root).is_dir():
-        yield Place(file_key(Path(root) / array.path), None, Path(root) / array.path)
+        yield StorageLocation(file_key(Path(root) / array.path), None, Path(root) / array.path)
     else:
-        yield Place(file_key(Path(root)), array.path, Path(root))
+        yield StorageLocation(file_key(Path(root)), array.path, Path(root))
 
 
 def file_key(file: Path) -> Hashable:

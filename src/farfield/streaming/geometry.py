@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from farfield.streaming.arrays import Region, Span
+from farfield.streaming.source import Region, Span
 
 
 class AxisScale(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import save_model
 from torch import Tensor
 
+from farfield._files import open_replacement, stage_files
 from farfield.models.storage import is_entry, read_pickled
 
 SHOWN = 5
@@ -69,23 +69,14 @@ class AtomicCheckpoints(CheckpointIO):
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file and move it to `path` when the block ends without an error; otherwise remove it.
+    """Open a temporary file that replaces `path` when the block ends without an error; name what kept it from that.
 
     Raises:
         CheckpointError: If the folder is not writable, or the disk is full.
     """
-    beside: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with open_replacement(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes a file for its owner alone; set the permissions of any new file.
-        os.umask(mask := os.umask(0))
-        os.chmod(beside, 0o666 & ~mask)
-        os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         # torch.save turns the error of a full disk into a RuntimeError of its own.
         reason = next((cause for cause in _causes(error) if isinstance(cause, OSError)), None)
@@ -93,9 +84,6 @@ def written(path: Path) -> Iterator[IO[bytes]]:
             raise
         kept = "the file that was there is unchanged" if path.exists() else "nothing was left there"
         raise CheckpointError(f"cannot write {path}: {reason.strerror or reason}; {kept}.") from error
-    finally:
-        if beside is not None:
-            Path(beside).unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
@@ -105,7 +93,8 @@ def check_writable(folder: Path) -> None:
         CheckpointError: With the reason.
     """
     try:
-        with tempfile.TemporaryFile(dir=_make_folder(folder)) as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"farfield")
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error.strerror or error}.") from error
@@ -183,16 +172,9 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     exported: Callable[[], Any] | None = getattr(module, "exported", None)
     network: Any = module.network if exported is None else exported()
     save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
-    with tempfile.TemporaryDirectory(dir=_make_folder(folder), prefix=".") as beside:
+    with stage_files(folder) as staging:
         if save is None:
-            save_model(network, os.path.join(beside, "model.safetensors"))
+            save_model(network, str(staging / "model.safetensors"))
         else:
-            save(Path(beside))
-        for file in Path(beside).iterdir():
-            os.replace(file, folder / file.name)
-    return folder
-
-
-def _make_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+            save(staging)
     return folder

@@ -16,9 +16,9 @@ from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
 from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.metrics import EPSILON, care_metrics
-from farfield.tasks.predictions import inputs_of
 from farfield.tasks.replay import Replay
-from farfield.tasks.restoring import restore
+from farfield.tasks.restore_stack import restore
+from farfield.tasks.writers.predictions import inputs_of
 
 Loss = Literal["mae", "laplace"]
 
@@ -30,8 +30,8 @@ class Restore(LightningModule):
 
     Adam; the learning rate is halved when `val/loss` has not fallen for ten epochs. Grids for `fit` are normalised;
     whole stacks, in `test` and `predict`, have the grey levels of the microscope and are restored by
-    `tasks.restoring.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as in
-    CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of
+    `tasks.restore_stack.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as
+    in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of
     the stacks before restoration, `test/<condition>/psnr_before`.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.

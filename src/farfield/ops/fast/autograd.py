@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernel_sums, kernels
-from farfield.ops.fast.rows import RowPlan, split_gradients, stack_projections
+from farfield.ops.fast.stacking import RowPlan, split_gradients, stack_projections
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision

@@ -24,7 +24,7 @@ from farfield.ops.slots import Summary
 from farfield.ops.summary import respond
 
 
-class Steps(NamedTuple):
+class FastSteps(NamedTuple):
     """Faster steps in place of the equations; where a step returns None, the equations run.
 
     Attributes:
@@ -129,4 +129,4 @@ def add_responses(
     return out
 
 
-FAST = Steps(attend, reorder, prepare, summarize, respond_once, add_responses)
+FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses)

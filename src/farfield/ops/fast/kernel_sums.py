@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.fast.rows import RowPlan
+from farfield.ops.fast.stacking import RowPlan
 from farfield.ops.modes import autocasts
 from farfield.ops.table import Operator, one, one_and_key, queries, query_and_one
 

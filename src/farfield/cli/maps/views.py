@@ -1,0 +1,269 @@
+"""The views of `farfield maps`: layers, health, attention rows, basis masks, and norm scales over training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from farfield import maps
+from farfield._checks import unknown
+from farfield.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows, draw_scales
+from farfield.cli.maps.network import PREFIX, LoadedNetwork, checkpoints, newest
+from farfield.cli.output import Row, joined
+from farfield.maps import Layer
+from farfield.maps.health import PARTS
+from farfield.tasks.checkpoints import read
+
+# The largest height or width of a shown photograph, in pixels.
+SHOWN = 800
+WEIGHTS = "Each panel has its own colour scale; blue: negative. 1/N: the weight of each position in a mean. "
+
+
+class View(NamedTuple):
+    """A result: rows of numbers under a title, notes below them, and a figure if there is one."""
+
+    title: str
+    rows: list[Row]
+    notes: Sequence[str] = ()
+    figure: Figure | None = None
+
+
+# ---- photographs and layers ------------------------------------------------------------------------------------------
+def read_photograph(path: Path) -> Photograph:
+    """Read a photograph and rotate it as its EXIF orientation states."""
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no image {path}.") from error
+    # On a damaged file Pillow's readers raise any kind of error.
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}.") from error
+    small = image.copy()
+    small.thumbnail((SHOWN, SHOWN))
+    pixels, shown = (torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in (image, small))
+    return Photograph(path, image.height, image.width, pixels, shown / 255)
+
+
+def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> dict[str, Layer]:
+    """Return each attention layer of a network, with the grid that it gets for a photograph."""
+    layers = maps.layers(trained.network, trained.prepare(photograph.pixels, side))
+    check_has_attention(trained.network, layers)
+    return layers
+
+
+def check_has_attention(network: nn.Module, layers: Sized) -> None:
+    """Raise for a network without attention."""
+    if not len(layers):
+        kind = getattr(network, "name", type(network).__name__)
+        fix = "a network with attention (farfield models), or farfield.insert to put some into this one."
+        raise ValueError(f"{kind} has no GridAttention that runs; fix: {fix}")
+
+
+def is_image(layer: Layer) -> bool:
+    """Return whether the query grid and the context of a layer both have two spatial dims, those of an image."""
+    return layer.grid.dim() == 4 and (layer.context is None or layer.context.dim() == 4)
+
+
+def finest(layers: dict[str, Layer]) -> str | None:
+    """Return the first of the layers with the most positions over an image."""
+    positions = {name: layer.grid[0, 0].numel() for name, layer in layers.items() if is_image(layer)}
+    return max(positions, key=lambda name: positions[name], default=None)
+
+
+def select_layer(layers: dict[str, Layer], name: str | None) -> str:
+    """Return the name of the requested layer, or of the finest one; raise if there is no such layer over an image."""
+    if name is not None and name not in layers:
+        raise unknown("--layer", "attention layer", name, layers)
+    name = name or finest(layers) or next(iter(layers))
+    if not is_image(layers[name]):
+        size = tuple(layers[name].grid.shape[2:])
+        fix = "farfield.maps.attention_row takes grids of any number of spatial dims."
+        raise ValueError(f"{name} gets a grid of size {size}, which does not lie over an image; fix: {fix}")
+    return name
+
+
+def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, source: str) -> View:
+    """List the attention layers of a network."""
+    rows: list[Row] = [
+        {
+            "layer": name,
+            "operator": layer.attention.operator_name,
+            "heads": layer.attention.heads,
+            "channels": layer.attention.channels,
+            "size": list(layer.grid.shape[2:]),
+        }
+        for name, layer in layers.items()
+    ]
+    notes = [f"Grids of {photograph.path.name}, its shorter side resized to {side} pixels, normalised {source}."]
+    notes.append(f"--position ROW,COLUMN and --basis show {finest(layers)}; --layer selects another.")
+    return View("Attention layers", rows, notes)
+
+
+# ---- health ----------------------------------------------------------------------------------------------------------
+def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> View:
+    """Measure the responses and gradients of the attention layers of a network on a photograph."""
+    side = side or trained.side
+    layers = maps.health(trained.network, quarters(trained.prepare(photograph.pixels, 2 * side)))
+    check_has_attention(trained.network, layers)
+    rows: list[Row] = [
+        {
+            **{name: value for name, value in one._asdict().items() if name != "gradients"},
+            **{part: one.gradients.get(part) for part in PARTS},
+        }
+        for one in layers
+    ]
+    mode = "training" if trained.network.training else "eval"
+    notes = [f"In {mode} mode on the quarters of {photograph.path.name}, their shorter side resized to {side} pixels."]
+    notes.append(
+        "response: its deviation over positions, as a share of the grid's; constant: the share equal at all positions."
+    )
+    notes.append(
+        f"{', '.join(PARTS)}: gradient by weight, as a share of the layer's largest; "
+        "host: gradient of the inputs, as a share of the response's."
+    )
+    notes.append("identity: measured after output.reset_parameters(); cut: no gradient reaches the response.")
+    return View("Health of the attention", rows, notes)
+
+
+def quarters(image: Tensor) -> Tensor:
+    """Split an image into a batch of four: batch norm in training makes the means of a single image 0."""
+    height, width = (length // 2 for length in image.shape[2:])
+    parts = image[..., : 2 * height, : 2 * width].unflatten(3, (2, width)).unflatten(2, (2, height))
+    return parts.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+def show_rows(
+    name: str, layer: Layer, photograph: Photograph, pixels: Sequence[tuple[int, int]], head: int | None
+) -> View:
+    """Show the attention row of each pixel's position (FA Figure 2)."""
+    check_head(name, layer, head)
+    heats, numbers = [], []
+    for index, pixel in enumerate(pixels):
+        position = position_of(pixel, photograph, layer)
+        weights = maps.attention_row(
+            layer.attention,
+            layer.grid,
+            position,
+            context=layer.context,
+            mask=layer.mask,
+            context_mask=layer.context_mask,
+        )[0]
+        weights = weights.mean(0) if head is None else weights[head]
+        numbers.append({"pixel": list(pixel), "position": list(position), **extremes(weights), "row": weights.tolist()})
+        label = f"row {pixel[0]}, column {pixel[1]}\n{span(weights)}"
+        heats.append(Heat(weights, label, pixel, COLOURS[index % len(COLOURS)]))
+    one = f"head {head} of {layer.attention.heads}" if head is not None else "the average of its heads"
+    heading = f"{describe(name, layer)} · {'one head' if layer.attention.heads == 1 else one}"
+    figure = draw_rows(photograph, heats, heading, f"{WEIGHTS} Pixels: row, column from the top left.")
+    return View("Attention rows", [{"layer": name, "head": head} | row for row in numbers], [heading], figure)
+
+
+def position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
+    """Return the position of a layer's grid that contains a pixel of the photograph."""
+    (row, column), (height, width) = pixel, layer.grid.shape[2:]
+    if row >= photograph.height or column >= photograph.width:
+        fix = f"from 0,0 to {photograph.height - 1},{photograph.width - 1}."
+        if row < photograph.width and column < photograph.height:
+            fix = f"the row comes first: --position {column},{row}."
+        raise ValueError(
+            f"--position {row},{column} does not lie in {photograph.path.name}, which has {photograph.height} rows and "
+            f"{photograph.width} columns of pixels; fix: {fix}"
+        )
+    return row * height // photograph.height, column * width // photograph.width
+
+
+def check_head(name: str, layer: Layer, head: int | None) -> None:
+    """Raise for a head that a layer does not have."""
+    heads = layer.attention.heads
+    if head is not None and head >= heads:
+        raise ValueError(f"--head {head}: {name} has {heads}; fix: --head 0 to {heads - 1}, or leave it out.")
+
+
+def extremes(weights: Tensor) -> Row:
+    """Return the sum, the smallest and the largest of the weights."""
+    return {"sum": float(weights.sum()), "smallest": float(weights.min()), "largest": float(weights.max())}
+
+
+def span(weights: Tensor) -> str:
+    """Format the largest weight, and the smallest if it is negative, as multiples of 1/N, the weight in a mean."""
+    low, high = (float(bound) * weights.numel() for bound in (weights.min(), weights.max()))
+    return f"{low:.3g} to {high:.3g} times 1/N" if low < 0 else f"up to {high:.3g} times 1/N"
+
+
+def describe(name: str, layer: Layer) -> str:
+    """Return the name, the operator and the size of a layer as text."""
+    return f"{name} · {layer.attention.operator_name} · {joined(list(layer.grid.shape[2:]))} positions"
+
+
+# ---- basis masks -----------------------------------------------------------------------------------------------------
+def show_masks(
+    name: str, layers: Sequence[Layer], photographs: Sequence[Photograph], head: int | None, slots: list[int] | None
+) -> View:
+    """Show the basis masks of the slots, one row of panels per photograph (FA Figure 7)."""
+    check_head(name, layers[0], head)
+    numbers: list[Row] = []
+    drawn = []
+    for layer, photograph in zip(layers, photographs, strict=True):
+        grid, mask = (layer.grid, layer.mask) if layer.context is None else (layer.context, layer.context_mask)
+        masks = maps.basis_masks(layer.attention, grid, mask=mask)[0]  # (h, r, y, x)
+        heats = []
+        for one, slot in select_slots(masks, head, slots):
+            weights, where = masks[one, slot], {"layer": name, "image": str(photograph.path)}
+            numbers.append(where | {"head": one, "slot": slot, **extremes(weights), "mask": weights.tolist()})
+            heats.append(Heat(weights, f"head {one}, slot {slot}\n{span(weights)}"))
+        drawn.append((photograph, heats))
+    heading = f"{describe(name, layers[0])} · {len(heats)} of {masks.shape[0] * masks.shape[1]} basis masks"
+    return View("Basis masks", numbers, [heading], draw_masks(drawn, heading, WEIGHTS))
+
+
+def select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> list[tuple[int, int]]:
+    """Return the pairs of head and slot that are shown."""
+    heads, every = masks.shape[:2]
+    for slot in slots or []:
+        if slot >= every:
+            raise ValueError(f"--slot {slot}: a head has {every} slots; fix: --slot 0 to {every - 1}, or leave it out.")
+    pairs = [(one, slot) for one in (range(heads) if head is None else [head]) for slot in slots or range(every)]
+    return pairs if slots else pairs[:PANELS]
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+def show_scales(model: str) -> View:
+    """Show the learned scales of the norms in each checkpoint of a run."""
+    files = checkpoints(newest(Path(model).expanduser()))
+    if not files:
+        raise ValueError(f"--norms reads the checkpoints (*.ckpt) of a run, and {model} has none.")
+    states = {}
+    for checkpoint in map(read, files):
+        states[int(checkpoint.get("epoch", 0)) + 1] = maps.norm_scales(checkpoint["state_dict"])
+    epochs = sorted(states)
+    if not states[epochs[0]]:
+        raise ValueError(f"no attention in {files[0]} has a norm; fix: GridAttention(coefficient_norm=True).")
+    scales = {
+        name.removeprefix(PREFIX): np.stack([states[epoch][name].double().numpy() for epoch in epochs])
+        for name in states[epochs[0]]
+    }
+    numbers: list[Row] = [
+        {
+            "epoch": epoch,
+            "layer": name,
+            "mean": float(values[index].mean()),
+            "smallest": float(values[index].min()),
+            "largest": float(values[index].max()),
+            "scales": values[index].tolist(),
+        }
+        for index, epoch in enumerate(epochs)
+        for name, values in scales.items()
+    ]
+    heading = "Learned scales of the norms inside attention over the epochs"
+    lines = "One line per head where products are normalised, one per channel where responses are; all start at 1."
+    keep = "For one point per epoch: farfield fit --checkpoint.save_top_k=-1 --checkpoint.filename '{epoch}'"
+    return View("Scales of the norms", numbers, [keep] * (len(epochs) < 3), draw_scales(epochs, scales, heading, lines))

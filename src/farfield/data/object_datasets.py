@@ -1,0 +1,127 @@
+"""Datasets of images with their objects, for training, evaluation and prediction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as images
+
+from farfield._outputs import output_path
+from farfield.data.readers.coco import Annotated, fault_of_box, masks_of
+from farfield.data.readers.images import check_names, fault_of, read_image
+
+LeftOut = Literal["images_without_objects", "faulty_boxes"]
+
+
+class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
+    """Images with their objects; in training without crowds, and mirrored with probability 1/2."""
+
+    def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
+        self.part, self.masks, self.training = part, masks, training
+        self.labels = {category: label for label, category in enumerate(part.categories, 1)}
+        # Boxes are clipped to the image; those that are then smaller than a pixel are removed.
+        self.view = v2.Compose(
+            [
+                v2.ClampBoundingBoxes(),
+                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
+                v2.RandomHorizontalFlip(),
+                v2.ToPureTensor(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.part.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        entry = self.part.images[index]
+        image, target = read(self.part.path(entry)), self._target(entry)
+        if self.training:
+            image, target = self.view(image, target)
+        return images.to_dtype(image, torch.float32, scale=True), target
+
+    def _target(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        objects = self.part.objects[entry["id"]]
+        if self.training:
+            objects = [each for each in objects if not each.get("iscrowd")]
+        size = (entry["height"], entry["width"])
+        boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target: dict[str, Any] = {"boxes": boxes}
+        target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
+        if self.masks:
+            target["masks"] = masks_of(objects, *size)
+        if self.training:
+            # As tv_tensors, boxes and masks are mirrored and removed together.
+            box: Any = tv_tensors.BoundingBoxes
+            target["boxes"] = box(boxes, format="XYXY", canvas_size=size)
+            return target | ({"masks": tv_tensors.Mask(target["masks"])} if self.masks else {})
+        target["iscrowd"] = torch.tensor([each.get("iscrowd", 0) for each in objects], dtype=torch.int64)
+        areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in objects]
+        return target | {"area": torch.tensor(areas, dtype=torch.float32)}
+
+
+class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
+    """Images to predict: the image, its path, its name below the folder, and its number."""
+
+    def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
+        self.paths, self.names, self.numbers = paths, names, numbers
+        stems = [
+            output_path(Path(), os.path.splitext(name)[0], number=number).as_posix()
+            for name, number in zip(names, numbers, strict=True)
+        ]
+        check_names(stems, "CocoFolders: several images have", "pictures")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
+        image = images.to_dtype(read(self.paths[index]), torch.float32, scale=True)
+        return image, str(self.paths[index]), self.names[index], self.numbers[index]
+
+
+def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+    """Remove from the training images what `leave_out` names."""
+    kept, objects = part.images, part.objects
+    if "faulty_boxes" in leave_out:
+        objects = {
+            image["id"]: [
+                each
+                for each in objects[image["id"]]
+                if fault_of_box(each["bbox"], image["width"], image["height"]) is None
+            ]
+            for image in kept
+        }
+    if "images_without_objects" in leave_out:
+        kept = [image for image in kept if any(not each.get("iscrowd") for each in objects[image["id"]])]
+    return Annotated(part.file, part.folder, kept, objects, part.categories)
+
+
+def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
+    """Decode an image and compare its size with that in its entry; return what is wrong, None if nothing."""
+    path = part.path(image)
+    fault = fault_of(path)
+    if fault is None:
+        with Image.open(path) as opened:
+            if opened.size != (image["width"], image["height"]):
+                sizes = "x".join(map(str, opened.size)), f"{image['width']}x{image['height']}"
+                return f"{path}: has {sizes[0]} pixels, and {sizes[1]} by its entry"
+    return fault
+
+
+def read(path: Path) -> tv_tensors.Image:
+    """Read an image as `uint8` `(3, height, width)`."""
+    return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
+
+
+def labels_in(sample: Any) -> Tensor:
+    """Return the labels of a sample, which are removed with their boxes."""
+    return sample[1]["labels"]

@@ -1,0 +1,255 @@
+"""Annotations in COCO's format: read them, check them, and turn polygons and RLE into masks."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from pycocotools import mask as coco
+from torch import Tensor
+
+from farfield.data.readers.coco_entries import (
+    FIELDS,
+    are_numbers,
+    faults_of_sections,
+    faults_of_values,
+    is_box,
+    missing_keys,
+)
+from farfield.data.readers.images import SHOWN, FolderError, images_of, read_utf8
+from farfield.data.readers.run_lengths import fault_of_rle
+
+# Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
+ROUNDING = 1.0
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """The images of one file of annotations, and the objects in each.
+
+    Attributes:
+        file: The file of annotations.
+        folder: Where its images lie.
+        images: Entries of its images: `id`, `file_name`, `width`, `height`.
+        objects: Image id -> the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
+        categories: Names by id, in the order of the ids.
+    """
+
+    file: Path
+    folder: Path
+    images: list[dict[str, Any]]
+    objects: dict[int, list[dict[str, Any]]]
+    categories: dict[int, str]
+
+    def path(self, image: Mapping[str, Any]) -> Path:
+        """Return the path of an image."""
+        return self.folder / image["file_name"]
+
+
+def read_annotated(root: Path, name: str) -> Annotated:
+    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `images/<name>` or `images`.
+
+    Raises:
+        FolderError: If there is no such file or folder, or the file is not in COCO's format.
+    """
+    file = root / "annotations" / f"instances_{name}.json"
+    if not file.is_file():
+        there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
+        raise FolderError(
+            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n  fix: --data.splits."
+        )
+    places = [root / name, root / "images" / name, root / "images"]
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        raise FolderError(
+            f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
+            "  fix: put its images into one of these folders."
+        )
+    content = read_json(file)
+    check_entries(file, content)
+    objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
+    for each in content["annotations"]:
+        objects[each["image_id"]].append(each)
+    categories = {each["id"]: each["name"] for each in sorted(content["categories"], key=lambda each: each["id"])}
+    return Annotated(file, folder, content["images"], objects, categories)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that has all sections of COCO's format; their content is not checked.
+
+    Raises:
+        FolderError: If it is not JSON, or has no such sections.
+    """
+    try:
+        content = json.loads(read_utf8(file, "CocoFolders"))
+    except FolderError:
+        raise
+    # Numbers of thousands of digits are a ValueError too.
+    except (ValueError, RecursionError) as error:
+        reason = "its brackets are nested too deep" if isinstance(error, RecursionError) else error
+        raise FolderError(f"CocoFolders: {file} is not JSON: {reason}.") from error
+    if not isinstance(content, dict):
+        raise FolderError(
+            f"CocoFolders: {file} is not in COCO's format, it holds {type(content).__name__} and not an object with "
+            f"{', '.join(FIELDS)}."
+        )
+    lacking = [section for section in FIELDS if section not in content]
+    if lacking:
+        raise FolderError(f"CocoFolders: {file} is not in COCO's format, it has no {', '.join(lacking)}.")
+    return content
+
+
+def check_entries(file: Path, content: Mapping[str, Any]) -> None:
+    """Refuse a file without images, or whose entries lack keys, have wrong types or refer to entries that do not exist.
+
+    Raises:
+        FolderError: With the first few faults.
+    """
+    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "lists of objects with keys.")
+    if not content["images"] or not content["categories"]:
+        raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
+    refuse(file, "entries are not whole", list(missing_keys(content)), "COCO's format has all of these.")
+    refuse(file, "values are of another kind", list(faults_of_values(content)), "what COCO's format has there.")
+    for section in FIELDS:
+        counted = Counter(each["id"] for each in content[section])
+        twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
+        refuse(file, "ids are given more than once", twice, "give each entry an id of its own.")
+    images, categories = ({each["id"] for each in content[section]} for section in ("images", "categories"))
+    lost = [
+        f"annotation {each['id']} is of image {each['image_id']!r}"
+        for each in content["annotations"]
+        if each["image_id"] not in images
+    ]
+    refuse(file, "annotations are of images that it does not list", lost, "list the images, or leave these out.")
+    formless = [
+        f"annotation {each['id']}: {reprlib.repr(each['bbox'])}"
+        for each in content["annotations"]
+        if not is_box(each["bbox"])
+    ]
+    refuse(file, "boxes are not x, y, width and height", formless, "four numbers each, in pixels.")
+    known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
+    strange = [
+        f"annotation {each['id']} has category {each['category_id']!r}"
+        for each in content["annotations"]
+        if each["category_id"] not in categories
+    ]
+    refuse(file, "annotations have unknown categories", strange, f"the ids under categories: {known}.")
+
+
+def check_files(part: Annotated) -> None:
+    """Refuse listed images that do not exist, and images of the split's own folder that are not listed.
+
+    Raises:
+        FolderError: With the first few.
+    """
+    listed = {part.path(image) for image in part.images}
+    # pathlib's is_file raises for names that no file can have.
+    absent = sorted(str(path) for path in listed if not os.path.isfile(path))
+    refuse(part.file, "listed images are not there", absent, "put them there, or take them out of the file.")
+    if part.folder.name != "images":
+        extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
+        fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
+        refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
+
+
+def faults_of_boxes(part: Annotated) -> Iterator[str]:
+    """Yield a text for each box that has no size or lies outside its image."""
+    for image in part.images:
+        for each in part.objects[image["id"]]:
+            fault = fault_of_box(each["bbox"], image["width"], image["height"])
+            if fault:
+                yield f"annotation {each['id']} in {image['file_name']}: {fault}"
+
+
+def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
+    """Return what is wrong with a box `(x, y, width, height)`, None if nothing.
+
+    Example:
+        >>> fault_of_box([90, 10, 20, 5], 100, 50)
+        'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
+    """
+    x, y, wide, high = box
+    if wide <= 0 or high <= 0:
+        return f"box {box} has no size"
+    if min(x, y) < -ROUNDING or x + wide > width + ROUNDING or y + high > height + ROUNDING:
+        return f"box {box} lies outside the image of {width}x{height} pixels"
+    return None
+
+
+def faults_of_masks(part: Annotated) -> Iterator[str]:
+    """Yield a text for each segmentation that is neither polygons of at least three points nor valid RLE."""
+    for image in part.images:
+        for each in part.objects[image["id"]]:
+            fault = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
+            if fault:
+                yield f"annotation {each['id']} in {image['file_name']}: {fault}"
+
+
+def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
+    """Return what is wrong with a segmentation, None if nothing."""
+    if isinstance(segmentation, Mapping):
+        return fault_of_rle(segmentation, width, height)
+    if not segmentation:
+        return "it has no segmentation"
+    if not isinstance(segmentation, list) or not all(isinstance(polygon, list) for polygon in segmentation):
+        return "its segmentation is neither a list of polygons nor RLE"
+    short = [polygon for polygon in segmentation if len(polygon) < 6 or len(polygon) % 2]
+    if short:
+        return f"a polygon has {len(short[0])} numbers, and three points have 6"
+    # pycocotools allocates memory for each pixel on the outline of a polygon.
+    most = 2 * max(width, height)
+    stray = [polygon for polygon in segmentation if not are_numbers(polygon, most)]
+    return f"the polygon {reprlib.repr(stray[0])} has points far outside the image, or no numbers" if stray else None
+
+
+def has_masks(part: Annotated) -> bool:
+    """Whether the objects have masks: no if none has one, or if each mask is only the rectangle of its box."""
+    objects = [each for several in part.objects.values() for each in several]
+    return not objects or any(each.get("segmentation") and not is_rectangle(each) for each in objects)
+
+
+def is_rectangle(each: Mapping[str, Any]) -> bool:
+    """Whether the segmentation of an object is the rectangle of its box, as in files that were made from boxes."""
+    segmentation = each["segmentation"]
+    polygon = segmentation[0] if isinstance(segmentation, list) and len(segmentation) == 1 else None
+    if not (isinstance(polygon, list) and len(polygon) == 8 and are_numbers(polygon)):
+        return False
+    points, (x, y, wide, high) = np.reshape(polygon, (4, 2)), each["bbox"]
+    corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
+    return all(np.abs(points - corner).max(1).min() < ROUNDING / 2 for corner in corners)
+
+
+def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
+    """Turn polygons and RLE, compressed or not, into masks of ones.
+
+    Example:
+        >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
+        >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
+        >>> masks_of([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
+        tensor([4, 4])
+    """
+    masks = np.zeros((len(objects), height, width), np.uint8)
+    for place, each in enumerate(objects):
+        segmentation = each["segmentation"]
+        if isinstance(segmentation, Mapping) and not isinstance(segmentation["counts"], list):
+            rle = segmentation
+        else:
+            rle = coco.frPyObjects(segmentation, height, width)
+        masks[place] = coco.decode(coco.merge(rle) if isinstance(rle, list) else rle)
+    return torch.from_numpy(masks)
+
+
+def refuse(file: Path, problem: str, faults: Sequence[str], fix: str) -> None:
+    """Raise an error with the first few faults, if there are any."""
+    if faults:
+        shown = "\n  ".join([*faults[:SHOWN], *["..."] * (len(faults) > SHOWN)])
+        raise FolderError(f"CocoFolders: {file}: {len(faults)} {problem}.\n  {shown}\n  fix: {fix}")

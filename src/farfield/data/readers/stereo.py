@@ -1,0 +1,219 @@
+"""Frames of stereo sets: where each layout keeps its images and disparities, and checks of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from farfield.data.readers.images import SHOWN, Check, FolderError, check_each, fault_of, files_of, note_of
+from farfield.data.readers.masks import sized
+
+CALLER = "StereoFrames"
+# Folders of test pairs in Scene Flow, KITTI and Middlebury.
+TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
+# KITTI's PNG files store 256 times the disparity.
+KITTI_FACTOR = 256
+# Width, height and scale of a PFM file. A width has at most nine digits, a header at most LONGEST_HEADER bytes.
+PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
+LONGEST_HEADER = 4096
+
+
+class FrameLayout(NamedTuple):
+    """Where a set keeps the parts of a frame, as regular expressions on paths.
+
+    Attributes:
+        left: The pattern of the paths of left images.
+        right: The path of the right image, with references to the groups of `left`.
+        disparities: Possible paths of the disparities, in the same way; the first that exists is used.
+    """
+
+    left: re.Pattern[str]
+    right: str
+    disparities: tuple[str, ...]
+
+
+# A path belongs to the first layout that it matches. `Frame.is_test` separates FlyingThings3D's TRAIN and TEST.
+LAYOUTS = {
+    "Scene Flow": FrameLayout(
+        re.compile(r"(.*/)?frames_cleanpass/(.+)/left/([^/]+)\.(png|webp)"),
+        r"\1frames_cleanpass/\2/right/\3.\4",
+        (r"\1disparity/\2/left/\3.pfm",),
+    ),
+    "KITTI 2015": FrameLayout(
+        re.compile(r"(.*/)?image_2/([^/]+_10)\.png"), r"\1image_3/\2.png", (r"\1disp_occ_0/\2.png",)
+    ),
+    "KITTI 2012": FrameLayout(
+        re.compile(r"(.*/)?colored_0/([^/]+_10)\.png"), r"\1colored_1/\2.png", (r"\1disp_occ/\2.png",)
+    ),
+    "Middlebury": FrameLayout(re.compile(r"(.*/)?im0\.png"), r"\1im1.png", (r"\1disp0.pfm", r"\1disp0GT.pfm")),
+    "your own": FrameLayout(
+        re.compile(r"(?!.*frames_finalpass/)(.*/)?left/(.+)\.(png|jpe?g|webp)"),
+        r"\1right/\2.\3",
+        (r"\1disparity/\2.pfm", r"\1disparity/\2.png"),
+    ),
+}
+
+
+class Frame(NamedTuple):
+    """The files of one pair.
+
+    Attributes:
+        left: The left image.
+        right: The right image.
+        disparity: The disparities of the left image's pixels; None where there are none.
+        name: The left image's path below the folder, without suffix.
+    """
+
+    left: Path
+    right: Path
+    disparity: Path | None
+    name: str
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which it can be held out: the folders of its path, and its own name."""
+        return set(self.name.split("/"))
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it lies in a folder of test pairs."""
+        return not TESTS.isdisjoint(self.name.split("/")[:-1])
+
+
+def frames_in(folder: Path) -> list[Frame]:
+    """List the pairs of a folder, of every layout, in sorted order.
+
+    Raises:
+        FolderError: If the folder does not exist, holds no pairs, or right images are missing.
+    """
+    if not folder.is_dir():
+        raise FolderError(f"{CALLER}: there is no folder {folder}.")
+    there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+    frames, missing = [], []
+    for path in sorted(there):
+        matched = layout_of(path)
+        if matched is None:
+            continue
+        layout, match = matched
+        right = match.expand(layout.right)
+        if right not in there:
+            missing.append(f"{folder / right}")
+        truth = next((place for place in map(match.expand, layout.disparities) if place in there), None)
+        name = path.rsplit(".", 1)[0]
+        frames.append(Frame(folder / path, folder / right, None if truth is None else folder / truth, name))
+    if not frames:
+        raise FolderError(
+            f"{CALLER}: {folder} has no stereo pairs of {', '.join(LAYOUTS)}.\n"
+            "  fix: left/1.png, right/1.png and disparity/1.pfm for each pair."
+        )
+    if missing:
+        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
+        raise FolderError(f"{CALLER}: {len(missing)} of {len(frames)} pairs have no right image.\n  {shown}")
+    return frames
+
+
+def layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
+    """Return the layout of the path of a left image, with the match; None for other files."""
+    matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
+    return next(((layout, match) for layout, match in matches if match), None)
+
+
+def read_disparity(path: Path) -> NDArray[np.float32]:
+    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity.
+
+    Raises:
+        FolderError: If the file is damaged or of another kind; the error names it.
+    """
+    if path.suffix.lower() == ".pfm":
+        return read_pfm(path)
+    try:
+        with Image.open(path) as image:
+            mode, values = image.mode, np.array(image)
+    except Exception as error:
+        raise FolderError(f"{CALLER}: cannot read {path}: {error}") from error
+    if not mode.startswith("I"):
+        raise FolderError(
+            f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
+            f"  fix: 16-bit PNG files of {KITTI_FACTOR} times the disparity in pixels, or PFM files."
+        )
+    return (values / KITTI_FACTOR).astype(np.float32)
+
+
+def read_pfm(path: Path) -> NDArray[np.float32]:
+    """Read a PFM file of one channel, little-endian or big-endian by the sign of its scale, last row first.
+
+    Pillow reads such files too, but not those whose scale has more than ten digits.
+
+    Raises:
+        FolderError: If it is damaged or of another kind; the error names it.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(LONGEST_HEADER)
+            header = PFM_HEADER.match(start)
+            if header is None:
+                kind = (
+                    "three channels, which are no disparities" if start.startswith(b"PF") else "no header of a PFM file"
+                )
+                raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
+            width, height, scale = int(header[1]), int(header[2]), float(header[3])
+            held, wanted = os.fstat(file.fileno()).st_size - header.end(), 4 * width * height
+            if held != wanted or not wanted:
+                raise FolderError(f"{CALLER}: cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
+            if scale == 0 or not math.isfinite(scale):
+                raise FolderError(
+                    f"{CALLER}: cannot read {path}: its scale is {scale}, whose sign gives no byte order."
+                )
+            file.seek(header.end())
+            rows = np.frombuffer(file.read(wanted), "<f4" if scale < 0 else ">f4").reshape(height, width)
+    except OSError as error:
+        raise FolderError(f"{CALLER}: cannot read {path}: {error.strerror or error}.") from error
+    return np.ascontiguousarray(rows[::-1], np.float32)
+
+
+def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
+    """Decode every frame and refuse those that cannot be trained on, all at once.
+
+    Args:
+        frames: The frames to read.
+        root: The folder of the data, for which the note of a passed check is kept.
+        check: `"once"`, `"always"` or `"never"`.
+
+    Raises:
+        FolderError: If a file is damaged, or not of the left image's size; the error names the files.
+    """
+    if check == "never":
+        return
+    note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])
+    fix = "two images and disparities of one size, rectified."
+    check_each(CALLER, frames, fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
+
+
+def fault_of_frame(frame: Frame) -> str | None:
+    """Read one frame; return what is wrong with it, or None."""
+    size = {}
+    for path in (frame.left, frame.right):
+        damaged = fault_of(path)
+        if damaged:
+            return damaged
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("ignore")
+            size[path] = image.size[::-1]
+    if frame.disparity is not None:
+        try:
+            size[frame.disparity] = read_disparity(frame.disparity).shape
+        except FolderError as error:
+            return str(error).removeprefix(f"{CALLER}: ").splitlines()[0]
+    for path, own in size.items():
+        if own != size[frame.left]:
+            return f"{path} is {sized(own)}, {frame.left} is {sized(size[frame.left])}"
+    return None

@@ -1,0 +1,114 @@
+"""Find and read text files: an error before the first epoch names every faulty file and the place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from farfield.data.readers.images import SHOWN, FolderError, files_of, read_utf8
+
+CALLER = "TextFolder"
+
+
+class TextPiece(NamedTuple):
+    """A piece of text, its file, and the number of its first line, from 1."""
+
+    text: str
+    file: Path
+    line: int
+
+
+class Text(NamedTuple):
+    """A file's lines, without their ends, and the number of the first one."""
+
+    file: Path
+    lines: list[str]
+    first: int = 1
+
+    def cut(self, share: float) -> tuple[Text, Text]:
+        """Split it in two at a line: the second part has about that share of the characters."""
+        lengths = [len(line) + 1 for line in self.lines]
+        kept, place, wanted = 0, 0, (1 - share) * sum(lengths)
+        while place < len(lengths) and kept + lengths[place] <= wanted:
+            kept += lengths[place]
+            place += 1
+        return (
+            self._replace(lines=self.lines[:place]),
+            Text(self.file, self.lines[place:], self.first + place),
+        )
+
+    def pieces(self, unit: str) -> Iterator[TextPiece]:
+        """Yield the lines that are not blank (`"lines"`, `"blocks"`), or the documents, which blank lines separate."""
+        if unit != "documents":
+            for place, line in enumerate(self.lines, self.first):
+                if line.strip():
+                    yield TextPiece(line, self.file, place)
+            return
+        start: int | None = None
+        for place, line in enumerate([*self.lines, ""]):
+            if line.strip() and start is None:
+                start = place
+            elif not line.strip() and start is not None:
+                yield TextPiece("\n".join(self.lines[start:place]), self.file, self.first + start)
+                start = None
+
+
+def texts_of(folder: Path) -> list[Text]:
+    """Read all `.txt` files below a folder, in sorted order.
+
+    Raises:
+        FolderError: If there is no such folder or no such file in it, or one is not UTF-8; the error names the byte.
+    """
+    if not folder.is_dir():
+        raise FolderError(f"{CALLER}: there is no folder {folder}.")
+    paths = [path for path in files_of(folder) if path.suffix.lower() == ".txt"]
+    if not paths:
+        held = ", ".join(path.name for path in files_of(folder)[:SHOWN]) or "nothing"
+        raise FolderError(f"{CALLER}: {folder} has no text files (.txt); it holds {held}.")
+    texts, faults = [], []
+    for path in paths:
+        try:
+            texts.append(read_text(path))
+        except FolderError as error:
+            faults.append(str(error).removeprefix(f"{CALLER}: "))
+    if faults:
+        shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
+        raise FolderError(f"{CALLER}: {len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")
+    return texts
+
+
+def read_text(path: Path) -> Text:
+    """Read a text file.
+
+    Raises:
+        FolderError: If it cannot be read, is not UTF-8 or not text; the error names the byte.
+    """
+    return Text(path, read_utf8(path, CALLER).splitlines())
+
+
+def parted(root: Path, share: float) -> dict[str, list[Text]]:
+    """Read the parts of a folder: `train`, `val` and `test` below it, or all its files, each split at a share.
+
+    Raises:
+        FolderError: If a file or a folder is missing, or there is no text in a part.
+    """
+    if (root / "train").is_dir():
+        parts = {name: texts_of(root / name) for name in ("train", "val")}
+        if (root / "test").is_dir():
+            parts["test"] = texts_of(root / "test")
+    else:
+        both = [text.cut(share) for text in texts_of(root)]
+        parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
+    for name, texts in parts.items():
+        check_not_blank(root, name, texts)
+    return parts
+
+
+def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
+    """Refuse a part without text."""
+    if not any(line.strip() for text in texts for line in text.lines):
+        raise FolderError(
+            f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "
+            f"fix: longer texts, another val_share, or folders train and val."
+        )

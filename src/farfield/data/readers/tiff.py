@@ -1,0 +1,264 @@
+"""Microscopy stacks from files: TIFF files by their axes, and CARE's npz files; every error names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tifffile
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+
+from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_names
+
+SUFFIXES = (".tif", ".tiff")
+# Letters that tifffile gives to unknown axes.
+UNNAMED = "QI"
+# The share of positions at the largest value above which there is a warning.
+SATURATED = 0.001
+
+
+class PairOfFiles(NamedTuple):
+    """A file, its clean counterpart of the same name, and the folder (condition) of the first."""
+
+    source: Path
+    target: Path
+    condition: str
+
+
+def stacks_in(folder: Path) -> list[Path]:
+    """List the TIFF files of a folder in sorted order, without hidden ones.
+
+    Raises:
+        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without it.
+    """
+    entries = folder.iterdir() if folder.is_dir() else ()
+    stacks = sorted(
+        path
+        for path in entries
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
+    )
+    check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
+    return stacks
+
+
+def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
+    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
+
+    Raises:
+        FolderError: If a folder does not exist or is empty, or a file has no counterpart.
+    """
+    truths = {path.stem: path for path in stacks_in(folder / target)}
+    pairs = []
+    for source in sources:
+        files = {path.stem: path for path in stacks_in(folder / source)}
+        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
+        layout += "--data.sources and --data.target name the folders."
+        if not files or not truths:
+            empty = folder / (target if files else source)
+            what = "has no TIFF files" if empty.is_dir() else "is not there"
+            raise FolderError(f"StackPairs: {empty} {what}.\n  {layout}")
+        lonely = [*(files[name] for name in files.keys() - truths.keys())]
+        lonely += [truths[name] for name in truths.keys() - files.keys()]
+        if lonely:
+            listed = "\n  ".join([str(path) for path in sorted(lonely)[:SHOWN]] + ["..."] * (len(lonely) > SHOWN))
+            raise FolderError(f"StackPairs: {len(lonely)} files have no counterpart.\n  {listed}\n  {layout}")
+        pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
+    check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
+    return pairs
+
+
+def check_depths(*groups: Sequence[Path]) -> None:
+    """Refuse sources, or targets, of different bit depths; only the files' headers are read.
+
+    Raises:
+        FolderError: If there are any; the error names a file of each depth.
+    """
+    for files in groups:
+        first: dict[str, Path] = {}
+        for path in files:
+            with opened(path) as file:
+                first.setdefault(str(file.series[0].dtype), path)
+        if len(first) > 1:
+            listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
+            raise FolderError(
+                f"StackPairs: stacks of different bit depths.\n  {listed}\n"
+                "  fix: save all of them with one, as the microscope wrote them."
+            )
+
+
+def opened(path: Path) -> tifffile.TiffFile:
+    """Open a TIFF file.
+
+    Raises:
+        FolderError: If it is not a TIFF file, or holds no images.
+    """
+    try:
+        file = tifffile.TiffFile(path)
+        if not file.series:
+            raise tifffile.TiffFileError("no images in it")
+    # tifffile raises all kinds of errors for damaged files.
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+    return file
+
+
+def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[Any]:
+    """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
+
+    Args:
+        path: A TIFF file: OME, ImageJ, or plain.
+        spatial_dims: 3 for stacks, 2 for images.
+        axes: The axes, e.g. "ZYX"; None takes those that the file gives.
+
+    Returns:
+        A memory map; an array of a compressed file.
+
+    Raises:
+        FolderError: If it cannot be read, or its axes are not those of one stack.
+    """
+    with opened(path) as file:
+        shape, letters = file.series[0].shape, axes or file.series[0].axes
+    keep = kept_axes(path, shape, letters.upper(), spatial_dims)
+    return array_of(path).reshape([shape[axis] for axis in keep])
+
+
+def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
+    """Open a file of several stacks, or images, along its first axis.
+
+    Raises:
+        FolderError: If it cannot be read, or holds another number of them.
+    """
+    whole = array_of(path)
+    whole = whole.reshape([side for side in whole.shape if side > 1])
+    if whole.ndim != spatial_dims + 1 or len(whole) != number:
+        raise FolderError(
+            f"StackPairs: {path} has the size {whole.shape}; {number} stacks are needed, one for each source and the "
+            "clean one, which is last."
+        )
+    return whole
+
+
+def array_of(path: Path) -> NDArray[Any]:
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
+
+    Raises:
+        FolderError: If it cannot be read, or holds no grey levels.
+    """
+    with opened(path) as file:
+        series = file.series[0]
+        if series.dtype.kind not in "uif":
+            raise FolderError(
+                f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
+            )
+        in_one_piece = series.dataoffset is not None
+    try:
+        return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+
+
+def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) -> list[int]:
+    """Return which axes of an array are z, y and x; the others must have length 1.
+
+    Raises:
+        FolderError: If the letters do not determine them.
+    """
+    wanted = "ZYX"[-spatial_dims:]
+    fix = f"fix: one grey stack a file with the axes {wanted}, or give its axes: --data.axes {wanted}."
+    if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
+        raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
+    many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
+    named = "".join(axes[place] for place in many)
+    # An unnamed first axis can only be z.
+    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
+        named = "Z" + named[1:]
+    if spatial_dims == 3 and named == "YX":
+        raise FolderError(f"StackPairs: {path} is an image {tuple(shape)}, not a stack.\n  {fix}")
+    if named != wanted:
+        raise FolderError(f'StackPairs: {path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')
+    return many
+
+
+def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
+    """Return a stack that can be trained on.
+
+    Raises:
+        FolderError: If there are no positions, or some are not finite, or all are equal.
+    """
+    if not stack.size:
+        raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
+    if stack.dtype.kind == "f" and not np.isfinite(stack).all():
+        faults = int((~np.isfinite(stack)).sum())
+        raise FolderError(
+            f"StackPairs: {path}: {faults} of {stack.size} positions are no numbers (NaN or infinite).\n"
+            "  fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
+        )
+    largest = stack.max()
+    if stack.min() == largest:
+        raise FolderError(
+            f"StackPairs: {path}: all positions are {largest:g}; nothing can be learned from a constant stack."
+        )
+    if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
+        share = float((stack == largest).mean())
+        if share > SATURATED:
+            rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the positions are saturated, at {largest}.")
+    return stack
+
+
+def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
+
+    Floating-point patches are left unchanged, as CARE normalises before it saves; those of whole numbers are scaled so
+    that the percentiles 2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
+
+    Returns:
+        Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
+
+    Raises:
+        FolderError: If it cannot be read, lacks an entry, or its axes or samples do not fit.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in ("X", "Y", "axes") if name not in file]
+            if missing:
+                raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+            source, target, axes = file["X"], file["Y"], str(file["axes"])
+    except FolderError:
+        raise
+    # NumPy, zipfile and zlib raise all kinds of errors for damaged files.
+    except Exception as error:
+        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+    for name, part in (("X", source), ("Y", target)):
+        if part.dtype.kind not in "uif":
+            raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
+    wanted = "SC" + "ZYX"[-spatial_dims:]
+    if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
+        raise FolderError(
+            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
+            f"they must be {wanted}."
+        )
+    order = [axes.index(axis) for axis in wanted]
+    source, target = source.transpose(order), target.transpose(order)
+    projected = target.shape[2] == 1 < source.shape[2] and spatial_dims == 3
+    if (
+        source.shape[:2] != (len(target), 1)
+        or target.shape[1] != 1
+        or source.shape[2 + projected :] != target.shape[2 + projected :]
+    ):
+        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
+    source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
+    return source, target[:, :, 0] if projected else target
+
+
+def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
+    """Scale patches of whole numbers to 0..1, by percentiles of all of them."""
+    checked(name, patches)
+    if patches.dtype.kind == "f":
+        return np.asarray(patches, np.float32)
+    low, high = np.percentile(patches, (2, 99.8))
+    if high <= low:
+        raise FolderError(f"StackPairs: {name}: the percentiles 2 and 99.8 are both {low:g}; nothing to normalise by.")
+    return ((patches - low) / (high - low)).astype(np.float32)

@@ -1,0 +1,111 @@
+"""Splits into training and held-out samples, and datasets of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+
+from farfield.data.readers.images import FolderError, classes_of, images_of, read_image
+
+
+def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split samples into two parts with the same share of each class.
+
+    Args:
+        labels: The class of each sample.
+        fraction: Share of the second part, or its number of samples if it is an int.
+        seed: The same seed gives the same parts.
+
+    Returns:
+        The indices of both parts, sorted.
+
+    Raises:
+        FolderError: If a class is too small to be split.
+
+    Example:
+        >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
+        >>> len(first), len(second)
+        (24, 6)
+    """
+    try:
+        parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
+    except ValueError as error:
+        raise FolderError(
+            f"data.classify: {len(labels)} images cannot be split, {fraction:g} held out: {error}"
+        ) from error
+    return np.sort(parts[0]), np.sort(parts[1])
+
+
+def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
+    """Draw a number of samples with the same share of each class; return their indices, sorted.
+
+    Raises:
+        FolderError: If there are fewer samples than that.
+    """
+    if number > len(labels):
+        raise FolderError(f"data.classify: subset={number} of {len(labels)} training images; give at most that many.")
+    return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
+
+
+class Images(Dataset[Any]):
+    """Images held in memory, each with its label or name."""
+
+    def __init__(
+        self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image = self.images[index]
+        return (image if self.transform is None else self.transform(image)), self.labels[index]
+
+
+class ClassFolders(ImageFolder):
+    """torchvision's `ImageFolder` without hidden folders and files."""
+
+    def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
+        super().__init__(str(folder), transform, loader=read_image)
+
+    @staticmethod
+    def make_dataset(
+        directory: str | Path,
+        class_to_idx: dict[str, int],
+        extensions: Any = None,
+        is_valid_file: Any = None,
+        allow_empty: bool = False,
+    ) -> list[tuple[str, int]]:
+        """List the images of each class; torchvision's own version does not end where links form a circle."""
+        return [
+            (str(path), place)
+            for name, place in sorted(class_to_idx.items())
+            # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
+            for path in sorted(images_of(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
+        ]
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """List the class folders, without hidden ones."""
+        names = classes_of(Path(directory))
+        return names, {name: place for place, name in enumerate(names)}
+
+
+class NamedImages(Dataset[Any]):
+    """Image files, each with its path."""
+
+    def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
+        self.paths, self.transform = paths, transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        return self.transform(read_image(self.paths[index])), str(self.paths[index])

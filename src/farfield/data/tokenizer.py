@@ -1,0 +1,283 @@
+"""Tokenizers, saved or trained (WordPiece) on the text; and samples of tokens, masked on access."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from farfield.data.readers.images import SHOWN, FolderError
+from farfield.data.readers.text import CALLER, TextPiece
+from farfield.data.sampler import Draw, DrawnSamples
+
+SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# Label of ignored tokens, as in transformers and torch.
+IGNORED = -100
+# Number of characters, the most frequent ones, that a trained tokenizer knows; words with others are unknown.
+CHARACTERS = 1000
+# Number of pieces that are tokenised at a time.
+MANY = 8192
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
+    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; deterministic.
+
+    Args:
+        lines: The text.
+        vocabulary: Largest number of words, the five special ones included.
+
+    Returns:
+        A tokenizer of transformers.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    def tokenizer_of(words: dict[str, int] | None) -> Any:
+        made = Tokenizer(models.WordPiece(words, unk_token=SPECIAL["unk"]))
+        made.normalizer, made.pre_tokenizer = (
+            normalizers.BertNormalizer(lowercase=True),
+            pre_tokenizers.BertPreTokenizer(),
+        )
+        made.decoder = decoders.WordPiece()
+        return made
+
+    lines, tokenizer = list(lines), tokenizer_of(None)
+    # The trainer numbers the characters inside words in the order of a hash map, which differs between processes, and
+    # breaks ties between equally frequent pairs by these numbers. Passed as special tokens, they have a fixed order.
+    counts = Counter(itertools.chain.from_iterable(map(tokenizer.normalizer.normalize_str, lines)))
+    ranked = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
+    alphabet = sorted(ranked[:CHARACTERS])
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[*SPECIAL.values(), *(f"##{char}" for char in alphabet)],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer = tokenizer_of(tokenizer.get_vocab())
+    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in SPECIAL.items()})
+
+
+def from_text(text: str, special: dict[str, str]) -> Any:
+    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(text)
+    first, last = special["cls_token"], special["sep_token"]
+    if tokenizer.post_processor is None:
+        from tokenizers.processors import TemplateProcessing
+
+        ends = [(word, tokenizer.token_to_id(word)) for word in (first, last)]
+        tokenizer.post_processor = TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def saved_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer that `save_pretrained` wrote; nothing is downloaded.
+
+    Raises:
+        FolderError: If there is none, or it has no mask, padding, first or last word.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
+    # transformers and tokenizers raise all kinds of errors for damaged files, even a plain Exception.
+    except Exception as error:
+        raise FolderError(f"{CALLER}: {folder} holds no tokenizer: {error}") from error
+    missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
+    if missing:
+        raise FolderError(
+            f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
+            f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or leave it out to have one trained."
+        )
+    return tokenizer
+
+
+def special_words(tokenizer: Any) -> dict[str, str]:
+    """The special words of a tokenizer, by transformers' names for them."""
+    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """Texts of one length, padded.
+
+    Attributes:
+        words: `(b, n)`, numbers of the vocabulary, some of them masked.
+        mask: `(b, n)`, True where a token is valid.
+        labels: `(b, n)`, the original words where they are to be predicted, elsewhere -100.
+        names: The names of the samples.
+    """
+
+    words: Tensor
+    mask: Tensor
+    labels: Tensor
+    names: list[str]
+
+
+class Collate:
+    """Pad samples to the longest of a batch."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
+        """Return the batch."""
+        words, labels, names = zip(*samples, strict=True)
+        lengths = torch.tensor([len(each) for each in words])
+        return Batch(
+            pad_sequence(list(words), batch_first=True, padding_value=self.padding),
+            torch.arange(int(lengths.max())) < lengths[:, None],
+            pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+            list(names),
+        )
+
+
+class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
+    """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
+
+    `DataCollatorForLanguageModeling` of transformers masks: `share` of the tokens, of which 80 % become the mask, 10 %
+    a random word, and 10 % stay.
+
+    Args:
+        tokens: All tokens, `int32`.
+        bounds: Start and end of each sample, the end exclusive.
+        names: The names of the samples.
+        tokenizer: A tokenizer of transformers.
+        share: Share of the tokens to predict.
+    """
+
+    def __init__(
+        self, tokens: Tensor, bounds: Sequence[tuple[int, int]], names: Sequence[str], tokenizer: Any, share: float
+    ) -> None:
+        from transformers import DataCollatorForLanguageModeling
+
+        self.tokens, self.bounds, self.names = tokens, bounds, names
+        self.first, self.last = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.masking = DataCollatorForLanguageModeling(
+            tokenizer, mlm_probability=share, mask_replace_prob=0.8, random_replace_prob=0.1
+        )
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+        start, end = self.bounds[index]
+        words = torch.full((1, end - start + 2), self.last)
+        words[0, 0], words[0, 1:-1] = self.first, self.tokens[start:end]
+        ends = torch.ones_like(words)
+        ends[0, 1:-1] = 0
+        masked, labels = self.masking.torch_mask_tokens(words, special_tokens_mask=ends)
+        return masked[0], labels[0], self.names[index]
+
+
+class Fixed(Dataset[Any]):
+    """Samples that are masked in the same way on each access, so that metrics on them can be compared."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.drawn = DrawnSamples(samples)
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.drawn[Draw(index, index)]
+
+
+class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
+    """Lines of a user that contain masks to fill in; without labels."""
+
+    def __init__(self, lines: Sequence[TextPiece], tokenizer: Any, length: int) -> None:
+        self.lines = lines
+        encoded = tokenizer([piece.text for piece in lines])["input_ids"]
+        mask = tokenizer.mask_token_id
+        blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
+        if blank:
+            raise FolderError(
+                f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+                f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
+            )
+        check_lengths(lines, [len(words) - 2 for words in encoded], length)
+        self.words = [torch.tensor(words) for words in encoded]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+        words = self.words[index]
+        return words, torch.full_like(words, IGNORED), f"line {self.lines[index].line}"
+
+
+def tokenised(
+    pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
+) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
+    """Tokenise pieces of text and cut them into samples.
+
+    Args:
+        pieces: Pieces of the texts, in order.
+        tokenizer: A tokenizer of transformers.
+        length: Largest number of tokens of a sample, the first and the last word included.
+        unit: `"blocks"` join the pieces of a file, and all but its last are full; otherwise a piece is a sample.
+        too_long: What happens to a piece that is longer, except for blocks: `"split"` or `"refuse"`.
+
+    Returns:
+        All tokens, the bounds of the samples, and their names.
+
+    Raises:
+        FolderError: For a piece that is too long, with `"refuse"`.
+    """
+    room, tokens = length - 2, array("i")
+    bounds: list[tuple[int, int]] = []
+    names: list[str] = []
+    stretches: list[tuple[TextPiece, int, int]] = []
+    while some := list(itertools.islice(pieces, MANY)):
+        encodings = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        if unit != "blocks" and too_long == "refuse":
+            check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
+        for piece, encoding in zip(some, encodings, strict=True):
+            if not encoding.ids:
+                continue
+            start, end = len(tokens), len(tokens) + len(encoding.ids)
+            tokens.extend(encoding.ids)
+            if unit == "blocks" and stretches and stretches[-1][0].file == piece.file:
+                first, begin, _ = stretches[-1]
+                stretches[-1] = (first, begin, end)
+            else:
+                stretches.append((piece, start, end))
+    for piece, start, end in stretches:
+        for place in range(start, end, room):
+            bounds.append((place, min(place + room, end)))
+            part = f" + {place - start} tokens" if place > start else ""
+            names.append(f"{piece.file}: line {piece.line}{part}")
+    return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
+
+
+def check_lengths(pieces: Sequence[TextPiece], lengths: Sequence[int], length: int) -> None:
+    """Refuse pieces of more tokens than a sample has room for."""
+    longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
+    if longer:
+        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer[:SHOWN]]
+        lines = "\n  ".join(shown + ["..."] * (len(longer) > SHOWN))
+        raise FolderError(
+            f"{CALLER}: {len(longer)} texts are longer than length={length} tokens.\n  {lines}\n"
+            f"  fix: a larger length, as far as the network has positions, or too_long=split."
+        )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Format the first few numbers of a list."""
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

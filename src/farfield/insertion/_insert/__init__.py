@@ -1,0 +1,1 @@
+"""Insert modules at places of a model, and remove them."""

@@ -1,0 +1,235 @@
+"""Insert a module at any place of a model, and take it out again: the model's own weights keep their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach
+from farfield.insertion._insert.checks import (
+    caller_of,
+    check_batch,
+    check_free,
+    check_open,
+    find_alternatives,
+    fix_text,
+    grid_at,
+    look,
+    times,
+)
+from farfield.insertion._insert.effects import Effects
+from farfield.insertion._insert.hooks import tidy, watch
+from farfield.insertion._insert.layout import LAYOUTS, Layout, channel_axis, check_layouts, look_elsewhere
+from farfield.insertion._insert.probe import Seen, probe
+from farfield.insertion._places import CHILD, Place, find_places
+
+AROUND = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
+
+
+def insert(
+    model: nn.Module,
+    where: str | Sequence[str],
+    make: Callable[[int], nn.Module],
+    *,
+    example: Any,
+    layout: Layout | None = None,
+) -> dict[str, nn.Module]:
+    """Put a new module after each place of a model; weights, their names and the output stay as they are.
+
+    `place(x)  →  made(place(x))`
+
+    The new module ("addition") is a child named `farfield` of its place: no weight of the model changes its name, so an
+    earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). A module that is the identity
+    at initialization, as `GridAttention(…, project="qkvo", residual=True)` is, leaves the output exactly as it was
+    (`torch.equal`), so training starts from the model as it is. Any other module that keeps shape and dtype is accepted
+    too, and changes the output at once.
+
+    The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
+    place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
+    first, and with the additions in place to verify that each is called as often as its host and affects the output of
+    the model. If one fails, all are removed again. Flags, buffers, hooks and random numbers are restored.
+
+    An addition is called before all other forward hooks of its place. A sequence that has one does not count it among
+    its modules; its last block calls it.
+
+    Args:
+        model: Changed in place. Compile, export or wrap it afterwards.
+        where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
+            place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
+        make: Function from the number of channels of a place to a new module, called once per place; for example
+            `functools.partial(GridAttention, …)`.
+        example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
+        layout: Where the places keep their channels: "channels_first" `(batch, channels, *size)`, or "channels_last",
+            as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
+            Swin. The default is "channels_first", which is refused where neither another input size nor the weights
+            confirm it. A layout that is given is refused only where one of them contradicts it.
+
+    Returns:
+        The path of each place and its new module, on the device and in the dtype of the place's output.
+
+    Raises:
+        LookupError: If a path matches nothing, or a place returns no such entry.
+        ShapeError: If the layout does not fit, the batch is not first, or an addition does not keep the shape.
+        TypeError: If a place returns no floating-point grid, `make` no module, or an addition another dtype.
+        ValueError: If a place never runs, runs several times, has an addition already, has no effect, or lies in a
+            compiled, scripted or wrapped model; or if the model refuses the example.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from farfield import insert
+        >>> from farfield.nn import GridAttention
+        >>> host, image = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), torch.randn(1, 3, 16, 16)
+        >>> before = host(image)
+        >>> make = partial(GridAttention, operator="siamese", project="qkvo", residual=True)
+        >>> insert(host, "0", make, example=image)
+        {'0': GridAttention(...)}
+        >>> torch.equal(host(image), before)
+        True
+    """
+    if layout not in (None, *LAYOUTS):
+        raise ValueError(f"insert: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    check_open("insert", model)
+    places = find_places("insert", model, where)
+    for place, host in places.items():
+        check_open("insert", model, place.path)
+        check_free(place, host)
+    seen = look(model, places, example)
+    grids = {place: grid_at(model, place, seen, example) for place in places}
+    elsewhere = look_elsewhere(model, places, example)
+    for place in places:
+        check_batch(model, place, seen, elsewhere[place], example)
+    check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
+    made = make_all(make, grids, layout)
+    for place, module in made.items():
+        attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
+    try:
+        verify(model, grids, seen, example)
+    except BaseException:
+        for place, host in places.items():
+            detach(host, place.entry)
+        raise
+    watch_layers(model, places, seen)
+    return {str(place): module for place, module in made.items()}
+
+
+def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
+    """Remove additions from a model, which is then exactly what it was before `insert`.
+
+    Args:
+        model: Changed in place.
+        where: Paths as in `insert`; a path without an entry means each entry of the place. All additions by default.
+
+    Raises:
+        LookupError: If there is no addition at a path, or none at all.
+        ValueError: If the model is compiled, scripted or wrapped.
+
+    Example:
+        >>> import torch
+        >>> from farfield import insert, remove
+        >>> host, image = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 16, 16)
+        >>> added = insert(host, "0", lambda channels: torch.nn.Conv2d(channels, channels, 1), example=image)
+        >>> remove(host, "0")
+        >>> list(host.state_dict())
+        ['0.weight', '0.bias']
+    """
+    check_open("remove", model)
+    present = additions(model)
+    if not present:
+        raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
+    chosen = list(present) if where is None else []
+    for pattern in [where] if isinstance(where, str) else where or ():
+        # A host that another layer has replaced is not in the model any more, so exact paths come first.
+        exact = [place for place in present if str(place) == pattern]
+        wanted = exact or find_places("remove", model, pattern)
+        matched = [place for place in present if place in wanted or Place(place.path) in wanted]
+        if not matched:
+            raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
+        chosen += matched
+    for place in dict.fromkeys(chosen):
+        detach(present[place], place.entry)
+    tidy(model, [place.path for place in chosen])
+
+
+def make_all(
+    make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
+) -> dict[Place, nn.Module]:
+    """Make a new module for each place, on the device and in the dtype of its grid."""
+    made: dict[Place, nn.Module] = {}
+    for place, grid in grids.items():
+        channels = grid.shape[channel_axis(grid.dim(), layout or LAYOUTS[0])]
+        try:
+            module = make(channels)
+        except Exception as error:
+            error.add_note(f"insert: this was make({channels}), for {place}.")
+            raise
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"insert: make({channels}) must return a module, got {type(module).__name__}.")
+        if any(module is other for other in made.values()):
+            raise ValueError("insert: make returned one module for two places; fix: make a new one for each.")
+        made[place] = module.to(grid.device, grid.dtype)
+    return made
+
+
+def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
+    """Make the caller of each layer check that it keeps its addition: layers may be fused or replaced later."""
+    for place, host in places.items():
+        if place.path and set(host._modules) == {CHILD}:
+            around = caller_of(seen, place.path)
+            watch(model.get_submodule(around), place.path[len(around) + bool(around) :], host)
+
+
+def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
+    """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect.
+
+    Raises:
+        ShapeError: If an addition returns another shape.
+        TypeError: If it returns no tensor, or another dtype or device.
+        ValueError: If the model fails, calls an addition more or less often than its host, or returns the same whatever
+            an addition returns; or if an addition returns non-finite numbers for finite inputs.
+    """
+    children = {place: ".".join(filter(None, (place.path, CHILD, place.entry))) for place in grids}
+    try:
+        seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
+    except Exception as error:
+        raise ValueError(
+            f"insert: {type(model).__name__} fails with {', '.join(map(str, grids))} in place, so all additions were "
+            f"taken out again: {type(error).__name__}: {error}\n  fix: {AROUND}"
+        ) from error
+    for place, grid in grids.items():
+        calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
+        if calls != host_calls or not calls:
+            raise ValueError(
+                f"insert: {place} was called {times(host_calls)} and its addition {times(calls)}, so all additions "
+                f"were taken out again.\n  fix: {AROUND}"
+            )
+        check_kept(place, grid, seen.outputs[children[place]])
+    effects = Effects(model, example, seen.outputs[""])
+    for place, grid in grids.items():
+        if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
+            raise ValueError(
+                f"insert: {place} has no effect: whatever its addition returns, {type(model).__name__} returns the "
+                f"same for this example, so all additions were taken out again.\n"
+                f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
+            )
+
+
+def check_kept(place: Place, grid: Tensor, output: Any) -> None:
+    """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
+    if not isinstance(output, Tensor):
+        raise TypeError(f"insert: the addition at {place} must return a tensor, got {type(output).__name__}.")
+    if output.shape != grid.shape:
+        raise ShapeError(
+            f"insert: the addition at {place} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
+        )
+    if (output.dtype, output.device) != (grid.dtype, grid.device):
+        raise TypeError(
+            f"insert: the addition at {place} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
+            f"{output.device}."
+        )
+    if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
+        raise ValueError(f"insert: the addition at {place} returns non-finite numbers for finite {grid.dtype} inputs.")

@@ -1,0 +1,246 @@
+"""Checks of a host: it can be changed, runs once per call of its parent, and returns a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, unknown
+from farfield.insertion._insert.additions import Entries, grid_of
+from farfield.insertion._insert.effects import Effects, tensors
+from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
+from farfield.insertion._insert.probe import Seen, probe
+from farfield.insertion._places import CHILD, Place, join
+
+# They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
+# Compared by name, because importing them is slow.
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def check_open(caller: str, model: nn.Module, path: str = "") -> None:
+    """Refuse a place in a model that is compiled, scripted or wrapped.
+
+    Raises:
+        TypeError: If the model is no module.
+        ValueError: If it is compiled, scripted or wrapped; the text has the fix.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
+    for at in (*reversed(parents(path)), path) if path else ("",):
+        module, name = model.get_submodule(at) if at else model, at or type(model).__name__
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{caller}: {name} is scripted; fix: {caller} in the model it was made of, then script.")
+        if "OptimizedModule" in kinds:
+            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} in its _orig_mod, then compile that.")
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} before .compile().")
+        if kinds & WRAPPERS:
+            raise ValueError(
+                f"{caller}: {name} is wrapped in {', '.join(kinds & WRAPPERS)}, which knows the weights it was given; "
+                f"fix: {caller} before wrapping."
+            )
+
+
+def check_free(place: Place, host: nn.Module) -> None:
+    """Refuse a place that has an addition already, or whose host uses the name "farfield".
+
+    Raises:
+        ValueError: If so; the text has the fix.
+    """
+    addition = host._modules.get(CHILD)
+    if isinstance(addition, Entries) and place.entry is not None and place.entry not in addition:
+        addition = None
+    elif addition is None and hasattr(host, CHILD):
+        raise ValueError(f'insert: {place} has an attribute "{CHILD}" of its own; fix: insert at another module.')
+    if addition is not None:
+        raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{place}") first.')
+    if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
+        raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
+
+
+def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
+    """Run the model once and record each place, its parents, its children and the children of the model.
+
+    Raises:
+        ValueError: If the model refuses the example or returns no tensor for it, or a place does not run once each time
+            its parent runs.
+    """
+    watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
+    watched |= set(children(model, ""))
+    try:
+        seen = probe(model, example, watched)
+    except Exception as error:
+        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+        raise ValueError(
+            f"insert: {type(model).__name__} refuses example {describe(example)}: {type(error).__name__}: {error}\n"
+            f"  its weights are {weights}."
+        ) from error
+    if not tensors(seen.outputs[""]):
+        raise ValueError(
+            f"insert: {type(model).__name__} returns no tensor for this example, so that no addition can be seen to "
+            f"have an effect.\n  fix: an example, or a configuration of the model, for which it returns one."
+        )
+    for path in dict.fromkeys(place.path for place in places):
+        parent = caller_of(seen, path)
+        around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
+        if not calls:
+            inside = [child for child in children(model, path) if seen.calls[child]] + [parent] * bool(parent)
+            whole = [child for child in children(model, "") if seen.calls[child]]
+            raise ValueError(
+                f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
+                f"\n  fix: insert at what runs: {', '.join(inside or whole)}."
+            )
+        if path and calls > parent_calls:
+            raise ValueError(
+                f"insert: {path} is called {times(calls)} while {around} is called {times(parent_calls)}, "
+                f"and an addition cannot tell these calls apart.\n  fix: insert at {around}, or at a "
+                f"module that it calls once."
+            )
+    return seen
+
+
+def caller_of(seen: Seen, path: str) -> str:
+    """Return the path of the nearest module around a place that is called."""
+    return next((name for name in parents(path) if seen.calls[name]), "")
+
+
+def parents(path: str) -> list[str]:
+    """Return the paths of all modules around one, from the nearest to the model itself, which is ""."""
+    names = path.split(".") if path else []
+    return [".".join(names[:end]) for end in reversed(range(len(names)))]
+
+
+def children(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
+    paths = []
+    for name, child in model.get_submodule(path).named_children():
+        inside = join(path, name)
+        paths.append(inside)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            paths += children(model, inside)
+    return paths
+
+
+def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
+    """Return the grid at a place: the output of its module, or an entry of it.
+
+    Raises:
+        LookupError: If there is no such entry.
+        ShapeError: If the output has no spatial dims.
+        TypeError: If there is no floating-point grid, or no entry is chosen.
+    """
+    path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
+    several = isinstance(outputs, Mapping | tuple | list)
+    if several and place.entry is None:
+        near = find_alternatives(model, place, seen, example)
+        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else fix_text(near)
+        raise TypeError(f"insert: {path} returns several things, {describe(outputs)}; fix: {fix}.")
+    if not several and place.entry is not None:
+        raise TypeError(f'insert: {path} returns {describe(outputs)} and has no entries; fix: "{place.path}".')
+    try:
+        grid = grid_of(outputs, place.entry)
+    except LookupError:
+        raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
+    if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
+        near = find_alternatives(model, place, seen, example)
+        raise TypeError(
+            f"insert: {place} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
+        )
+    if grid.dim() < 3:
+        raise ShapeError(
+            f"insert: {place} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
+            f"  fix: insert before the layer that removes them, pooling or flattening for example."
+        )
+    modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
+    if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
+        raise ValueError(f"insert: {place} keeps its batch second; fix: build the model with batch_first=True.")
+    return grid
+
+
+def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
+    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
+
+    Raises:
+        ShapeError: If so; the text has the fix.
+    """
+    shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
+    if changes(shape, elsewhere.batches):
+        raise ShapeError(
+            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
+            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+        )
+    if keeps_batch(shape[0], elsewhere, example):
+        return
+    batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
+    at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
+    raise ShapeError(
+        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its "
+        f"first dimension is not the batch but parts of it, windows for example, and an addition would attend within "
+        f"each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
+    )
+
+
+def keeps_batch(length: int, elsewhere: Elsewhere, example: Any) -> bool:
+    """Whether a first dimension is the batch: for this example, for twice the batch, and at other sizes."""
+    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
+    return length in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {length}
+
+
+def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
+    """Return up to three places to insert at instead: entries of a place, modules in it or around it.
+
+    Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
+    """
+    candidates: dict[Place, int] = {}  # the length of its first dimension
+    for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
+        if seen.calls[path] == seen.calls[caller_of(seen, path)]:
+            output = seen.outputs.get(path)
+            several = isinstance(output, Mapping | tuple | list)
+            grids: Iterable[tuple[str | None, Any]] = entries(output).items() if several else [(None, output)]
+            candidates |= {Place(path, entry): len(grid) for entry, grid in grids if is_grid(grid, batches(example))}
+    candidates = {other: length for other, length in candidates.items() if other != place and str(other)}
+    elsewhere = look_elsewhere(model, candidates, example)
+    effects = Effects(model, example, seen.outputs[""])
+    fitting = (other for other, length in candidates.items() if keeps_batch(length, elsewhere[other], example))
+    return list(islice(filter(effects.reaches, fitting), 3))
+
+
+def fix_text(places: list[Place]) -> str:
+    """Return the text of a fix: insert at one of some places."""
+    if not places:
+        return "insert at a module that returns one grid"
+    return "insert at " + " or ".join(f'"{place}"' for place in places)
+
+
+def is_grid(value: Any, batch: set[int]) -> bool:
+    """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
+        return False
+    return value.dim() >= 3 and len(value) in batch and sum(length > 1 for length in value.shape[1:]) > 1
+
+
+def entries(outputs: Any) -> dict[str, Any]:
+    """Return the entries of a tuple, list or dict under the names that `insert` takes."""
+    return {
+        str(name): value for name, value in (outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs))
+    }
+
+
+def describe(value: Any) -> str:
+    """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping | tuple | list):
+        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
+        return f"{type(value).__name__}({inside})"
+    return type(value).__name__
+
+
+def times(count: int) -> str:
+    """Return a count as text: `once`, `3 times`."""
+    return {0: "never", 1: "once"}.get(count, f"{count} times")

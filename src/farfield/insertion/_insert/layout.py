@@ -1,0 +1,200 @@
+"""Find which dimension holds the channels: compare the assumed layout with other input sizes and with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.insertion._insert.additions import grid_of
+from farfield.insertion._insert.probe import probe
+from farfield.insertion._places import Place
+
+Layout = Literal["channels_first", "channels_last"]
+LAYOUTS = get_args(Layout)
+
+
+def channel_axis(dimensions: int, layout: Layout) -> int:
+    """Return the dimension that holds the channels of a batch."""
+    return 1 if layout == "channels_first" else dimensions - 1
+
+
+def resize(example: Any) -> Iterator[Any]:
+    """Yield the example at other sizes: for each length of its spatial axes, with all axes of that length changed.
+
+    Of a floating-point tensor of three dimensions either the second or the third may be the channels: both are tried.
+    """
+    tensors: list[tuple[Tensor, int]] = []
+
+    def collect(tensor: Tensor, start: int) -> Tensor:
+        tensors.append((tensor, start))
+        return tensor
+
+    map_tensors(example, collect)
+    both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
+    for channels in (0, 1) if both else (0,):
+        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in spatial_axes(tensor, start, channels)}
+        for length in sorted(lengths - {0, 1}, reverse=True):
+            # Integers may be indices: a longer axis could exceed a table or trigger a device assertion, so halve it.
+            shorter = any(
+                tensor.shape[axis] == length and not tensor.is_floating_point()
+                for tensor, start in tensors
+                for axis in spatial_axes(tensor, start, channels)
+            )
+            yield map_tensors(example, partial(change_size, length=length, shorter=shorter, channels=channels))
+
+
+def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
+    """Return a tensor with its spatial axes of one length halved or doubled."""
+    for axis in spatial_axes(tensor, start, channels):
+        if tensor.shape[axis] == length:
+            tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
+    return tensor
+
+
+def map_tensors(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
+    """Apply a function to every tensor of the example; `start` is the first dimension after the batch, 0 in a list."""
+    if isinstance(example, Tensor):
+        return change(example, start)
+    if isinstance(example, Mapping):
+        return {name: map_tensors(value, change, start) for name, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(map_tensors(value, change, start) for value in example)
+    if isinstance(example, list):
+        return [map_tensors(value, change, 0) for value in example]
+    return example
+
+
+def batches(example: Any) -> set[int]:
+    """Return the possible batch lengths of an example: those of its tensors, and of its lists of samples."""
+    if isinstance(example, Tensor):
+        return set(example.shape[:1])
+    if isinstance(example, Mapping | tuple):
+        values = example.values() if isinstance(example, Mapping) else example
+        return {length for value in values for length in batches(value)}
+    return {len(example)} if isinstance(example, list) else set()
+
+
+def repeat_batch(example: Any) -> Any:
+    """Return the example with every sample twice."""
+    if isinstance(example, list):
+        return example * 2
+    if isinstance(example, Mapping):
+        return {name: repeat_batch(value) for name, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(map(repeat_batch, example))
+    return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
+
+
+def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
+    """Return the spatial dimensions of an input: without the batch and, of floating-point grids, the channels.
+
+    `channels`: which of two dimensions after the batch holds the channels; of more, as in an image, it is the first.
+    """
+    axes = list(range(start, tensor.dim()))
+    if tensor.is_floating_point() and len(axes) > 1:
+        axes.pop(channels if len(axes) == 2 else 0)
+    return axes
+
+
+class Elsewhere(NamedTuple):
+    """The shapes of a place for other inputs that the model accepts: other sizes, and twice the batch."""
+
+    sizes: list[tuple[int, ...]]
+    batches: list[tuple[int, ...]]
+
+
+def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
+    """Return the output shapes of places for other inputs; a model may refuse some or all of these inputs."""
+    shapes = {place: Elsewhere([], []) for place in places}
+    for batched, other in [(False, other) for other in resize(example)] + [(True, repeat_batch(example))]:
+        outputs = probe(model, other, [place.path for place in shapes], stop_early=True).outputs
+        for place, elsewhere in shapes.items():
+            # A smaller input may have fewer levels.
+            with suppress(LookupError):
+                shape = tuple(grid_of(outputs[place.path], place.entry).shape)
+                (elsewhere.batches if batched else elsewhere.sizes).append(shape)
+    return shapes
+
+
+def check_layouts(
+    model: nn.Module,
+    shapes: Mapping[Place, tuple[int, ...]],
+    elsewhere: Mapping[Place, Elsewhere],
+    layout: Layout | None,
+) -> None:
+    """Refuse a layout that another input or the weights contradict, and the default where neither confirms it.
+
+    Raises:
+        ShapeError: If so. The fix is the layout that fits, or two calls if the places have different layouts.
+    """
+    misfits = {}
+    for place, shape in shapes.items():
+        misfit = find_misfit(model, place, shape, elsewhere[place], layout)
+        if misfit is not None:
+            misfits[place] = misfit
+    if not misfits:
+        return
+    problem, fix = next(iter(misfits.values()))
+    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    wrong = [place for place, (_, remedy) in misfits.items() if remedy == f'layout="{other}"']
+    right = [place for place in shapes if place not in misfits]
+    if wrong and right:
+        problem = misfits[wrong[0]][0]
+        fix = f'two calls, layout="{assumed}" for {", ".join(map(str, right))} and layout="{other}" for ' + ", ".join(
+            map(str, wrong)
+        )
+    raise ShapeError(f"insert: {problem}.\n  fix: {fix}.")
+
+
+def find_misfit(
+    model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
+) -> tuple[str, str] | None:
+    """Return what contradicts a layout at one place, and the fix; None if nothing does."""
+    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
+    changed = changes(shape, elsewhere.sizes)
+    if axis in changed:
+        return (
+            f"{place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels of "
+            f'layout="{assumed}", is spatial',
+            "insert where a module returns one grid of channels" if swapped in changed else f'layout="{other}"',
+        )
+    # A layout that is given is accepted where nothing contradicts it.
+    if changed or layout is not None:
+        return None
+    widths = widths_of(model.get_submodule(place.path))
+    if not widths & {shape[axis], shape[swapped]}:
+        widths = widths_of(model)
+    if shape[axis] in widths and shape[swapped] not in widths:
+        return None
+    problem = f"{place} returns {shape}, and at no other input size does the model show which are the channels"
+    if shape[swapped] in widths and shape[axis] not in widths:
+        return f"{problem}; its weights have {shape[swapped]}", f'layout="{other}"'
+    fit = "both" if shape[axis] in widths else "none"
+    return (
+        f"{problem}; its weights fit {fit} of {shape[axis]} and {shape[swapped]}",
+        f'choose one, layout="{assumed}" for {shape[axis]} channels or layout="{other}" for {shape[swapped]}',
+    )
+
+
+def other_layout(layout: Layout | None) -> Layout:
+    """Return the other layout; None is the default, channels first."""
+    return "channels_first" if layout == "channels_last" else "channels_last"
+
+
+def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Return the dimensions after the batch that differ, each with one shape where it does."""
+    return {
+        axis: other for other in others for axis in range(1, len(shape)) if other[axis : axis + 1] != (shape[axis],)
+    }
+
+
+def widths_of(module: nn.Module) -> set[int]:
+    """Return the numbers of channels of a module's biases and norms."""
+    return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

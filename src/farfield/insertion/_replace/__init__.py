@@ -1,0 +1,1 @@
+"""Replace the softmax attention of a model by another operator."""

@@ -1,0 +1,218 @@
+"""Replace the softmax attention of existing transformers by another operator, and keep their weights."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from farfield.insertion._insert.checks import parents
+from farfield.insertion._places import matching, no_match
+from farfield.insertion._replace.hugging_face import (
+    choose,
+    find_attention_obstacle,
+    is_rotary,
+    register,
+    uses_interface,
+)
+from farfield.insertion._replace.masks import resolve_operator
+from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.ops.table import Operator
+
+CALLER = "replace_attention"
+# Modules of the class that timm's vision transformers share; the second in older versions.
+TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
+# Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
+CALLED, CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
+
+
+def replace_attention(
+    model: nn.Module, operator: str | Operator, where: str | Sequence[str] | None = None
+) -> dict[str, nn.Module]:
+    """Replace the softmax attention of a transformer by another operator, in place.
+
+    `out = softmax_channels(query(X)) · (softmax_positions(key(X))ᵀ value(X))` for factorized_gaussian: the weights of
+    the queries give the coefficients, those of the keys the basis, and nothing else of the model changes.
+
+    **The result needs fine-tuning.** The same weights now compute another function, at a cost linear in the tokens and
+    not quadratic: it is no approximation of what the model learned, and its accuracy falls until it is trained again.
+    `docs/guide/replace.md` has a recipe and its measurements.
+
+    Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
+    applies; timm's ViT-style `Attention`; and models of transformers, as `attn_implementation="farfield_<operator>"`.
+    Supported operators: those without weights of their own that attend to every token. softmax is the identity, and
+    undoes a replacement.
+
+    * Padding: by the host's own mask; the contents of padding never matter; a sample of padding only outputs zeros.
+    * Cross-attention, also with cached keys and values: as self-attention.
+    * Dropout of the attention: applied to the weights of the basis.
+    * Weights of the attention, if requested: the implied matrix, N² numbers.
+    * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; others read them as channels, and warn.
+    * Causal masks, windows, relative positions and other biases, which differ from query to query: refused by name.
+
+    Args:
+        model: The model, or a part of it such as its vision tower. Changed in place.
+        operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
+        where: Paths of modules, one or many, such as "blocks.8" or "encoder.layer.*", where `*` stands for one segment.
+            Every attention at and below them is replaced, and all of it must be supported. Default: the whole model.
+
+    Returns:
+        Path of each replaced attention -> the module, which is the host's own: its state-dict keys stay.
+
+    Raises:
+        LookupError: If there is no such operator or path, or no supported attention there.
+        ValueError: If the operator is not defined on tokens, or an attention cannot be replaced; the model is unchanged
+            then.
+        TypeError: If the model is compiled or scripted.
+
+    Cost:
+        None for the replacement. Afterwards, for N tokens, h heads and d channels per head, 2·N·h·d² MACs instead of
+        2·N²·h·d.
+
+    Example:
+        >>> import torch
+        >>> from farfield import replace_attention
+        >>> encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
+        >>> list(replace_attention(encoder, "factorized_gaussian"))
+        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> encoder(torch.randn(2, 100, 32)).shape
+        torch.Size([2, 100, 32])
+    """
+    name, resolved = resolve_operator(CALLER, operator)
+    check_model(model)
+    chosen = find_attention(model, where)
+    for path, module in chosen.items():
+        check_attention(model, path, module)
+    hugging_face = {path: module for path, module in chosen.items() if uses_interface(module)}
+    if hugging_face:
+        rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
+        if rotary and not resolved.weighs_by_products:
+            warnings.warn(rotary_warning(name, rotary), stacklevel=2)
+        choose(model, list(hugging_face.values()), register(name, resolved))
+    for module in chosen.values():
+        kind = replaced_class(module)
+        if kind is not None:
+            # The same object, so that its weights, hooks and every reference to it stay.
+            module.__class__ = kind
+            attention = cast(TorchAttention | TimmAttention, module)
+            attention.operator, attention.operator_name = resolved, name
+    leave_fast_path(model)
+    return chosen
+
+
+def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
+    """Return the new class for an attention of torch or timm; None for any other module.
+
+    Subclasses are not supported: they may compute anything in their own forward.
+    """
+    kind = type(module)
+    if kind in (nn.MultiheadAttention, TorchAttention):
+        return TorchAttention
+    if kind is TimmAttention or (kind.__module__ in TIMM and kind.__qualname__ == "Attention"):
+        return TimmAttention
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a compiled or scripted model: it would keep running its old code."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{CALLER}: model must be a torch.nn.Module, got {type(model).__name__}.")
+    for module in model.modules():
+        compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            kind = "compiled" if compiled else "scripted"
+            raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
+
+
+def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return every supported attention at and below some paths.
+
+    Raises:
+        LookupError: If a path matches nothing, or there is no supported attention at or below it.
+        ValueError: If there is unsupported attention too: not all of it would be replaced.
+    """
+    chosen: dict[str, nn.Module] = {}
+    for pattern in [where or ""] if where is None or isinstance(where, str) else where:
+        places = list(matching(model, pattern))
+        if not places:
+            raise no_match(CALLER, model, pattern)
+        known: dict[str, nn.Module] = {}
+        for place, root in places:
+            paths = {".".join(filter(None, (place, path))): module for path, module in root.named_modules()}
+            known |= {
+                path: module for path, module in paths.items() if replaced_class(module) or uses_interface(module)
+            }
+        others = other_attention(model, [place for place, _ in places], list(known))
+        if others and known:
+            raise ValueError(
+                f"{CALLER}: {type(model).__name__} also has attention that is not supported: {others}; "
+                f"fix: where=, the paths of the layers to replace, e.g. {next(iter(known))}."
+            )
+        if not known:
+            raise LookupError(
+                f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
+                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
+                f"timm.layers.Attention and models of transformers with attn_implementation; "
+                f"fix: insert(…) adds attention to any model."
+            )
+        chosen |= known
+    if not chosen:
+        raise ValueError(f"{CALLER}: where names no path; fix: leave it out for all attention, or name one.")
+    return chosen
+
+
+def other_attention(model: nn.Module, places: list[str], known: list[str]) -> str:
+    """Return a list, as text, of modules that look like attention and neither contain nor lie in a supported one."""
+    others = []
+    for path, module in model.named_modules():
+        kind = type(module)
+        alike = CALLED.search(kind.__name__) or CHILDREN & module._modules.keys()
+        if not alike or kind.__module__.startswith("farfield.") or not any(lies_in(path, place) for place in places):
+            continue
+        if not any(lies_in(path, other) or lies_in(other, path) for other in known):
+            others.append(f"{path} ({kind.__module__}.{kind.__name__})")
+    return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+
+
+def lies_in(path: str, place: str) -> bool:
+    """Whether a path is a place or one below it."""
+    return place in ("", path) or path.startswith(f"{place}.")
+
+
+def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Refuse a supported attention with options that no operator supports."""
+    reason = None
+    if uses_interface(module):
+        reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
+    elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+        reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
+    if reason is not None:
+        raise ValueError(
+            f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where=, the paths of other "
+            f"layers, an encoder or a vision tower."
+        )
+
+
+def rotary_warning(name: str, rotary: list[str]) -> str:
+    """Return the warning that an operator does not turn rotations into distances."""
+    more = f" and {len(rotary) - 1} more" if len(rotary) > 1 else ""
+    return (
+        f"{CALLER}: {rotary[0]}{more} rotate queries and keys by their positions, which gives distances only in "
+        f"products of queries and keys; {name} has no such products and uses the rotated channels as they are, so "
+        f'training has to relearn positions. Operators that keep the distances: "factorized", "averaged".'
+    )
+
+
+def leave_fast_path(model: nn.Module) -> None:
+    """Disable the fast path of torch's transformer layers, which uses an attention's weights without calling it."""
+    for module in model.modules():
+        if isinstance(module, TorchAttention):
+            module._qkv_same_embed_dim = False
+        elif isinstance(module, nn.TransformerEncoder):
+            attentions = [getattr(layer, "self_attn", None) for layer in module.layers]
+            if any(isinstance(attention, TorchAttention) for attention in attentions):
+                module.use_nested_tensor = False

@@ -1,0 +1,208 @@
+"""The operators as attention implementations of Hugging Face's transformers.
+
+Each name is registered twice: for the attention function and for the function that makes its masks. Without the second
+a model would pass no mask at all, and queries would attend to padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from farfield.insertion._replace.masks import causal_error, find_obstacle, valid_positions
+from farfield.nn.token_attention import attend_tokens
+from farfield.ops.table import OPERATORS, Operator
+
+# Options that models pass to their attention and that do not change it; any other that is set is refused by its name.
+IGNORED = (
+    *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
+)
+# Towers whose attention modules have no causal flag: their model passes is_causal with every call.
+CAUSAL_TOWERS = ("clip_text_model",)
+
+
+# ---- registering -----------------------------------------------------------------------------------------------------
+def register_transformers() -> list[str]:
+    """Register every operator that is defined on tokens with transformers, as `farfield_<operator>`; return the names.
+
+    Then every model that looks its attention up in transformers' `AttentionInterface` accepts such a name:
+    `from_pretrained(…, attn_implementation="farfield_factorized_gaussian")`, with unchanged weights. They now compute
+    another function, so the model needs fine-tuning. `replace_attention` registers by itself and refuses unsupported
+    attention at once; with a name, it is refused when the model first runs. Importing farfield registers nothing.
+
+    Returns:
+        The names of the attention implementations.
+
+    Raises:
+        ImportError: If transformers is not installed.
+
+    Cost:
+        Two entries of a dictionary for each name.
+
+    Example:
+        >>> from farfield.insertion import register_transformers
+        >>> "farfield_factorized_gaussian" in register_transformers()
+        True
+    """
+    return [register(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None]
+
+
+def register(name: str, operator: Operator) -> str:
+    """Register one operator as `farfield_<name>`; a second one of the same name gets the next free number after it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    registered: Mapping[str, Any] = AttentionInterface()
+    implementation, number = f"farfield_{name}", 1
+    while implementation in registered and registered[implementation].args != (name, operator):
+        number += 1
+        implementation = f"farfield_{name}_{number}"
+    AttentionInterface.register(implementation, partial(attend, name, operator))
+    AttentionMaskInterface.register(implementation, partial(make_mask, implementation))
+    return implementation
+
+
+# ---- registered functions --------------------------------------------------------------------------------------------
+def attend(
+    name: str,
+    operator: Operator,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested.
+
+    Raises:
+        ValueError: If the attention is causal, or has a bias, a window, or any other unknown option.
+    """
+    caller = f"farfield_{name} in {type(module).__name__}"
+    for option, given in options.items():
+        if option not in IGNORED and given is not None and given is not False:
+            raise ValueError(
+                f"{caller}: this model's attention also has {option}, which {name} does not support; "
+                f"fix: leave this layer out by where=, or take a model without it."
+            )
+    # As in transformers: the is_causal of the call, or a mask of pairs, takes precedence over the module's is_causal.
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", False) and (attention_mask is None or attention_mask.ndim == 2)
+    if causal:
+        raise causal_error(caller)
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        # Made for flash attention, which the layers that are not replaced still use.
+        attention_mask = attention_mask[:, None, None].bool()
+    valid = valid_positions(caller, attention_mask, key)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    wanted = bool(options.get("output_attentions"))
+    return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+
+
+def make_mask(
+    implementation: str,
+    *,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any],
+    kv_length: int,
+    kv_offset: int = 0,
+    **_: Any,
+) -> Tensor | None:
+    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding.
+
+    Raises:
+        ValueError: If the model requests a causal mask, a window or another function of pairs.
+    """
+    from transformers.masking_utils import bidirectional_mask_function
+
+    if mask_function is not bidirectional_mask_function:
+        kind = getattr(mask_function, "__qualname__", "a function of pairs").partition(".")[0]
+        raise ValueError(
+            f"{implementation}: the model requests a mask of pairs ({kind}), but all queries share one summary; "
+            f"fix: take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
+        )
+    return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+
+
+# ---- choosing layers -------------------------------------------------------------------------------------------------
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module looks its attention up in transformers' `AttentionInterface`, by a name in its config."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
+
+
+def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
+    """Return why an attention of transformers cannot be replaced, as far as it and the modules around it show."""
+    if is_causal(module, around):
+        return "is causal: each query attends only to the positions before it, but all queries share one summary"
+    if getattr(module, "sliding_window", None) is not None:
+        return "has a sliding window, but all queries share one summary"
+    biases = [name for name, _ in module.named_parameters() if "relative" in name]
+    if biases:
+        return f"adds a bias to the products of queries and keys ({biases[0]}), and there are no such products"
+    return None
+
+
+def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
+    """Whether an attention is causal.
+
+    The module's own `is_causal` does not settle it: some encoders have none, and some have True though their model
+    makes padding masks only. Transformers itself uses it only where there is no mask.
+
+    Args:
+        module: The attention.
+        around: The modules around it, from the nearest to the model.
+    """
+    if getattr(module.config, "model_type", None) in CAUSAL_TOWERS:
+        return True
+    makers = next(filter(None, map(find_mask_makers, around)), set[str]())
+    flag = getattr(module, "is_causal", None)
+    if flag is None:
+        return any("causal" in name for name in makers)
+    return bool(flag) and not (makers and all("bidirectional" in name for name in makers))
+
+
+def find_mask_makers(module: nn.Module) -> set[str]:
+    """Return the names of the mask functions that a module's class calls, such as `create_causal_mask`."""
+    methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
+    names = {name for method in methods for name in method.__code__.co_names}
+    return {name for name in names if name.startswith("create_") and "mask" in name}
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a known attention of transformers rotates queries and keys by their positions before they attend."""
+    # Models that offer a choice of position embeddings have this entry.
+    kind = getattr(module.config, "position_embedding_type", "rotary")
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return kind == "rotary" and any(part in name.lower() for name in names for part in ("rotary", "rope"))
+
+
+def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> None:
+    """Set the implementation in the configs of the chosen attentions of a model.
+
+    A config that only chosen attentions use is changed in place, so that the model makes masks for the implementation,
+    linear in the positions. Where a config is shared with others, each chosen attention gets a copy of it; the model
+    then still makes masks of pairs.
+    """
+    sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
+    for module in filter(uses_interface, model.modules()):
+        sharing.setdefault(id(module.config), []).append(module)
+    for modules in sharing.values():
+        mine = [module for module in modules if any(module is other for other in chosen)]
+        if len(mine) < len(modules):
+            for module in mine:
+                module.config = copy.copy(module.config)
+        for module in mine:
+            # Only attention whose model makes bidirectional masks gets here; without a mask the flag would decide.
+            if getattr(module, "is_causal", False):
+                module.is_causal = cast(Any, False)
+            # A dictionary sets this config only; a string would also set the configs of other towers.
+            cast(Any, module.config)._attn_implementation = {"": implementation}

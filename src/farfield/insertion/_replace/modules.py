@@ -1,0 +1,130 @@
+"""The attention modules of torch and timm with another operator instead of softmax.
+
+A replaced module is the same object with another class: its weights, its state-dict keys, its hooks and every reference
+to it stay. The query weights give the coefficients, the key weights the basis.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield.insertion._replace.masks import causal_error, valid_positions
+from farfield.nn.token_attention import attend_tokens
+from farfield.ops.table import Operator
+
+
+class TorchAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with any operator; created by `replace_attention`."""
+
+    operator: Operator
+    operator_name: str
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with the layouts and masks of `torch.nn.MultiheadAttention` (True where a key is masked out).
+
+        The weights, returned by default as in torch, are the implied matrix of N² numbers; `need_weights=False` is
+        linear in the positions.
+        """
+        caller = f"nn.MultiheadAttention replaced by {self.operator_name}"
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise TypeError(
+                f"{caller}: nested tensors are not supported; fix: encoder.use_nested_tensor = False in the "
+                f"TransformerEncoder around it, or a padded tensor and its key_padding_mask."
+            )
+        if is_causal:
+            raise causal_error(caller)
+        batched = query.dim() == 3
+        batch = 0 if not batched or self.batch_first else 1
+        grids = (grid if batched else grid[None] for grid in (query, key, value))
+        q, k, v = (split(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
+        valid = self.find_valid_keys(caller, key_padding_mask, attn_mask, k)
+        scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
+        positions, weights = attend_tokens(
+            self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
+        )
+        response = self.out_proj(positions.flatten(2)).transpose(0, batch)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if batched:
+            return response, weights
+        return response[0], None if weights is None else weights[0]
+
+    def find_valid_keys(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
+        """Return the valid keys under a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
+        if padding is not None:
+            padding = invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
+        if pairs is not None:
+            pairs = invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
+        valid, other = valid_positions(caller, padding, key), valid_positions(caller, pairs, key)
+        if valid is None or other is None:
+            return other if valid is None else valid
+        return valid & other
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Project to queries, keys and values with the host's weights, one stacked matrix if the channels are equal."""
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        positions = (query, key, value)
+        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(positions, weights, biases, strict=True))
+
+
+class TimmAttention(nn.Module):
+    """timm's ViT-style `Attention` with any operator; created by `replace_attention`."""
+
+    operator: Operator
+    operator_name: str
+    num_heads: int
+    scale: float
+    qkv: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Dropout
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attend as timm's `Attention`: tokens `(b, n, c)`, a mask that is True (additive: 0) where a pair attends."""
+        caller = f"timm's Attention replaced by {self.operator_name}"
+        if is_causal:
+            raise causal_error(caller)
+        query, key, value = (split(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
+        query, key = self.q_norm(query), self.k_norm(key)
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        valid = valid_positions(caller, attn_mask, key)
+        dropout = self.attn_drop.p if self.training else 0.0
+        positions, _ = attend_tokens(self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
+        response = positions.flatten(2)
+        # Older versions of timm have neither.
+        norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
+        if norm is not None:
+            response = norm(response)
+        if gate is not None:
+            response = response * gate(x).sigmoid()
+        return self.proj_drop(self.proj(response))
+
+
+def split(positions: Tensor, heads: int) -> Tensor:
+    """Return a view of `(b, n, c)` as `(b, h, n, c/h)`."""
+    return positions.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def invert_boolean(mask: Tensor) -> Tensor:
+    """Invert a boolean mask of torch, which is True where a pair does not attend; return an additive one unchanged."""
+    return ~mask if mask.dtype == torch.bool else mask

@@ -1,0 +1,107 @@
+"""The common start of all maps: checked query and key grids, and the queries and keys projected from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, shape_error
+from farfield.nn.attention import GridAttention
+from farfield.nn.checks import check_input
+from farfield.ops.call import Call, project_queries
+from farfield.ops.grid import Gathered, accumulation
+from farfield.ops.projection import Projection
+from farfield.ops.slots import Summary
+
+
+class Grids(NamedTuple):
+    """The query grid and the key grid of one attention, in float32 at least, and their valid positions.
+
+    A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve.
+    """
+
+    query: Tensor
+    query_mask: Tensor | None
+    key: Tensor
+    key_mask: Tensor | None
+
+
+def read_grids(
+    caller: str,
+    attention: nn.Module,
+    grid: Tensor,
+    context: Tensor | None,
+    mask: Tensor | None,
+    context_mask: Tensor | None,
+) -> Grids:
+    """Check the arguments of a map as the module checks those of a call; return the grids."""
+    if not isinstance(attention, GridAttention):
+        kind = type(attention).__name__
+        fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
+        raise TypeError(f"{caller}: attention must be a GridAttention, got {kind}; fix: {fix}")
+    check_input(attention, grid, mask)
+    if context is None:
+        if context_mask is not None:
+            raise ValueError(f"{caller}: context_mask is the mask of a context, and there is none; fix: mask=….")
+        context, context_mask = grid, mask
+    else:
+        check_input(attention, context, context_mask, name="context", mask_name="context_mask")
+    if len(grid) != len(context):
+        fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
+        problem = "grid and context must have the same batch."
+        raise shape_error(caller, problem, fix, grid=grid, context=context)
+    grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
+    mask, context_mask = (None if tensor is None else normal(tensor) for tensor in (mask, context_mask))
+    return Grids(grid, mask, context, context_mask)
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode: autograd refuses inference tensors."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
+    """Check that a position lies in a grid."""
+    position, size = tuple(position), tuple(grid.shape[2:])
+    if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
+        middle = tuple(length // 2 for length in size)
+        fix = f"one index from 0 on each axis; the middle is {middle}."
+        raise ShapeError(f"{caller}: position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
+    return position
+
+
+def read_call(attention: GridAttention, grid: Tensor) -> Call:
+    """Return the operator with detached projections of queries and keys, and with a norm only if it norms products."""
+    call, norm = attention.call_for(grid), attention.coefficient_norm
+    query, key = (
+        Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
+    )
+    of_products = norm if norm is not None and norm.of_products else None
+    key = query if call.key is call.query else key
+    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)
+
+
+def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor, Summary]:
+    """Return the queries of gathered positions, scaled and normed, and the summary, normed."""
+    query = project_queries(call, gathered) * call.scale
+    if call.norm is None:
+        return query, summary
+    query, summary, _ = call.norm(query, gathered.valid, summary, call.operator)
+    return query, summary
+
+
+@contextmanager
+def with_running_statistics(attention: GridAttention) -> Iterator[None]:
+    """Put the norm of an attention in eval mode, and then back in the mode it was in."""
+    norm = attention.coefficient_norm
+    training = norm is not None and norm.training
+    try:
+        if norm is not None:
+            norm.eval()
+        yield
+    finally:
+        if norm is not None:
+            norm.train(training)

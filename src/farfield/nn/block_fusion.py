@@ -1,0 +1,107 @@
+"""The blocks' equations without their concatenations, and without attention's grid. `blocks.py` has the plain forms.
+
+A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and attention is linear in its slots:
+
+    W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
+
+so the far path enters the block's last convolution through its summary: as one product with a few coefficients per
+position, or, where queries are sums along axes, as one vector per axis, added in place.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeGuard
+
+from torch import Tensor, nn
+
+from farfield.nn.attention import GridAttention
+from farfield.nn.conv_norm_act import Convolved, convolve, hooked
+from farfield.ops.engine import respond_grid, summarize_grid
+from farfield.ops.projection import Projection
+
+
+class Block(Protocol):
+    """The interface of every block."""
+
+    expand: Convolved | None
+    depthwise: Convolved
+    project: Convolved
+    concatenates: bool
+    residual: bool
+    training: bool
+    drop_path: float
+
+
+class BlockWithAttention(Protocol):
+    """The interface of an `AttentionBlock`."""
+
+    expand: Convolved
+    depthwise: Convolved
+    project: Convolved
+    attention: nn.Module
+    skip: bool
+    stride: int
+    residual: bool
+    training: bool
+    drop_path: float
+
+    def far(self, grid: Tensor) -> Tensor:
+        """The global path."""
+        ...
+
+
+def are_bare(*parts: nn.Module | None) -> bool:
+    """Whether all parts that are not None may be taken apart: none has hooks or is wrapped."""
+    return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
+
+
+def base_block(block: Block, grid: Tensor) -> Tensor:
+    """Compute `BaseBlock.plain` without concatenating the grid to the expanded channels."""
+    wide = [grid if block.expand is None else block.expand(grid)]
+    if block.concatenates:
+        wide.append(grid)
+    out = block.project.across(block.depthwise.beside(wide))
+    return drop_samples(block, out).add_(grid) if block.residual else out
+
+
+def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
+    """Compute `AttentionBlock.plain` without concatenating: the far path enters the last convolution separately."""
+    near = block.depthwise(block.expand(grid))
+    attention = block.attention
+    if block.stride == 1 and enters_by_summary(attention):
+        out = with_response(block, attention, near, grid)
+    else:
+        out = block.project.across([near, block.far(grid)])
+    return drop_samples(block, out).add_(grid) if block.residual else out
+
+
+def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
+    """In training, zero the block's contribution to some samples and scale it up for the others."""
+    if not block.training or block.drop_path == 0:
+        return out
+    share = 1 - block.drop_path
+    return out * out.new_empty(out.shape[0], *[1] * (out.dim() - 1)).bernoulli_(share).div_(share)
+
+
+def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
+    """Whether projecting slots is cheaper than projecting responses: not where there are as many slots as positions."""
+    if type(attention) is not GridAttention or hooked(attention):
+        return False
+    operator = attention.operator
+    few = operator.basis is not None or not operator.queries_from.side_by_side
+    return few and attention.output is None and not attention.residual
+
+
+def with_response(block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
+    """Run the block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
+    project = block.project
+    near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
+
+    def convolve_near(bias: Tensor | None) -> Tensor:
+        out = convolve(near, near_weight, bias)
+        return out.add_(convolve(grid, far_weight)) if block.skip else out
+
+    last = Projection(far_weight.flatten(1), project.convolution.bias)
+    call = attention.call_for(grid)._replace(output=last)
+    summary = summarize_grid(call, grid)
+    return project.after(respond_grid(call, grid, summary, target=convolve_near))

@@ -1,0 +1,249 @@
+"""Convolution, batch norm and ReLU6 as one part of a block, on one grid or on several without concatenating them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
+
+from farfield.nn.bn_folding import Fusable
+from farfield.nn.spatial_dims import LAYERS, layers
+from farfield.ops.grid import accumulation
+from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
+
+CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
+CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
+NORMS = {each.batch_norm for each in LAYERS.values()}
+FOLDABLE = {*NORMS, nn.SyncBatchNorm}
+# An operation of torch's oneDNN that inductor emits; None in a torch without it.
+CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+
+
+class ConvNormParameters(NamedTuple):
+    """The parameters that convolve and norm some of the channels of a `Convolved`.
+
+    Attributes:
+        weight: Weight of the convolution.
+        bias: Bias of the convolution.
+        statistics: Running mean and variance, weight and bias of the norm; None if it is folded away.
+        momentum: Weight of a batch in the running statistics.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    statistics: tuple[Tensor, ...] | None
+    momentum: float
+
+
+class Convolved(Fusable, nn.Sequential):
+    """A convolution, its batch norm and an optional ReLU6, with their names in state dicts.
+
+    `beside` and `across` run the same layers on several grids as if their channels were concatenated, without the
+    concatenation: a depthwise convolution and batch norm treat each channel separately, and a 1x1 convolution of a
+    concatenation is the sum of the convolutions of its parts.
+    """
+
+    convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    @property
+    def norm_or_none(self) -> Any:
+        """The batch norm; None once it is folded."""
+        return self._modules.get("norm")
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether all layers are torch's own: no hooks, wrappers, parametrizations or other kinds of norm."""
+        norm = self.norm_or_none
+        if norm is not None and (type(norm) not in NORMS or norm.running_mean is None or norm.weight is None):
+            return False
+        any_hooked = hooked(self) or any(map(hooked, self._modules.values()))
+        return type(self._modules.get("convolution")) in CONVOLUTIONS and not any_hooked
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Run the layers in their order."""
+        return (
+            self.run(grid, self.pieces([self.convolution.out_channels])[0]) if self.is_bare else super().forward(grid)
+        )
+
+    def beside(self, grids: list[Tensor]) -> list[Tensor]:
+        """Run these layers, depthwise, on each of the grids."""
+        pieces = self.pieces([grid.shape[1] for grid in grids])
+        return [self.run(grid, piece) for grid, piece in zip(grids, pieces, strict=True)]
+
+    def across(self, grids: list[Tensor]) -> Tensor:
+        """Run these layers, 1x1, on the concatenated grids."""
+        weights = self.convolution.weight.split([grid.shape[1] for grid in grids], 1)
+        out = convolve(grids[0], weights[0], self.convolution.bias)
+        for grid, weight in zip(grids[1:], weights[1:], strict=True):
+            out.add_(convolve(grid, weight))  # in place: a convolution does not save its output
+        return self.after(out)
+
+    def after(self, out: Tensor) -> Tensor:
+        """Norm and activate the output of the convolution, which is referenced nowhere else."""
+        return self.follow(out, self.pieces([out.shape[1]])[0])
+
+    def pieces(self, sizes: list[int]) -> list[ConvNormParameters]:
+        """Split the parameters for grids of these numbers of channels; count a batch in training."""
+        convolution, norm, several = self.convolution, self.norm_or_none, range(len(sizes))
+        weights, biases = convolution.weight.split(sizes), [None] * len(sizes)
+        if convolution.bias is not None:
+            biases = convolution.bias.split(sizes)
+        if norm is None:
+            return [ConvNormParameters(weights[index], biases[index], None, 0.0) for index in several]
+        momentum = count_batch(norm)
+        entries = [entry.split(sizes) for entry in (norm.running_mean, norm.running_var, norm.weight, norm.bias)]
+        return [
+            ConvNormParameters(weights[i], biases[i], tuple(entry[i] for entry in entries), momentum) for i in several
+        ]
+
+    def run(self, grid: Tensor, piece: ConvNormParameters) -> Tensor:
+        """Run the layers with a piece of their parameters."""
+        layer, kernel = self.convolution, piece.weight
+        groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
+        if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
+            where = (layer.padding, layer.stride, layer.dilation, groups)
+            return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
+        out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
+        return self.follow(out, piece)
+
+    def follow(self, out: Tensor, piece: ConvNormParameters) -> Tensor:
+        """Norm and activate the output of the convolution."""
+        if piece.statistics is not None:
+            out = normed(out, piece.statistics, self.norm_or_none, piece.momentum)
+        activation = self._modules.get("activation")
+        return out if activation is None else activation(out)
+
+    def fold(self) -> None:
+        """Fold the batch norm into the convolution: weight · scale, plus a bias."""
+        norm, convolution = self.norm_or_none, self.convolution
+        if type(norm) not in FOLDABLE or norm.running_mean is None or type(convolution) not in CONVOLUTIONS:
+            return
+        if hooked(norm) or hooked(convolution):
+            return
+        # In float32 at least, for networks in half precision.
+        dtype = torch.promote_types(norm.running_var.dtype, torch.float32)
+        mean, variance = norm.running_mean.to(dtype), norm.running_var.to(dtype)
+        convolution.weight, convolution.bias = fuse_conv_bn_weights(
+            convolution.weight, convolution.bias, mean, variance, norm.eps, norm.weight, norm.bias
+        )
+        del self.norm
+
+
+def convolved(
+    channels: int,
+    out_channels: int,
+    *,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
+    activate: bool = True,
+    spatial_dims: int = 2,
+) -> Convolved:
+    """Build convolution, batch norm and ReLU6; the last layer of a block has `activate=False`."""
+    convolution, batch_norm, *_ = layers("convolved", spatial_dims)
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    parts["convolution"] = convolution(
+        channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
+    )
+    parts["norm"] = batch_norm(out_channels)
+    if activate:
+        parts["activation"] = ReLU6(inplace=True)
+    return Convolved(parts)
+
+
+class ReLU6(nn.ReLU6):
+    """min(max(x, 0), 6) in place, saving its output for the backward pass and not a copy of its input.
+
+    The output also shows where the input was clamped, and the next layer saves it anyway.
+    """
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Clamp."""
+        if is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
+            return super().forward(grid)
+        return _Clamp.apply(grid)
+
+
+class _Clamp(torch.autograd.Function):
+    """The clamp in place, with the gradient of torch's clamp."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor) -> Tensor:
+        """Clamp."""
+        ctx.mark_dirty(F.hardtanh(grid, 0.0, 6.0, inplace=True))
+        ctx.save_for_backward(grid)
+        return grid
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        """Pass gradients where nothing was clamped."""
+        (clamped,) = ctx.saved_tensors
+        return torch.ops.aten.hardtanh_backward(grad_output, clamped, 0.0, 6.0)
+
+
+def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> Tensor:
+    """Convolve a grid with as many spatial dims as the weight; `how`: stride, padding, dilation and groups."""
+    return CONVOLVE[weight.dim()](grid, weight, bias, *how)
+
+
+def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
+    """Norm a grid by its channels' statistics; in place in inference, if possible."""
+    mean, variance, weight, bias = statistics
+    if norm.training or is_watched(out) or out.dtype != accumulation(variance.dtype):
+        return F.batch_norm(out, mean, variance, weight, bias, norm.training, momentum, norm.eps)
+    scale, shift = scale_and_shift(mean, variance, weight, bias, norm.eps)
+    each = (-1, *[1] * (out.dim() - 2))
+    return torch.addcmul(shift.view(each), out, scale.view(each), out=out)
+
+
+def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
+    """Count FLOPs for torch's flop counter; the clamp has none."""
+    return conv_flop_count(grid, weight, out_shape)
+
+
+if CONVOLVE_AND_CLAMP is not None:
+    register_flop_formula(CONVOLVE_AND_CLAMP)(flops_of_convolution)
+
+
+def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
+    """Whether torch's oneDNN can convolve and clamp before it writes: one pass less over the grid."""
+    able = CONVOLVE_AND_CLAMP is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
+    return bool(able) and fits and not autocasts(grid) and not is_watched(grid, weight)
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether the operations on tensors are recorded: by autograd, a transform, a compiler or an exporter."""
+    return is_recorded() or is_recorded_by_autograd(*tensors) or not all(map(is_itself, tensors))
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def count_batch(norm: Any) -> float:
+    """Count a batch in training, as batch norm itself does; return its weight in the running statistics."""
+    if not norm.training or norm.num_batches_tracked is None:
+        return norm.momentum or 0.0
+    norm.num_batches_tracked.add_(1)
+    return 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+
+
+def scale_and_shift(
+    mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the factor and the offset by which a norm acts in eval mode, in float32 at least."""
+    dtype = torch.promote_types(variance.dtype, torch.float32)
+    scale = (variance.to(dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    mean = mean.to(dtype)
+    # Rounds as torch's kernels do, so that the norm in place gives the same digits.
+    return scale, -mean * scale if bias is None else torch.addcmul(bias.to(dtype), mean, scale, value=-1)

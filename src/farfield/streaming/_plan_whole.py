@@ -1,0 +1,247 @@
+"""The plan of a prediction in tiles: tiles, passes and costs, computed before the prediction starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from farfield._checks import ShapeError, unknown
+from farfield.nn import GridAttention
+from farfield.streaming.arguments import parse_positions
+from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
+from farfield.streaming.global_layers import refuse_global, refuse_training
+from farfield.streaming.receptive_field import Scale, find_scale, trace_or_raise
+from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
+from farfield.streaming.tiling import Draft, Pass
+from farfield.streaming.trace import Trace, trace
+
+
+class AttentionCall(NamedTuple):
+    """One call of an attention.
+
+    Attributes:
+        grid: Its input.
+        attention: The module.
+        summary: Bytes of its summary.
+    """
+
+    grid: NetworkGrid
+    attention: GridAttention
+    summary: int
+
+
+class Output(NamedTuple):
+    """The network's output.
+
+    Attributes:
+        grid: How it scales with the volume.
+        channels: Its channels.
+        dtype: Its dtype.
+    """
+
+    grid: NetworkGrid
+    channels: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StreamingPlan:
+    """The plan of `predict_whole`.
+
+    Attributes:
+        layout: Axes of the volume.
+        size: Size of the volume, padded.
+        padding: Positions padded before and after each spatial axis.
+        tile: Size of the tiles that are written.
+        least: Smallest size that a tile reads.
+        calls: Calls of attentions, in order.
+        passes: Summary passes, and the last pass, which writes.
+        output: The network's output.
+        macs: MACs of the network on the whole volume.
+        tile_bytes: Memory of a tile, about: bytes of the grids held at once.
+    """
+
+    layout: AxisLayout
+    size: tuple[int, ...]
+    padding: tuple[Span, ...]
+    tile: tuple[int, ...]
+    least: tuple[int, ...]
+    calls: tuple[AttentionCall, ...]
+    passes: tuple[Pass, ...]
+    output: Output
+    macs: int
+    tile_bytes: int
+
+    @property
+    def cores(self) -> list[Region]:
+        """The own positions of each tile, which it writes."""
+        return cores(self.size, self.tile)
+
+    @property
+    def recomputed(self) -> float:
+        """MACs of all passes, relative to those of the network on the whole volume."""
+        return sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
+
+    @property
+    def kept(self) -> Region:
+        """The region of the network's output that is kept: without positions that stand for padding alone.
+
+        A position of the output that stands for padded positions and others is kept.
+        """
+        spans = [(0, length) for length in self.output.grid.size]
+        for axis_scale, (before, after) in zip(self.output.grid.axis_scales, self.padding, strict=True):
+            if axis_scale is not None:
+                length = self.output.grid.shape[axis_scale.axis]
+                spans[axis_scale.axis - 2] = (int(before * axis_scale.ratio), length - int(after * axis_scale.ratio))
+        return tuple(spans)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Size of the part of the output that a tile writes."""
+        return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.size))
+
+    def lines(self) -> list[str]:
+        """Return the lines of text that `predict_whole` prints."""
+        last = self.passes[-1].halo
+        size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
+        halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
+        text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
+        memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
+        text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
+        for index, each in enumerate(self.passes):
+            summarized = [self.calls[call] for call in each.calls]
+            names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
+            what = f"summarize {names}" if names else "write"
+            work = each.share * read_ratio(self.size, self.tile, each.halo)
+            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+        macs = f"{self.macs / 1e9:,.1f}G"
+        text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {macs}")
+        return text
+
+
+def plan_whole(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    tile: int | Sequence[int | None] | None = None,
+    halo: int | Sequence[int] | None = None,
+    pad: str | None = None,
+) -> StreamingPlan:
+    """Plan a call of `predict_whole`, which also prints this plan before it starts.
+
+    Args:
+        model: As in `predict_whole`.
+        shape: Shape of the volume.
+        tile: As in `predict_whole`.
+        halo: As in `predict_whole`.
+        pad: As in `predict_whole`.
+
+    Returns:
+        The plan; `plan.lines()` are the lines that are printed.
+
+    Raises:
+        TypeError: If tile or halo have numbers that are no integers.
+        ValueError: If the network cannot be run in tiles.
+
+    Example:
+        >>> from torch import nn
+        >>> from farfield.nn import GridAttention
+        >>> from farfield.streaming import plan_whole
+        >>> attention = GridAttention(8, "siamese")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
+        >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
+        >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
+        (16, 2, (2, 2))
+    """
+    if tile is not None:
+        tile = parse_positions("predict_whole", "tile", tile, 1, optional=True)
+    if halo is not None:
+        halo = cast(int | tuple[int, ...], parse_positions("predict_whole", "halo", halo, 0))
+    refuse_training(model)
+    refuse_global(model)
+    if pad is not None and pad not in MODES:
+        raise unknown("predict_whole", "pad", pad, MODES)
+    layout = parse_layout("predict_whole", shape, spatial_dims_of(model, tile))
+    batch, channels = layout.batch_and_channels(shape)
+    own = tuple(shape[len(shape) - layout.spatial_dims :])
+    scale = find_scale(model, channels, own)
+    padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
+    size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
+    whole = trace_volume(model, batch, channels, size, scale)
+    grids = [
+        NetworkGrid(step.name, step.attends, step.shape, axis_scales)
+        for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
+    ]
+    draft = Draft(model, batch, channels, size, scale, grids, whole)
+    positions, passes = draft.cut(tile, halo)
+    plan = StreamingPlan(
+        layout=layout,
+        size=size,
+        padding=padding,
+        tile=positions,
+        least=draft.least,
+        calls=tuple(map(AttentionCall, [each for each in grids if each.attends], whole.attentions, whole.summaries)),
+        passes=passes,
+        output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
+        macs=whole.macs[-1],
+        tile_bytes=draft.tile_bytes(positions, passes[-1].halo),
+    )
+    if any(start >= stop for start, stop in plan.kept):
+        raise ShapeError(
+            f"predict_whole: the network returns {plan.output.grid.size} for size {size}, nothing of which is left "
+            f"without the {padding} padded positions; fix: a larger volume, or one that needs no padding."
+        )
+    return plan
+
+
+def spatial_dims_of(model: nn.Module, tile: object) -> int:
+    """Return the spatial dims of a model's input: as many as `tile` has numbers, or those of its first convolution."""
+    if isinstance(tile, Sequence):
+        return len(tile)
+    dims_by_kind = {
+        nn.Conv1d: 1,
+        nn.Conv2d: 2,
+        nn.Conv3d: 3,
+        nn.ConvTranspose1d: 1,
+        nn.ConvTranspose2d: 2,
+        nn.ConvTranspose3d: 3,
+    }
+    spatial_dims = next(
+        (
+            spatial_dims
+            for module in model.modules()
+            for kind, spatial_dims in dims_by_kind.items()
+            if isinstance(module, kind)
+        ),
+        None,
+    )
+    if spatial_dims is None:
+        name = type(model).__name__
+        raise ValueError(
+            f"predict_whole: {name} has no convolution that tells the number of spatial dims; "
+            f"fix: tile with one number per spatial dim."
+        )
+    return spatial_dims
+
+
+def split_padding(length: int, multiple: int, pad: str | None) -> Span:
+    """Return the positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
+    missing = -length % multiple if pad is not None else 0
+    return missing // 2, missing - missing // 2
+
+
+def trace_volume(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
+    """Trace the network on the whole volume; if it does not take that size, the error gives sizes that it takes."""
+    try:
+        trace_or_raise(model, channels, size)
+    except ValueError as error:
+        if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
+            multiples = " × ".join(map(str, scale.strides))
+            raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
+        raise
+    return trace(model, (batch, channels, *size), whole=True)

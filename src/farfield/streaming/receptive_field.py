@@ -1,0 +1,293 @@
+"""Run a network on small grids to find its strides, its receptive field and the order of its attentions.
+
+Attention is replaced by a positionwise function meanwhile: what remains is the overlap that tiles need.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from farfield.nn import GridAttention
+from farfield.ops.grid import Pool
+from farfield.streaming.geometry import AxisScale, round_up
+from farfield.streaming.global_layers import NotLocalError, describe_module
+from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, positionwise_forward, record, trace
+
+# A length that all common strides divide: 2^6 · 3^3 · 5 · 7.
+DIVISIBLE = 60480
+# Largest half length of a probe, in positions.
+LONGEST = 4096
+# Largest product of the other lengths of a probe.
+WIDEST = 2**14
+
+
+class Scale(NamedTuple):
+    """How the grids of a network scale with the volume.
+
+    Attributes:
+        axis_scales: For each step: how its grid scales with each spatial axis of the volume.
+        strides: Least common multiple of the strides along each axis.
+        multiple: The same with the windows of pooled attentions; tiles start at multiples of it.
+    """
+
+    axis_scales: list[tuple[AxisScale | None, ...]]
+    strides: tuple[int, ...]
+    multiple: tuple[int, ...]
+
+
+def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
+    """Find the strides of a network from how the shapes of its grids change when the volume grows along one axis.
+
+    Raises:
+        ValueError: If the network takes neither a large grid nor one of this size.
+    """
+    spatial_dims = len(size)
+    try:
+        base = (DIVISIBLE,) * spatial_dims
+        first = trace(model, (1, channels, *base))
+    except (RuntimeError, ValueError, NotImplementedError):
+        base = tuple(size)
+        first = trace_or_raise(model, channels, base)
+    axis_scales: list[list[AxisScale | None]] = [[] for _ in first.steps]
+    strides, multiple = [], []
+    for axis in range(spatial_dims):
+        grown = trace_or_raise(model, channels, replace_length(base, axis, base[axis] + DIVISIBLE))
+        if [step.name for step in grown.steps] != [step.name for step in first.steps]:
+            raise NotLocalError("predict_whole: the network takes other steps for other sizes; fix: one that does not.")
+        ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.attentions)
+        for scales, before, after in zip(axis_scales, first.steps, grown.steps, strict=True):
+            scales.append(find_axis_scale(before, after))
+            if scales[-1] is not None:
+                ratios.append(scales[-1].ratio)
+            if before.attends:
+                pooled += window_ratios(next(called), scales[-1])
+        strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
+        multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
+    return Scale([drop_shared_axes(each) for each in axis_scales], tuple(strides), tuple(multiple))
+
+
+def trace_or_raise(model: nn.Module, channels: int, size: Sequence[int]) -> Trace:
+    """Trace a grid; raise ValueError if the network does not take this size."""
+    try:
+        return trace(model, (1, channels, *size))
+    except TypeError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"predict_whole: {type(model).__name__} does not take a grid of size {tuple(size)}: {error}"
+        ) from error
+
+
+def replace_length(size: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    """Replace the length of one axis in a size."""
+    return tuple(length if other == axis else own for other, own in enumerate(size))
+
+
+def find_axis_scale(before: Step, after: Step) -> AxisScale | None:
+    """Return how a grid scales with the axis that has grown; None if it does not, or along more than one axis."""
+    changed = [axis for axis, (one, other) in enumerate(zip(before.shape, after.shape, strict=True)) if one != other]
+    if len(changed) != 1 or changed[0] == 0:
+        return None
+    return AxisScale(changed[0], Fraction(after.shape[changed[0]] - before.shape[changed[0]], DIVISIBLE))
+
+
+def drop_shared_axes(axis_scales: Sequence[AxisScale | None]) -> tuple[AxisScale | None, ...]:
+    """Remove axes of the volume that share an axis of the grid, as all do in a flattened grid."""
+    axes = [axis_scale.axis for axis_scale in axis_scales if axis_scale is not None]
+    return tuple(
+        None if axis_scale is None or axes.count(axis_scale.axis) > 1 else axis_scale for axis_scale in axis_scales
+    )
+
+
+def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
+    """Yield by how much each axis of each operation's output grows, per position of the axis that has grown."""
+    if len(first.shapes) == len(grown.shapes):
+        for before, after in zip(first.shapes, grown.shapes, strict=True):
+            if len(before) == len(after):
+                yield from (Fraction(other - one, DIVISIBLE) for one, other in zip(before, after, strict=True))
+
+
+def window_ratios(attention: GridAttention, axis_scale: AxisScale | None) -> list[Fraction]:
+    """Return the windows per position of the volume if an attention pools its keys and values."""
+    pool = attention.operator.keys_from.gather
+    if axis_scale is None or not isinstance(pool, Pool):
+        return []
+    return [axis_scale.ratio / (pool.size if isinstance(pool.size, int) else pool.size[axis_scale.axis - 2])]
+
+
+# ---- with numbers ----------------------------------------------------------------------------------------------------
+class Probe:
+    """A network on small grids.
+
+    Args:
+        model: The network.
+        channels: Channels of its input.
+        size: Size of the volume.
+        scale: The network's strides.
+    """
+
+    def __init__(self, model: nn.Module, channels: int, size: Sequence[int], scale: Scale) -> None:
+        self.model, self.channels, self.whole, self.scale = model, channels, tuple(size), scale
+        self.generator = torch.Generator().manual_seed(0)
+        self.small = self.least = self.smallest()
+
+    def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
+        """Run the network with positionwise functions in place of its attentions."""
+        return record(self.model, partial(self.model, grid), last_call=last_call)
+
+    @cached_property
+    def labels(self) -> bool:
+        """Whether the dtype of any step is not floating-point: labels."""
+        return not all(step.dtype.is_floating_point for step in self.run(self.draw(self.small)))
+
+    def draw(self, size: Sequence[int], samples: int = 1) -> Tensor:
+        """Draw a random grid."""
+        # The generator is on the CPU; the default device can be another one.
+        grid = torch.randn(samples, self.channels, *size, generator=self.generator, device="cpu")
+        return grid.to(device_of(self.model), dtype_of(self.model))
+
+    def smallest(self) -> tuple[int, ...]:
+        """Return the smallest size that the network takes, with the same remainders as the volume's size."""
+        for factor in (1, 2, 4, 8, 16, 32):
+            pairs = zip(self.whole, self.scale.multiple, strict=True)
+            size = tuple(length % multiple + factor * multiple for length, multiple in pairs)
+            try:
+                self.run(self.draw(size))
+            except (RuntimeError, ValueError):
+                continue
+            return size
+        self.run(self.draw(self.whole))
+        return self.whole
+
+    def reach(self, axis: int) -> list[tuple[int, int]]:
+        """Find the positions that each step needs before and after a tile's own along an axis, by how far NaN spreads.
+
+        Raises:
+            NotLocalError: If a layer sees further than any probe, or the whole axis.
+        """
+        multiple = self.scale.multiple[axis]
+        half = 16 * multiple
+        while True:
+            grid = self.draw(replace_length(self.small, axis, 2 * half + multiple))
+            grid.narrow(axis + 2, half, multiple).fill_(torch.nan)
+            with plain_kernels():
+                steps = self.run(grid)
+            spans = [
+                find_nan_span(step, scales[axis]) for step, scales in zip(steps, self.scale.axis_scales, strict=True)
+            ]
+            lost = any(
+                span is None and scales[axis] is not None and step.dtype.is_floating_point
+                for step, span, scales in zip(steps, spans, self.scale.axis_scales, strict=True)
+            )
+            if lost and self.grow(axis):
+                continue
+            if not any(span is not None and span.everywhere for span in spans):
+                pairs = zip(spans, self.scale.axis_scales, strict=True)
+                halos = [self.needed_halo(span, scales[axis], half, multiple) for span, scales in pairs]
+                # Integers cannot be NaN: they get the largest halo of all steps before them, which is checked later.
+                return [
+                    each if step.dtype.is_floating_point else tuple(map(max, *halos[: index + 1], (0, 0)))
+                    for index, (step, each) in enumerate(zip(steps, halos, strict=True))
+                ]
+            half *= 2
+            if half > max(LONGEST, 64 * multiple):
+                name = next(
+                    step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
+                )
+                raise not_local_error(self.model, name, axis, f"sees further than {half // 2} positions")
+
+    def grow(self, axis: int) -> bool:
+        """Enlarge the small grids along the other axes, up to the volume's size; return False if they are large enough.
+
+        In grids smaller than the dilation of a convolution, some of its windows contain nothing but padding.
+        """
+        doubled = tuple(
+            own if other == axis else min(own + round_up(own, multiple), max(own, length))
+            for other, (own, length, multiple) in enumerate(
+                zip(self.small, self.whole, self.scale.multiple, strict=True)
+            )
+        )
+        if doubled == self.small or math.prod(doubled) // doubled[axis] > WIDEST:
+            return False
+        self.small = doubled
+        return True
+
+    def needed_halo(
+        self, span: NanSpan | None, axis_scale: AxisScale | None, half: int, multiple: int
+    ) -> tuple[int, int]:
+        """Return the halo, given the span of NaN in a step after NaN in `multiple` positions of the input at `half`."""
+        if span is None or axis_scale is None:
+            return 0, 0
+        before = Fraction(span.stop) / axis_scale.ratio - (half + multiple)
+        after = half - Fraction(span.start) / axis_scale.ratio
+        return round_up(max(before, Fraction(0)), multiple), round_up(max(after, Fraction(0)), multiple)
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """The level of each attention: one more than the highest level of the attentions that it depends on."""
+        grid = self.draw(self.small)
+        count = sum(step.attends for step in self.run(grid))
+        levels = [0] * count
+        for source in range(count):
+            calls = iter(range(count))
+
+            def poison(path: str, attention: GridAttention, read: Tensor, mask: Tensor | None) -> Tensor:
+                response = positionwise_forward(path, attention, read, mask)
+                return response.fill_(torch.nan) if next(calls) == source else response  # noqa: B023  # used at once
+
+            with plain_kernels():
+                steps = [step for step in record(self.model, partial(self.model, grid), poison) if step.attends]
+            for later in range(source + 1, count):
+                if cast(Tensor, steps[later].grid).isnan().any():
+                    levels[later] = max(levels[later], levels[source] + 1)
+        return levels
+
+
+class NanSpan(NamedTuple):
+    """The span of NaN in a grid along an axis, and whether it has no limits."""
+
+    start: int
+    stop: int
+    everywhere: bool
+
+
+def find_nan_span(step: Step, axis_scale: AxisScale | None) -> NanSpan | None:
+    """Find the span of NaN; it is everywhere if it reaches an end, or a grid that does not scale with the axis."""
+    nan = cast(Tensor, step.grid).isnan()
+    if axis_scale is None:
+        return NanSpan(0, 0, True) if nan.any() else None
+    places = nan.movedim(axis_scale.axis, 0).flatten(1).any(1).nonzero()
+    if not len(places):
+        return None
+    start, last = int(places[0]), int(places[-1])
+    return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[axis_scale.axis])
+
+
+def not_local_error(model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
+    """Return the error for a layer beside attention that is not local."""
+    layer = describe_module(name, model.get_submodule(name)) if name != OUTPUT else type(model).__name__
+    return NotLocalError(
+        f"predict_whole: {layer} {what}, along spatial axis {axis} of the volume, so tiles would not give the result "
+        f"of the whole; fix: tile=None on that axis, which is then not cut, or another layer."
+    )
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Use convolution kernels in which NaN spreads exactly by the window, and is not clamped away."""
+    with (
+        warnings.catch_warnings(action="ignore"),  # about precisions that devices here do not have
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.nnpack.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
+        yield

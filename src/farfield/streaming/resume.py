@@ -1,0 +1,266 @@
+"""Progress of a prediction, saved beside its output, so that it resumes after it was killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from farfield._files import open_replacement
+from farfield.streaming.sink import FileOutput, overwrite_fix, unfinished_folder
+
+STATE = "progress.zip"
+KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+DTYPES = {str(dtype): dtype for dtype in KINDS}
+# Version of the content of the file; a file of another version is refused.
+VERSION = 2
+# Attributes of `Progress` that are saved, and their types in JSON.
+FIELDS = {
+    "identity": dict,
+    "positions": list,
+    "stage": int,
+    "tile": int,
+    "checksums": dict,
+    "summaries": list,
+    "written": list,
+}
+# Saving takes at most about 1/SHARE of the time.
+SHARE = 20
+
+
+class DamagedError(ValueError):
+    """The progress file is damaged."""
+
+
+class Written(NamedTuple):
+    """A box that was written to the output.
+
+    Attributes:
+        stage: Index of the pass that wrote it.
+        tile: Index of the tile.
+        box: First index and the index after the last, for each axis.
+        checksum: Checksum of its numbers.
+    """
+
+    stage: int
+    tile: int
+    box: list[list[int]]
+    checksum: int
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index in the output."""
+        return tuple(slice(start, stop) for start, stop in self.box)
+
+
+class Progress:
+    """The next pass and tile, the summaries so far, and the boxes that were written.
+
+    Args:
+        folder: Folder to save it in; None to not save it.
+        identity: Name -> fingerprint; all must be the same to resume.
+        positions: Size of the tiles.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, str], positions: tuple[int, ...]) -> None:
+        self.folder, self.identity, self.positions = folder, identity, positions
+        self.stage, self.tile = 0, 0
+        self.checksums: dict[str, list[int]] = {}
+        self.summaries: list[dict[str, Any]] = []
+        self.written: list[Written] = []
+        self.saved, self.took = 0.0, 0.0
+
+    def advance(self, summaries: list[dict[str, Any]]) -> None:
+        """Go on to the next tile; save rarely enough to take little time."""
+        self.tile, self.summaries = self.tile + 1, summaries
+        if time.monotonic() - self.saved >= SHARE * self.took:
+            self.save()
+
+    def next_stage(self) -> None:
+        """Go on to the next pass, and save."""
+        self.stage, self.tile = self.stage + 1, 0
+        self.save()
+
+    def rewind(self) -> None:
+        """Go back to the state before the first box was written."""
+        if self.written:
+            self.stage, self.tile = self.written[0].stage, self.written[0].tile
+            self.written = []
+
+    def save(self) -> None:
+        """Save the state, completely or not at all."""
+        if self.folder is None:
+            return
+        start = time.monotonic()
+        write_state(self.folder / STATE, {field: getattr(self, field) for field in FIELDS})
+        self.saved = time.monotonic()
+        self.took = self.saved - start
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+        self.stage, self.tile = state["stage"], state["tile"]
+        self.checksums, self.summaries = state["checksums"], state["summaries"]
+        self.written = [Written(*each) for each in state["written"]]
+
+
+def begin(
+    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
+) -> Progress:
+    """Lock the output, and begin a prediction or resume an unfinished one with the same identity.
+
+    Raises:
+        ValueError: If the unfinished one has another identity, or its progress is damaged, without `overwrite`.
+        FileExistsError: If the folder for the unfinished file was not made by farfield.
+        BlockingIOError: If another process has locked it.
+    """
+    output.owned.hold()
+    try:
+        return load_or_make(caller, output, identity, positions, overwrite)
+    except BaseException:
+        output.owned.let_go()
+        raise
+
+
+def load_or_make(
+    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
+) -> Progress:
+    """Load the progress of a locked output, or make output and progress."""
+    progress, state = Progress(output.folder, identity, positions), saved_state(caller, output.path, overwrite)
+    if state is not None:
+        changed = [name for name in identity if state["identity"].get(name) != identity[name]]
+        if not changed:
+            progress.load(state)
+            reopen_output(caller, output, progress)
+            return progress
+        if not overwrite:
+            raise ValueError(
+                f'{caller}: "{output.folder}" holds an unfinished prediction with another {" and ".join(changed)}; '
+                f"fix: call it with the same to finish that; to begin anew, remove that folder"
+                f"{overwrite_fix(overwrite)}."
+            )
+    output.owned.empty()
+    try:
+        output.make()
+        progress.save()
+    except OSError:
+        output.owned.remove()
+        raise
+    return progress
+
+
+def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
+    """Open an unfinished output; if it does not hold all that was written, make it again and return to the last pass.
+
+    A crash of the machine, or a user, can truncate files and remove chunks. The progress has the summaries, so only the
+    last pass runs again.
+    """
+    if output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
+        return
+    if progress.written:
+        warnings.warn(
+            f'{caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, and its '
+            f"{len(progress.written)} tiles are computed again.",
+            stacklevel=2,
+        )
+    progress.rewind()
+    output.make()
+    progress.save()
+
+
+def saved_tile(caller: str, path: Path, overwrite: bool | None) -> tuple[int, ...] | None:
+    """Return the tile size of an unfinished prediction, so that resuming does not depend on the free memory."""
+    state = saved_state(caller, path, overwrite)
+    return None if state is None else tuple(state["positions"])
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+def saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
+    """Read the state of the unfinished prediction for a path; None if there is none, or a damaged one to overwrite.
+
+    Raises:
+        DamagedError: If it is damaged and is not to be overwritten.
+    """
+    file = unfinished_folder(path) / STATE
+    if not file.is_file():
+        return None
+    try:
+        return read_state(file)
+    except DamagedError as error:
+        if overwrite:
+            return None
+        raise DamagedError(
+            f'{caller}: "{file}", the progress of an unfinished prediction, is damaged: {error}; '
+            f'fix: to begin anew, remove "{file.parent}"{overwrite_fix(overwrite)}.'
+        ) from None
+
+
+def write_state(file: Path, state: dict[str, Any]) -> None:
+    """Write numbers, texts, lists, dictionaries and tensors: a zip file of JSON and the bytes of each tensor."""
+    tensors: list[Tensor] = []
+
+    def describe(value: object) -> dict[str, Any]:
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value)}
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(value).__name__} cannot be saved")
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1, "shape": list(value.shape), "of": str(value.dtype)}
+
+    text = json.dumps({"version": VERSION, **state}, default=describe)
+    with open_replacement(file) as opened, zipfile.ZipFile(opened, "w") as archive:
+        archive.writestr("state.json", text)
+        for number, tensor in enumerate(tensors):
+            flat = tensor.detach().cpu().contiguous()
+            flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
+            with archive.open(f"tensor{number}", "w", force_zip64=True) as member:
+                member.write(flat.view(torch.uint8).numpy().data)
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote. No code in the file is run, and checksums cover every byte.
+
+    Raises:
+        DamagedError: If it cannot be read; the text gives the reason.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+
+            def restore(value: dict[str, Any]) -> Any:
+                if value.keys() == {"dtype"}:
+                    return DTYPES[value["dtype"]]
+                if value.keys() != {"tensor", "shape", "of"}:
+                    return value
+                content = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
+                return torch.from_numpy(content).view(DTYPES[value["of"]]).reshape(value["shape"])
+
+            state = json.loads(archive.read("state.json"), object_hook=restore)
+    except zipfile.BadZipFile as error:
+        raise DamagedError(str(error)) from error
+    except (KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, EOFError, zlib.error) as error:
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        raise DamagedError("it was written by another version of farfield")
+    for field, kind in FIELDS.items():
+        if not isinstance(state.get(field), kind):
+            raise DamagedError(f"{field} is {state.get(field)!r:.60}")
+    return state
+
+
+def compute_identity(model: nn.Module, volumes: Sequence[Any], tiles: object) -> dict[str, str]:
+    """Return fingerprints of the model's state, of the volumes' shapes and dtypes, and of tiles and halos."""
+    digest = hashlib.sha256(repr(model).encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    kinds = [f"{tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for volume in volumes]
+    return {"model": digest.hexdigest(), "volume": "; ".join(kinds), "tile or halo": repr(tiles)}

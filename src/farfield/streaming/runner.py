@@ -1,0 +1,137 @@
+"""Passes over tiles: they show progress, save it, and resume from it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from farfield.streaming.file_formats import OutputSpec
+from farfield.streaming.geometry import index_within
+from farfield.streaming.resume import Progress, Written, begin
+from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, explain_full_disk, to_numpy
+from farfield.streaming.source import Region, VolumeSource, checksum
+from farfield.streaming.summaries import MergedSummary
+
+# What a pass does with a tile, given its index and its own positions.
+TileFunction = Callable[[int, Region], None]
+
+
+class TiledVolume:
+    """A volume and the tiles by which it is read.
+
+    Args:
+        source: The volume.
+        tiles: Own positions of each tile.
+    """
+
+    def __init__(self, source: VolumeSource, tiles: list[Region]) -> None:
+        self.source, self.tiles = source, tiles
+
+
+class Stream:
+    """Passes over tiles.
+
+    Args:
+        caller: The function that errors name.
+        output: Where responses are written.
+        progress: The next tile, and what the tiles before it left.
+        merged: Summary of each attention; may be set later.
+        volumes: Name -> volume that is read.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        output: FileOutput | ArrayOutput,
+        progress: Progress,
+        merged: list[MergedSummary],
+        volumes: dict[str, TiledVolume],
+    ) -> None:
+        self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes
+
+    def run(self, passes: Sequence[tuple[str, TileFunction]], quiet: bool) -> Any:
+        """Run the remaining passes, each a function over the tiles of a volume; return the finished output."""
+        path = self.output.path if isinstance(self.output, FileOutput) else None
+        disk_errors = explain_full_disk(self.caller, path) if path else contextlib.nullcontext()
+        with torch.no_grad(), disk_errors, contextlib.ExitStack() as stack:
+            stack.callback(self.output.let_go)
+            self.resume()
+            counts = [len(self.volumes[name].tiles) for name, _ in passes]
+            first = sum(counts[: self.progress.stage]) + self.progress.tile
+            with tqdm(total=sum(counts), initial=first, unit="tile", disable=quiet, file=sys.stderr) as bar:
+                for stage in range(self.progress.stage, len(passes)):
+                    name, function = passes[stage]
+                    bar.set_description(f"pass {stage + 1} of {len(passes)}")
+                    for index in range(self.progress.tile, counts[stage]):
+                        function(index, self.volumes[name].tiles[index])
+                        self.progress.advance([each.state() for each in self.merged])
+                        bar.update()
+                    self.progress.next_stage()
+            return self.output.finish()
+
+    def resume(self) -> None:
+        """Load saved summaries, and check that the volumes have not changed."""
+        for merged, state in zip(self.merged, self.progress.summaries, strict=False):
+            merged.load(state)
+        for name, sums in self.progress.checksums.items():
+            for index in range(len(sums)):
+                self.read(name, index, self.volumes[name].tiles[index])
+
+    def read(self, name: str, index: int, region: Region) -> Tensor:
+        """Read a region around a tile's own positions, and check that these have not changed since they were read."""
+        volume = self.volumes[name]
+        grid = volume.source.read(region)
+        new_sum = checksum(grid[index_within(volume.tiles[index], region)])
+        sums = self.progress.checksums.setdefault(name, [])
+        if index == len(sums):
+            sums.append(new_sum)
+        elif sums[index] != new_sum:
+            raise ValueError(
+                f"{self.caller}: the {name} has changed in tile {index} since the first read; "
+                f'fix: begin anew; if out is a path, remove the folder "….unfinished" beside it first.'
+            )
+        return grid
+
+    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
+        """Write a box of the current tile, and record its checksum."""
+        self.output.write(index, box)
+        if isinstance(self.output, FileOutput):
+            spec = self.output.spec
+            spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
+            checksum = box_checksum(to_numpy(box).astype(spec.dtype, copy=False))
+            self.progress.written.append(Written(self.progress.stage, self.progress.tile, spans, checksum))
+
+
+def make_progress(
+    caller: str,
+    output: FileOutput | ArrayOutput,
+    identity: Callable[[], dict[str, str]],
+    tile: Sequence[int],
+    overwrite: bool | None,
+) -> Progress:
+    """Return the progress: saved beside a file output, not saved for other outputs."""
+    if isinstance(output, FileOutput):
+        with explain_full_disk(caller, output.path):
+            return begin(caller, output, identity(), tuple(tile), overwrite)
+    return Progress(None, {}, tuple(tile))
+
+
+def write_whole(caller: str, path: Path, array: np.ndarray, axes: str, overwrite: bool) -> Any:
+    """Write an array in memory to a path, completely or not at all, and return it opened."""
+    check_path(caller, path, overwrite)
+    output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, axes, array.shape), overwrite)
+    with explain_full_disk(caller, path):
+        begin(caller, output, {"model": "in one piece"}, array.shape, overwrite)
+        try:
+            output.write((slice(None),) * array.ndim, torch.from_numpy(array))
+            return output.finish()
+        finally:
+            output.let_go()

@@ -1,0 +1,280 @@
+"""Outputs of predictions: a file that gets its name when it is complete, a user's array, or an array in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farfield._checks import ShapeError
+from farfield._files import OwnedFolder, remove
+from farfield.streaming.file_formats import FORMATS, OutputSpec
+from farfield.streaming.source import Region, release
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
+    """Refuse a path that cannot be written, or whose content must not be replaced.
+
+    Args:
+        caller: The function that errors name.
+        path: Path of the output.
+        overwrite: Whether existing content is replaced; None if the caller has no such argument.
+
+    Raises:
+        ValueError: If its suffix is of no known format.
+        FileNotFoundError: If its folder does not exist.
+        PermissionError: If its folder is not writable.
+        FileExistsError: If it exists and is not to be overwritten; if it is a link, or a folder with more than a zarr
+            array; if the folder for the unfinished file was not made by farfield.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make it first.'
+        )
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f'{caller}: the folder "{path.absolute().parent}" is not writable; fix: another folder, or write '
+            f"permission there."
+        )
+    if path.is_symlink():
+        fix = f'the path it points to, "{os.readlink(path)}", or another path'
+        raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
+    if path.exists() and not overwrite:
+        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
+    if path.exists() and not (path.is_file() if FORMATS[path.suffix.lower()].mapped else is_zarr_array(path)):
+        what = "a folder that is not one zarr array and nothing else" if path.is_dir() else "not a zarr array"
+        raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
+    OwnedFolder(caller, unfinished_folder(path), path).check()
+
+
+def overwrite_fix(overwrite: bool | None) -> str:
+    """Return the part of a fix that suggests overwriting, if the caller has that argument."""
+    return "" if overwrite is None else ", or overwrite=True"
+
+
+def is_zarr_array(path: Path) -> bool:
+    """Whether a folder is one zarr array, as farfield writes it, and nothing else, or is empty."""
+    if not path.is_dir():
+        return False
+    names = set(os.listdir(path))
+    if not names or not names <= {"zarr.json", "c"}:
+        return not names
+    try:
+        description = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(description, dict) and description.get("node_type") == "array"
+
+
+class FileOutput:
+    """A file that is written in a folder beside its path and moved to the path when it is complete.
+
+    Args:
+        caller: The function that errors name.
+        path: Path of the finished file.
+        spec: Description of the file.
+        overwrite: Whether a file that exists at the path at the end is replaced.
+    """
+
+    def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
+        self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
+        self.owned = OwnedFolder(caller, unfinished_folder(path), path)
+        self.folder = self.owned.path
+        self.format = FORMATS[path.suffix.lower()]
+        self.growing = self.folder / path.name
+        self.array: Any = None
+
+    def let_go(self) -> None:
+        """Unlock the path for other processes."""
+        self.owned.let_go()
+
+    def make(self) -> None:
+        """Make the file; reserve its disk space if it is a memory map."""
+        self.array = None
+        if self.growing.exists() or self.growing.is_symlink():
+            remove(self.growing)
+        try:
+            self.array = self.format.make(self.growing, self.spec)
+            self.reserve()
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            size = np.prod(self.spec.shape, dtype=np.int64) * self.spec.dtype.itemsize
+            problem = f'no room for the {size:,} bytes of "{self.path}"; nothing was begun'
+            raise OSError(error.errno, f"{self.caller}: {problem}; fix: another disk.") from error
+
+    def reserve(self) -> None:
+        """Reserve the disk space of the whole file if it is a memory map."""
+        if self.format.mapped and hasattr(os, "posix_fallocate"):
+            with self.growing.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
+
+    def open(self) -> bool:
+        """Open the unfinished file; return False if it is missing, damaged, or of another shape or dtype."""
+        if self.growing.is_symlink():
+            return False
+        try:
+            self.array = self.format.open(self.growing, "r+")
+            self.reserve()  # opening a truncated file extends it again
+        except FileNotFoundError:
+            return False
+        except OSError:  # a full disk or too many open files: the file itself may be fine
+            raise
+        except Exception:  # noqa: BLE001  # libraries raise many types of errors for damaged files
+            return False
+        return (tuple(self.array.shape), self.array.dtype) == (self.spec.shape, self.spec.dtype)
+
+    def holds(self, index: tuple[slice, ...], checksum: int) -> bool:
+        """Whether a box has this checksum."""
+        try:
+            box = np.asarray(self.array[index])
+        except OSError:
+            raise
+        except Exception:  # noqa: BLE001  # codecs raise many types of errors for damaged chunks
+            return False
+        box_sum = box_checksum(box)
+        release(self.array)
+        return box_sum == checksum
+
+    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
+        """Write a box."""
+        self.array[index] = to_numpy(box)
+        if self.format.mapped:
+            self.array.flush()
+            release(self.array)
+
+    def finish(self) -> Any:
+        """Move the file to its path, remove the folder in which it was written, and open it for reading.
+
+        Raises:
+            FileExistsError: If something has appeared at the path that must not be replaced.
+        """
+        check_path(self.caller, self.path, self.overwrite)
+        self.array = None
+        for scrap in self.growing.rglob("*.partial"):  # chunks of a process that was killed while it wrote them
+            scrap.unlink()
+        if self.path.is_dir():  # a folder cannot be replaced in one step
+            self.path.rename(self.folder / "replaced")
+        self.growing.replace(self.path)
+        self.owned.remove()
+        return self.format.open(self.path, "r")
+
+
+class ArrayOutput:
+    """An array that takes slices: the user's, or one in memory.
+
+    Args:
+        caller: The function that errors name.
+        array: Array of NumPy, torch, zarr, h5py, or another class with `shape` and slicing.
+    """
+
+    def __init__(self, caller: str, array: Any) -> None:
+        self.caller, self.array, self.dtype = caller, array, dtype_of_array(array)
+
+    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
+        """Write a box.
+
+        Raises:
+            ValueError: If the array's dtype cannot hold its integers.
+        """
+        kept = numpy_dtype(box.dtype)
+        if self.dtype is not None and self.dtype.kind in "iu" and not np.can_cast(kept, self.dtype):
+            numbers, room = to_numpy(box), np.iinfo(self.dtype)
+            if numbers.min() < room.min or numbers.max() > room.max:
+                raise ValueError(
+                    f"{self.caller}: the result has numbers from {numbers.min()} to {numbers.max()}, and out is of "
+                    f"{self.dtype}; fix: an array of {kept}."
+                )
+        self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else to_numpy(box)
+        release(self.array)
+
+    def let_go(self) -> None:
+        """Do nothing: an array is not locked."""
+
+    def finish(self) -> Any:
+        """Return the array."""
+        return self.array
+
+
+def unfinished_folder(path: Path) -> Path:
+    """Return the folder beside a path for its unfinished file and the progress."""
+    return path.with_name(path.name + ".unfinished")
+
+
+def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
+    """Make the output for the argument `out`: a path, an array, or None for an array in memory of the volume's kind."""
+    if isinstance(out, str | Path):
+        return FileOutput(caller, Path(out), spec, overwrite)
+    if out is None:
+        empty = np.empty(spec.shape, spec.dtype)
+        return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
+    if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
+        raise TypeError(f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}.")
+    if tuple(out.shape) != spec.shape:
+        raise ShapeError(f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}.")
+    dtype = dtype_of_array(out)
+    # Integers of fewer bits, bytes for labels for example, are allowed: `write` checks their range.
+    labels = dtype is not None and dtype.kind in "iu" and spec.dtype.kind in "iu"
+    if dtype is not None and not labels and not np.can_cast(spec.dtype, dtype, "same_kind"):
+        raise TypeError(
+            f"{caller}: out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
+            f"{spec.dtype}, or a network that returns integers, in an integer dtype of torch."
+        )
+    return ArrayOutput(caller, out)
+
+
+def dtype_of_array(array: Any) -> np.dtype | None:
+    """Return an array's dtype as NumPy's; None if it has none that NumPy knows."""
+    if isinstance(array, Tensor):
+        return numpy_dtype(array.dtype)
+    try:
+        return np.dtype(array.dtype)
+    except (AttributeError, TypeError):
+        return None
+
+
+def to_numpy(box: Tensor) -> np.ndarray:
+    """Convert a box to NumPy, bfloat16 as float32."""
+    box = box.detach().cpu()
+    return (box.float() if box.dtype == torch.bfloat16 else box).numpy()
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return the dtype that `to_numpy` gives."""
+    return to_numpy(torch.empty(0, dtype=dtype)).dtype
+
+
+def box_checksum(box: np.ndarray) -> int:
+    """Return a checksum that is the same for 0 and -0: zarr stores a chunk of only -0 as one of 0."""
+    return zlib.crc32(np.add(box, 0, order="C"))
+
+
+def box_index(layout_shape: Sequence[int], region: Region) -> tuple[slice, ...]:
+    """Return the index of a spatial region in an array of this shape: all samples and channels."""
+    leading = (slice(None),) * (len(layout_shape) - len(region))
+    return (*leading, *(slice(start, stop) for start, stop in region))
+
+
+@contextlib.contextmanager
+def explain_full_disk(caller: str, path: Path) -> Iterator[None]:
+    """Add to errors of a full disk that finished tiles are kept."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK or caller in str(error):
+            raise
+        kept = f'finished tiles are in "{unfinished_folder(path)}"'
+        raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room and call it again.") from error

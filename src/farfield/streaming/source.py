@@ -1,0 +1,178 @@
+"""Volumes on disk or in memory: their axes, and reading regions of them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farfield._checks import ShapeError
+
+Span = tuple[int, int]  # first index and the index after the last
+Region = tuple[Span, ...]  # one span per spatial dim
+
+MODES = ("reflect", "replicate", "constant")
+
+
+class AxisLayout(NamedTuple):
+    """The axes of an array: an optional batch axis, an optional channel axis, and the spatial axes.
+
+    Attributes:
+        batch: Whether the first axis is the batch.
+        channels: Whether the axis before the spatial axes is that of the channels.
+        spatial_dims: Number of spatial dims.
+    """
+
+    batch: bool
+    channels: bool
+    spatial_dims: int
+
+    def batch_and_channels(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the numbers of samples and channels of an array of this shape."""
+        return (shape[0] if self.batch else 1), (shape[self.batch] if self.channels else 1)
+
+    def shape(self, batch: int, channels: int, size: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of an array with these axes; several channels always have an axis."""
+        leading = (batch,) * self.batch + (channels,) * (self.channels or channels > 1)
+        return (*leading, *size)
+
+    def axes(self, channels: int, spatial_dims: int) -> str:
+        """Return the letters of the axes of such an array, as TIFF files name them."""
+        size = "TZYX"[-spatial_dims:] if spatial_dims <= 4 else "Q" * spatial_dims
+        return "I" * self.batch + "C" * (self.channels or channels > 1) + size
+
+
+def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLayout:
+    """Find the axes of an array from its spatial dims; raise ShapeError if they do not fit or an axis is empty."""
+    leading = len(shape) - spatial_dims
+    if leading not in (0, 1, 2):
+        raise ShapeError(
+            f"{caller}: a volume with {spatial_dims} spatial dims is (*size), (channels, *size) or "
+            f"(batch, channels, *size), got shape {tuple(shape)}; fix: tile with one number per spatial dim, or a "
+            f"slice of the volume."
+        )
+    if 0 in shape:
+        raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave it out.")
+    return AxisLayout(leading == 2, leading >= 1, spatial_dims)
+
+
+class VolumeSource:
+    """A volume that is read region by region.
+
+    Args:
+        array: Anything with `shape` and slicing.
+        layout: Its axes.
+        device: Device of the grids that are read.
+        dtype: Their dtype; bool for a mask.
+        padding: Positions that are padded before and after each spatial axis.
+        mode: How they are padded, one of `MODES`.
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        layout: AxisLayout,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        padding: Sequence[Span] | None = None,
+        mode: str = "reflect",
+    ) -> None:
+        self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
+        self.shape = tuple(int(length) for length in array.shape)
+        self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
+        self.batch, self.channels = layout.batch_and_channels(self.shape)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The spatial size, padding included."""
+        own = self.shape[len(self.shape) - self.layout.spatial_dims :]
+        return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
+
+    def read(self, region: Region) -> Tensor:
+        """Read a region as a grid `(batch, channels, *size)`."""
+        own = self.shape[len(self.shape) - self.layout.spatial_dims :]
+        indices = [
+            np.arange(start - before, stop - before)
+            for (start, stop), (before, _) in zip(region, self.padding, strict=True)
+        ]
+        mapped = [source_indices(index, length, self.mode) for index, length in zip(indices, own, strict=True)]
+        slices = [slice(int(index.min()), int(index.max()) + 1) for index in mapped]
+        grid = self.to_grid(self.box(slices))
+        for axis, (index, unpadded, length) in enumerate(zip(mapped, indices, own, strict=True)):
+            if (index != unpadded).any():
+                grid = grid.index_select(axis + 2, torch.from_numpy(index - index.min()).to(grid.device))
+                if self.mode == "constant":
+                    outside = np.flatnonzero((unpadded < 0) | (unpadded >= length))
+                    grid = grid.index_fill(axis + 2, torch.from_numpy(outside).to(grid.device), 0)
+        return grid
+
+    def box(self, slices: Sequence[slice]) -> Any:
+        """Copy a box of the array into memory; pages of a memory map are released again."""
+        leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
+        check_mapping(self.array)
+        box: Any = self.array[(*leading, *slices)]
+        if isinstance(box, Tensor):
+            return box
+        box = np.asarray(box)
+        if box.dtype.kind not in "bfiu":
+            raise TypeError(f'a volume must hold numbers, got {box.dtype}; fix: volume.astype("float32").')
+        kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
+        box = np.array(box, dtype=kind, order="C")
+        release(self.array)
+        return box
+
+    def to_grid(self, box: Any) -> Tensor:
+        """Return a box as a grid `(batch, channels, *size)` on the device."""
+        grid = torch.as_tensor(box)
+        grid = grid.reshape(self.batch, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
+        return grid.to(device=self.device, dtype=self.dtype)
+
+
+def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:
+    """Return the indices that are read along an axis, for positions that may lie in the padding."""
+    if mode == "reflect" and length > 1:
+        index = np.abs(index) % (2 * length - 2)
+        return np.minimum(index, 2 * length - 2 - index)
+    return index.clip(0, length - 1)
+
+
+def checksum(grid: Tensor) -> int:
+    """Return a checksum of a grid's numbers."""
+    return zlib.crc32(grid.detach().to("cpu", torch.float32).numpy().tobytes())
+
+
+def check_mapping(array: Any) -> None:
+    """Refuse to read a memory-mapped file that has become shorter since it was mapped: it would kill the process.
+
+    Raises:
+        OSError: If it has.
+    """
+    mapped = find_memmap(array)
+    if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
+        raise OSError(
+            f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and has '
+            f"{mapped._mmap.size():,} now; fix: write it again, open it and call again."
+        )
+
+
+def find_memmap(array: Any) -> Any:
+    """Return the NumPy memory map that an array is, or is a view of; None if it is neither."""
+    while array is not None and not isinstance(getattr(array, "_mmap", None), mmap.mmap):
+        array = getattr(array, "base", None) if isinstance(array, np.ndarray) else None
+    return array
+
+
+def release(array: Any) -> None:
+    """Release the pages of a memory-mapped file, which count as resident memory until then."""
+    array = find_memmap(array)
+    # Releasing the pages of a copy-on-write map would lose what was written to them.
+    if array is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        with contextlib.suppress(OSError, ValueError):
+            array._mmap.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,258 @@
+"""Choose tiles and passes for a volume: halos, the order of attentions, and the memory of a tile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from farfield._checks import ShapeError
+from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
+from farfield.streaming.global_layers import NotLocalError
+from farfield.streaming.receptive_field import Probe, Scale, not_local_error
+from farfield.streaming.summaries import has_grid_summary
+from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
+from farfield.streaming.verification import find_difference
+
+# Share of the free memory that the grids of a tile may take; the work space of kernels is not counted.
+SHARE = 1 / 4
+# Share of the free memory that a summary may take if it is the whole grid.
+SUMMARY_SHARE = 1 / 2
+
+
+class Pass(NamedTuple):
+    """One pass over all tiles.
+
+    Attributes:
+        calls: Indices of the attentions that are summarized, in the order of calls; none in the last pass.
+        halo: Positions that tiles read around their own.
+        share: Share of the network's MACs that the pass runs: it stops at the last of these attentions.
+    """
+
+    calls: tuple[int, ...]
+    halo: Halo
+    share: float
+
+
+class Draft:
+    """A network and a volume while tiles and passes are chosen.
+
+    Args:
+        model: The network.
+        batch: Batch size of the volume.
+        channels: Channels of the volume.
+        size: Size of the volume, padded.
+        scale: The network's strides.
+        grids: Its grids.
+        whole: Its trace on the whole volume.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: int,
+        channels: int,
+        size: tuple[int, ...],
+        scale: Scale,
+        grids: list[NetworkGrid],
+        whole: Trace,
+    ) -> None:
+        self.model, self.batch, self.channels, self.size = model, batch, channels, size
+        self.scale, self.grids, self.whole = scale, grids, whole
+        self.probe: Probe | None = None
+
+    def cut(
+        self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None
+    ) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+        """Choose tiles and passes, and check that they give the result of the whole."""
+        given = None if halo is None else self.round_halo(halo)
+        if tile is None:
+            positions, grid_halos = self.fit_memory(given)
+        else:
+            positions = self.round_tile(tile)
+            grid_halos = {axis: self.find_grid_halos(axis, given) for axis in self.cut_axes(positions)}
+        if not grid_halos:  # a single tile, so no halo
+            return positions, (Pass((), self.join_halos({}, range(0)), 1.0),)
+        for axis in grid_halos:
+            self.check(axis, positions[axis], grid_halos, given is not None)
+        self.check_summaries()
+        return positions, self.passes(grid_halos)
+
+    def check(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]], given: bool) -> None:
+        """Check that tiles along an axis give the result of the whole; enlarge the halo where they do not.
+
+        Padding by the grid's own values, reflected for example, lets positions near a border depend on positions as
+        far behind them as others ahead, and further if the layer makes the grid longer.
+
+        Raises:
+            NotLocalError: If tiles do not give it with the largest halo either.
+        """
+        halos, step = grid_halos[axis], self.first_difference(axis, positions, grid_halos)
+        for times in () if given else (1, 2):
+            if step is not None:
+                mirrored = [times * (before + after + self.length_change(axis)[1]) for before, after in halos]
+                grid_halos[axis] = [(both, both) for both in mirrored]
+                step = self.first_difference(axis, positions, grid_halos)
+        if step is not None:
+            raise not_local_error(self.model, step, axis, "gives other results in tiles than on the whole volume")
+
+    def first_difference(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]]) -> str | None:
+        """Return the name of the first step that differs between tiles and the whole in any pass; None if none does."""
+        last, (shorter, longer) = (self.size[axis] - 1) % positions + 1, self.length_change(axis)
+        for each in self.passes(grid_halos):
+            enough = each.halo.before[axis] + each.halo.after[axis] + longer + self.scale.multiple[axis]
+            # A grid may end earlier than the volume: the last tiles have nothing of it, and it ends in an inner tile.
+            first, last = min(positions, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
+            widths = [first, enough, *[first] * -(-shorter // first), last]
+            difference = find_difference(self.get_probe(), axis, each.halo, widths, each.calls)
+            if difference is not None:
+                return difference
+        return None
+
+    def length_change(self, axis: int) -> tuple[int, int]:
+        """Return how much shorter, and longer, than the volume grids are along an axis at most, in its positions."""
+        grids = [(grid.shape, grid.axis_scales[axis]) for grid in self.grids]
+        ends = [
+            shape[axis_scale.axis] / axis_scale.ratio - self.size[axis]
+            for shape, axis_scale in grids
+            if axis_scale is not None
+        ]
+        multiple = self.scale.multiple[axis]
+        return round_up(max(Fraction(0), -min(ends)), multiple), round_up(max(Fraction(0), max(ends)), multiple)
+
+    @property
+    def least(self) -> tuple[int, ...]:
+        """The smallest size that a tile reads, because the network takes no smaller one."""
+        return (0,) * len(self.size) if self.probe is None else self.probe.least
+
+    def cut_axes(self, positions: Sequence[int]) -> list[int]:
+        """Return the axes that are cut."""
+        return [axis for axis, (own, length) in enumerate(zip(positions, self.size, strict=True)) if own < length]
+
+    def get_probe(self) -> Probe:
+        """Return the network on small grids, made once."""
+        self.probe = self.probe or Probe(self.model, self.channels, self.size, self.scale)
+        return self.probe
+
+    def round_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
+        """Return the size of the requested tiles, rounded up to multiples of the strides."""
+        requested = (tile,) * len(self.size) if isinstance(tile, int) else tuple(tile)
+        pairs = zip(requested, self.size, self.scale.multiple, strict=True)
+        return tuple(
+            length if positions is None else min(length, round_up(positions, multiple))
+            for positions, length, multiple in pairs
+        )
+
+    def round_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
+        """Return the requested halo per spatial dim, rounded up to multiples of the strides."""
+        requested = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
+        if len(requested) != len(self.size):
+            raise ShapeError(
+                f"predict_whole: halo must be one number, or one for each of {len(self.size)} spatial dims, got "
+                f"{halo!r}; fix: halo={max(requested, default=0)}."
+            )
+        return tuple(
+            round_up(positions, multiple) for positions, multiple in zip(requested, self.scale.multiple, strict=True)
+        )
+
+    def find_grid_halos(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
+        """Return the positions that each grid needs before and after a tile's own, along an axis.
+
+        Raises:
+            NotLocalError: If that axis cannot be cut.
+        """
+        for grid in self.grids:
+            axis_scale = grid.axis_scales[axis]
+            if (grid.attends or grid.name == OUTPUT) and (axis_scale is None or axis_scale.axis < 2):
+                what = f'the input of "{grid.name}"' if grid.attends else "the network's output"
+                raise NotLocalError(
+                    f"predict_whole: spatial axis {axis} of the volume is no spatial axis of {what}, so tiles must "
+                    f"not cut it; fix: tile=None on that axis."
+                )
+        if given is not None:
+            return [(given[axis], given[axis])] * len(self.grids)
+        return self.get_probe().reach(axis)
+
+    def fit_memory(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
+        """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit."""
+        budget, positions = int(SHARE * free_bytes(device_of(self.model))), list(self.size)
+        grid_halos: dict[int, list[tuple[int, int]]] = {}
+        fixed: set[int] = set()
+        while self.tile_bytes(positions, self.join_halos(grid_halos, range(len(self.grids)))) > budget:
+            halves = [
+                (own, axis)
+                for axis, own in enumerate(positions)
+                if own > self.scale.multiple[axis] and axis not in fixed
+            ]
+            if not halves:
+                break
+            own, axis = max(halves)
+            try:
+                grid_halos[axis] = grid_halos[axis] if axis in grid_halos else self.find_grid_halos(axis, given)
+            except NotLocalError:
+                fixed.add(axis)
+                continue
+            positions[axis] = round_up(-(-own // 2), self.scale.multiple[axis])
+        if fixed and not grid_halos:
+            self.find_grid_halos(fixed.pop(), given)
+        return tuple(positions), grid_halos
+
+    def join_halos(self, grid_halos: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
+        """Return the smallest halo that is enough for these grids, given by index."""
+        zeros = (0,) * len(self.size)
+        halo = Halo(zeros, zeros)
+        for grid in grids:
+            before, after = (
+                tuple(grid_halos[axis][grid][end] if axis in grid_halos else 0 for axis in range(len(self.size)))
+                for end in (0, 1)
+            )
+            halo = halo.join(Halo(before, after))
+        return halo
+
+    def passes(self, grid_halos: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
+        """Return one pass for each level of attentions, and the last pass, which writes."""
+        attends = [index for index, each in enumerate(self.grids) if each.attends]
+        levels = self.get_probe().levels
+        passes = []
+        for level in range(max(levels, default=-1) + 1):
+            calls = tuple(call for call, own in enumerate(levels) if own == level)
+            share = self.whole.macs[calls[-1]] / max(1, self.whole.macs[-1])
+            passes.append(Pass(calls, self.join_halos(grid_halos, [attends[call] for call in calls]), share))
+        return (*passes, Pass((), self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
+
+    def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
+        """Return the bytes of the grids that a tile holds at once."""
+        read = halo.around(cores(self.size, positions)[0], self.size)
+        if self.cut_axes(positions):
+            read = enlarge_region(self.get_probe().least, read, self.size)
+        size = tuple(
+            min(length, stop + before) for length, (_, stop), before in zip(self.size, read, halo.before, strict=True)
+        )
+        return trace(self.model, (self.batch, self.channels, *size), whole=True).peak
+
+    def check_summaries(self) -> None:
+        """Refuse an attention whose summary is its grid if that is too large."""
+        free = free_bytes(device_of(self.model))
+        names = [grid.name for grid in self.grids if grid.attends]
+        for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
+            if has_grid_summary(attention) and size > SUMMARY_SHARE * free:
+                raise ValueError(
+                    f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
+                    f"and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+                )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of free memory on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

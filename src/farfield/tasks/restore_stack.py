@@ -1,0 +1,168 @@
+"""Restoration of a whole stack: normalise, apply the network, return to the grey levels of the stack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from farfield.streaming import predict_whole
+from farfield.streaming.aliasing import refuse_aliasing
+from farfield.streaming.runner import write_whole
+from farfield.streaming.sink import check_path
+
+# Percentiles of a stack that become 0 and 1 (CARE's for prediction).
+PERCENTILES = (2.0, 99.8)
+# Floating-point stacks of more positions than this have their percentiles estimated from evenly spaced planes.
+COUNTED = 2**25
+
+
+class ScaledNetwork(nn.Module):
+    """A network on the grey levels of a stack: `network((x - low) / (high - low)) · (high - low) + low`.
+
+    Args:
+        network: From normalised to restored grids; the scales of a probabilistic network are dropped.
+        low: Grey level that becomes 0.
+        high: Grey level that becomes 1.
+    """
+
+    def __init__(self, network: nn.Module, low: float, high: float) -> None:
+        super().__init__()
+        self.network, self.low, self.range = network, low, high - low
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *m"]:
+        """Return the restored grid."""
+        restored = self.network((grid - self.low) / self.range)[:, : grid.shape[1]]
+        return restored * self.range + self.low
+
+
+def restore(
+    network: nn.Module,
+    stack: Any,
+    *,
+    tile: int | Sequence[int | None] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+) -> Any:
+    """Restore one stack: percentiles 2 and 99.8 become 0 and 1, reflect-pad, network, crop, and back to grey levels.
+
+    A stack that does not fit in memory is restored tile by tile, with attention over the whole stack: see
+    `streaming.predict_whole`. A projection is restored in one piece.
+
+    Args:
+        network: Network in eval mode, from grids `(1, 1, *size)` to such grids; the scales of a probabilistic network
+            are dropped.
+        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
+        tile: Size of the tiles that are written at a time; by default the largest that memory allows.
+        out: A path ending in .tif or .zarr, for results that do not fit in memory; None returns an array.
+        overwrite: Whether an existing file is replaced.
+        quiet: Whether to print neither plan nor progress.
+
+    Returns:
+        The restored stack, in float32: an array, or the file opened for reading.
+
+    Raises:
+        ValueError: If the stack is constant, has NaN or infinite values, or has not the spatial dims of the network.
+        FileExistsError: If the path exists.
+
+    Reference: SAN §4.5, Weigert et al. 2018.
+
+    Example:
+        >>> from farfield import models
+        >>> stack = np.random.default_rng(0).poisson(50, (5, 9, 11)).astype(np.uint16)
+        >>> restore(models.unet_care("siamese", first_channels=4).eval(), stack).shape
+        (5, 9, 11)
+    """
+    multiples = getattr(network, "multiples", (1,) * len(stack.shape))
+    if len(multiples) != len(stack.shape):
+        raise ValueError(
+            f"restore: the network restores grids of {len(multiples)} spatial dims, this one has {len(stack.shape)}: "
+            f"{tuple(stack.shape)}."
+        )
+    low, high = grey_levels(stack)
+    scaled = ScaledNetwork(network, low, high).eval()
+    if not hasattr(network, "project"):
+        each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
+        # One tile size per spatial dim: their number cannot be taken from a foreign network's first convolution.
+        tiles = None if tile is None else list(each)
+        return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
+    if out is None:
+        return projected(scaled, stack, multiples)
+    refuse_aliasing("restore", out, {"stack": stack})
+    check_path("restore", Path(out), overwrite)  # before the work
+    image = projected(scaled, stack, multiples)
+    return write_whole("restore", Path(out), image, "YX", overwrite)
+
+
+def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+    """Restore an image from a whole stack, padded to multiples of the network's strides and cropped again."""
+    # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
+    lacking = [-side % multiple for side, multiple in zip(stack.shape, multiples, strict=True)]
+    padded = np.pad(
+        np.asarray(stack[:], np.float32), [(short // 2, short - short // 2) for short in lacking], "reflect"
+    )
+    parameter = next(network.parameters())
+    with torch.inference_mode():
+        image = network(torch.from_numpy(padded).to(parameter)[None, None])[0, 0].float().cpu().numpy()
+    kept = (slice(short // 2, short // 2 + side) for short, side in zip(lacking[1:], stack.shape[1:], strict=True))
+    return image[tuple(kept)]
+
+
+def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
+    """Return two percentiles of a stack that need not fit in memory.
+
+    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
+    positions; of larger ones they are those of evenly spaced planes.
+
+    Args:
+        stack: Anything with `shape`, `dtype` and slicing along its first axis.
+        percentiles: The two percentiles, from 0 to 100.
+
+    Returns:
+        Their grey levels.
+
+    Raises:
+        ValueError: If the two levels are equal, or values are NaN or infinite.
+
+    Example:
+        >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
+        (2.0, 98.5)
+    """
+    dtype = np.dtype(stack.dtype)
+    if dtype.kind == "u" and dtype.itemsize <= 2:
+        low, high = counted(stack, percentiles)
+    else:
+        step = max(1, math.ceil(math.prod(stack.shape) / COUNTED))
+        planes = np.stack([np.asarray(stack[index]) for index in range(0, stack.shape[0], step)])
+        if not np.isfinite(planes).all():
+            faults = int((~np.isfinite(planes)).sum())
+            raise ValueError(f"restore: {faults} of {planes.size} positions are no numbers (NaN or infinite).")
+        low, high = (float(level) for level in np.percentile(planes, percentiles))
+    if high <= low:
+        raise ValueError(
+            f"restore: the stack is as good as constant: its percentiles {percentiles[0]} and {percentiles[1]} are "
+            f"both {low:g}, and cannot become 0 and 1."
+        )
+    return low, high
+
+
+def counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
+    """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
+    counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
+    for index in range(stack.shape[0]):
+        counts += np.bincount(np.asarray(stack[index]).ravel(), minlength=len(counts))
+    up_to = np.cumsum(counts)
+    levels = []
+    for percentile in percentiles:
+        place = percentile / 100 * (up_to[-1] - 1)
+        below, above = np.searchsorted(up_to, [math.floor(place), math.ceil(place)], side="right")
+        levels.append(float(below + (above - below) * (place - math.floor(place))))
+    return levels[0], levels[1]

@@ -1,0 +1,1 @@
+"""Files and folders that `farfield predict` writes, one kind of output a module."""

@@ -1,0 +1,70 @@
+"""Output of `farfield predict` for stereo: a folder of disparities, as numbers and as colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+from numpy.typing import NDArray
+from PIL import Image
+
+from farfield.tasks.checkpoints import written
+from farfield.tasks.writers.predictions import PredictionFolder
+
+# Red, green and blue from far to near, evenly spaced; between them they are interpolated.
+COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
+
+
+class DisparityFolder(PredictionFolder):
+    """Write the predictions of `Stereo` to a folder: `disparity/<name>.pfm` and `colours/<name>.png`.
+
+    The PFM files hold disparities in pixels, little-endian, in the size of the left image. Colours range from blue, 0,
+    to red, the largest disparity of the pair. `PredictionFolder` describes when the folder appears or is refused.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+    """
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the disparities of each pair of a `Matched`."""
+        for path, name, values in zip(prediction.paths, prediction.names, prediction.disparities, strict=True):
+            disparity = values.numpy()
+            with written(self.output(trainer, "disparity", path, name, ".pfm")) as file:
+                # In Pillow, PFM is a variant of the format PPM.
+                Image.fromarray(disparity).save(file, "PPM")
+            with written(self.output(trainer, "colours", path, name, ".png")) as file:
+                coloured(disparity).save(file, "PNG")
+
+
+def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
+    """Draw disparities as a palette image: blue for 0, red for the largest, black where they are not finite.
+
+    Args:
+        disparity: `(height, width)`.
+        largest: The disparity of red; the largest finite one by default.
+
+    Example:
+        >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
+        (122, 4, 3)
+    """
+    finite = np.isfinite(disparity)
+    if largest is None:
+        largest = float(disparity[finite].max(initial=0))
+    share = np.clip(np.where(finite, disparity, 0) / max(largest, 1e-6), 0, 1)
+    # The first entry of the palette is black, for unknown disparities.
+    image = Image.fromarray(np.where(finite, 1 + np.rint(254 * share), 0).astype(np.uint8))
+    stops = np.linspace(0, 1, len(COLOURS))
+    rows = [np.interp(np.linspace(0, 1, 255), stops, channel) for channel in zip(*COLOURS, strict=True)]
+    image.putpalette([0, 0, 0, *np.rint(np.stack(rows, 1)).astype(int).ravel().tolist()])
+    return image

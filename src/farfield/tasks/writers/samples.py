@@ -1,0 +1,58 @@
+"""Output of `farfield predict` for `Generate`: a folder of samples, and a picture of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from PIL import Image
+
+from farfield.tasks.checkpoints import written
+from farfield.tasks.generate import Drawn, sheet
+from farfield.tasks.writers.predictions import PredictionFolder, beside
+
+
+class SampleFolder(PredictionFolder):
+    """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
+
+    The folder appears when all samples are drawn, and an existing one is not overwritten, as with `PredictionFolder`.
+    The picture shows the samples of the first process.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+
+    Raises:
+        FileExistsError: Before the first sample, if the folder exists and is not empty.
+        CheckpointError: If a file cannot be written.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(path)
+        self.drawn: dict[int, torch.Tensor] = {}
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Drawn,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write each sample."""
+        for place, image in zip(*prediction, strict=True):
+            self.drawn[place] = image
+            with written(beside(self.place(trainer)) / f"{place:05}.png") as file:
+                Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the picture of all samples and move the folder to its final name."""
+        columns: Any = pl_module.columns
+        if trainer.is_global_zero:
+            pixels = sheet(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
+            with written(beside(self.place(trainer)) / "samples.png") as file:
+                Image.fromarray(pixels.numpy()).save(file, "PNG")
+        super().on_predict_end(trainer, pl_module)
