@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py --cases 100000 --out fuzz.json
 
 A case is determined by its number, so a wrong one can be run again alone: `--first 4711 --cases 1`. An interrupted run
-continues after the cases in `--out`. `tests/fuzzing.py` defines what is drawn and the tolerated error;
+continues after the cases in `--out`. `tests/helpers/fuzzing.py` defines what is drawn and the tolerated error;
 `tests/test_fuzz.py` runs the first cases in every test run. With kernels built, half of the cases run them.
 """
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from farfield.cost.measuring import device_name
 from farfield.ops.fast import kernels
-from fuzzing import Outcome, check, draw
+from helpers.fuzzing import Outcome, check, draw
 
 # Number of cases between two writes to the disk.
 BLOCK = 250

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from pathlib import Path
 
 # Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
@@ -12,8 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The equations are tested; tests of kernels switch them on where they were built, `everywhere.py` for all.
 os.environ["FARFIELD_KERNELS"] = os.environ.get("FARFIELD_TEST_KERNELS", "0")
-# The loops of reference.py and its neighbours are imported by name from any folder of tests.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import hypothesis
 import numpy as np
@@ -22,7 +19,7 @@ import torch
 
 CHECKS_SHAPES = os.environ.get("FARFIELD_TEST_SHAPES") == "1"
 if CHECKS_SHAPES:  # before anything imports the library
-    import shapes
+    from helpers import shapes
 
     shapes.install()
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from running import ROOT, report, run
+from helpers.running import ROOT, report, run
 
 SWITCHES = {
     "as it is": {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from running import report, run
+from helpers.running import report, run
 
 # Each ends within 90 minutes on two cores.
 PARTS = {

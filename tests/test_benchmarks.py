@@ -330,7 +330,7 @@ def test_a_sliding_window_is_the_whole_but_for_attention() -> None:
 # ---- training --------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_segmentation_is_trained_once_and_tabulated(tmp_path: Path) -> None:
-    from made_masks import make_voc
+    from helpers.made_masks import make_voc
 
     root, runs = make_voc(tmp_path / "voc", {"train": 4, "val": 2}), tmp_path / "runs"
     (root / "classes.txt").write_text("\n".join(f"class {place}" for place in range(11)))
@@ -352,7 +352,7 @@ def test_segmentation_is_trained_once_and_tabulated(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gans_are_trained_once_measured_and_drawn(tmp_path: Path) -> None:
     from farfield import models
-    from made_images import make_root
+    from helpers.made_images import make_root
 
     root, runs, classifier = make_root(tmp_path / "images", 12, 12), tmp_path / "runs", tmp_path / "classifier"
     models.kanet_kv(num_classes=3, width=0.25).save_pretrained(classifier)

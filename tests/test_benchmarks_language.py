@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farfield import cost
-from made_texts import make_texts
+from helpers.made_texts import make_texts
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

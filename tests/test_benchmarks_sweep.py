@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from small_hosts import Net, Pyramid, Tokens, image
+from helpers.small_hosts import Net, Pyramid, Tokens, image
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -17,7 +17,7 @@ from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops import OPERATORS, Operator, pooled
 from farfield.ops.call import project_queries
 from farfield.ops.table import keys, position, queries
-from partly import partly
+from helpers.partly import partly
 
 PROJECTS = ("", "v", "q", "qk", "qkv", "o", "vo", "qkvo")
 

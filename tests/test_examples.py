@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from partly import partly
+from helpers.partly import partly
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 # What they do is in the fast tests of its own subject as well.

@@ -9,7 +9,7 @@ import torch
 
 from farfield import ops
 from farfield.ops import table
-from fuzzing import check, draw
+from helpers.fuzzing import check, draw
 
 CASES, PARTS = 240, 8
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -121,20 +121,31 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_heavy_packages_are_imported_only_where_they_belong(path: Path) -> None:
+def strangers(path: Path) -> list[str]:
+    """What a file must not import."""
+    offenders = []
     for name in imported(path):
         package = name.split(".")[0]
         homes = HOMES.get("lightning" if package == "pytorch_lightning" else package)
-        assert homes is None or relative(path).startswith(homes), f"{relative(path)} must not import {name}"
+        if homes is not None and not relative(path).startswith(homes):
+            offenders.append(f"{relative(path)} imports {name}")
+    return offenders
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if relative(path).startswith("ops/")], ids=relative)
-def test_ops_import_torch_jaxtyping_and_checks_only(path: Path) -> None:
+def test_heavy_packages_are_imported_only_where_they_belong() -> None:
+    assert [each for path in SOURCES for each in strangers(path)] == []
+
+
+def test_ops_import_torch_jaxtyping_and_checks_only() -> None:
     packages = {"torch", "jaxtyping", "triton"} | sys.stdlib_module_names
-    for name in imported(path):
-        own = name.startswith(("farfield._checks", "farfield.ops"))
-        assert own or name.split(".")[0] in packages, f"{relative(path)} must not import {name}"
+    offenders = [
+        f"{relative(path)} imports {name}"
+        for path in SOURCES
+        if relative(path).startswith("ops/")
+        for name in imported(path)
+        if not name.startswith(("farfield._checks", "farfield.ops")) and name.split(".")[0] not in packages
+    ]
+    assert offenders == []
 
 
 # ---- light import ----------------------------------------------------------------------------------------------------
@@ -307,13 +318,18 @@ def test_citations_are_read() -> None:
     assert len(references()) > 10
 
 
-@pytest.mark.parametrize(("file", "name", "text"), [pytest.param(*row, id=":".join(row[:2])) for row in references()])
-def test_every_reference_is_on_the_equation_map(file: str, name: str, text: str) -> None:
-    cited, rows = citations(text), equation_map()
-    assert cited, f"{file}: {name} cites no equation, table or figure of {', '.join(PAPERS)}: {text!r}"
-    for citation in cited:
-        named = re.search(rf"[.`]{name}`", rows.get(citation, ""))
-        assert named, f"docs/equations.md: {citation} does not name {name} ({file})"
+def test_every_reference_is_on_the_equation_map() -> None:
+    rows, offenders = equation_map(), []
+    for file, name, text in references():
+        cited = citations(text)
+        if not cited:
+            offenders.append(f"{file}: {name} cites no equation, table or figure of {', '.join(PAPERS)}: {text!r}")
+        offenders += [
+            f"docs/equations.md: {citation} does not name {name} ({file})"
+            for citation in sorted(cited)
+            if not re.search(rf"[.`]{name}`", rows.get(citation, ""))
+        ]
+    assert offenders == []
 
 
 def test_every_function_of_the_equation_map_exists() -> None:
@@ -337,14 +353,15 @@ PUBLIC_FUNCTIONS = sorted(name for name in getattr(ops, "__all__", dir(ops)) if 
 WITHOUT_PAPER = {"pad_grids"}
 
 
-@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
-def test_every_function_of_ops_is_documented_in_the_order_of_the_house(name: str) -> None:
-    text = inspect.getdoc(getattr(ops, name)) or ""
-    wanted = [section for section in SECTIONS if section != "Reference" or name not in WITHOUT_PAPER]
-    places = [text.find(f"\n{section}:") for section in wanted]
-    assert -1 not in places, f"ops.{name} lacks {wanted[places.index(-1)]}"
-    assert places == sorted(places), f"ops.{name}: the order is {wanted}"
-    assert ">>> " in text[places[-1] :]
+def test_every_function_of_ops_is_documented_in_the_order_of_the_house() -> None:
+    offenders = []
+    for name in PUBLIC_FUNCTIONS:
+        text = inspect.getdoc(getattr(ops, name)) or ""
+        wanted = [section for section in SECTIONS if section != "Reference" or name not in WITHOUT_PAPER]
+        places = [text.find(f"\n{section}:") for section in wanted]
+        if -1 in places or places != sorted(places) or ">>> " not in text[places[-1] :]:
+            offenders.append(f"ops.{name} needs {wanted} in this order, with an example that runs")
+    assert offenders == []
 
 
 # ---- sizes and signatures --------------------------------------------------------------------------------------------
@@ -380,40 +397,71 @@ def public_functions(module: ModuleType) -> Iterator[tuple[str, Callable[..., ob
             yield name, value
 
 
-def check_signature(name: str, function: Callable[..., object]) -> None:
+def faults_of_signature(name: str, function: Callable[..., object]) -> list[str]:
     parameters = inspect.signature(function).parameters
     count, limit = len(parameters.keys() - {"self", "cls"}), 10 if name.endswith("__init__") else 8
-    assert count <= limit, f"{name} has {count} arguments, at most {limit}"
-    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values()), f"{name} takes any keyword"
+    faults = [f"{name} has {count} arguments, at most {limit}"] if count > limit else []
+    return faults + [f"{name} takes any keyword" for each in parameters.values() if each.kind is each.VAR_KEYWORD]
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if not is_private(path)], ids=relative)
-def test_signatures_are_small(path: Path) -> None:
-    for name, function in public_functions(module_of(path)):
-        check_signature(f"{relative(path)}: {name}", function)
+def test_signatures_are_small() -> None:
+    offenders = []
+    for path in SOURCES:
+        for name, function in () if is_private(path) else public_functions(module_of(path)):
+            offenders += faults_of_signature(f"{relative(path)}: {name}", function)
+    assert offenders == []
 
 
 def test_signatures_can_fail() -> None:
     def nine(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, i: int) -> None: ...
     def keywords(**options: int) -> None: ...
 
-    with pytest.raises(AssertionError, match="nine has 9 arguments, at most 8"):
-        check_signature("nine", nine)
-    with pytest.raises(AssertionError, match="keywords takes any keyword"):
-        check_signature("keywords", keywords)
+    assert faults_of_signature("nine", nine) == ["nine has 9 arguments, at most 8"]
+    assert faults_of_signature("keywords", keywords) == ["keywords takes any keyword"]
     assert len(list(public_functions(module_of(SOURCE / "nn" / "attention.py")))) > 3
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_files_can_be_read_in_one_sitting(path: Path) -> None:
-    lines = len(read(path).splitlines())
-    assert lines <= 400, f"{relative(path)} has {lines} lines"
+def test_files_can_be_read_in_one_sitting() -> None:
+    lengths = {relative(path): len(read(path).splitlines()) for path in SOURCES}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_annotations_are_postponed(path: Path) -> None:
-    annotated = any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree(path)))
-    assert not annotated or "from __future__ import annotations" in read(path)
+def test_annotations_are_postponed() -> None:
+    annotated = [
+        path
+        for path in SOURCES
+        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree(path)))
+    ]
+    assert [relative(each) for each in annotated if "from __future__ import annotations" not in read(each)] == []
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+# One subject at two rungs, or parts of packages whose own names tell them apart.
+SHARED_MODULES = {
+    *("classify", "detect", "generate", "masked_lm", "restore", "segment", "stereo"),  # tasks and their data
+    *("axes", "kernels"),  # ops and their fast form or their command
+    *("api", "checks", "masks"),  # insertion._insert.checks and nn.checks, for example
+}
+
+
+def shared(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names, with where they are, that are in more than one place."""
+    places: dict[str, list[str]] = {}
+    for name, place in names:
+        places.setdefault(name, []).append(place)
+    return {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    modules = [(path.stem, relative(path)) for path in SOURCES if not path.stem.startswith("__")]
+    assert set(shared(modules)) == SHARED_MODULES
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = [
+        (node.name, relative(path)) for path in SOURCES for node in tree(path).body if isinstance(node, ast.ClassDef)
+    ]
+    assert shared(classes) == {}
 
 
 # ---- entry points ----------------------------------------------------------------------------------------------------
@@ -435,14 +483,17 @@ ADDRESS = re.compile("https?:" + r"//([\w.-]+)(\S*)")
 HOSTS = {"www.apache.org", "keepachangelog.com", "semver.org", "doi.org", "arxiv.org"}
 
 
-@pytest.mark.parametrize("path", tracked_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_machine_paths_and_no_download_addresses(path: Path) -> None:
-    try:
-        text = read(path)
-    except UnicodeDecodeError:
-        return
-    assert MACHINE_PATH.findall(text) == []
-    assert [address.group() for address in ADDRESS.finditer(text) if address[1] not in HOSTS] == []
+def test_no_machine_paths_and_no_download_addresses() -> None:
+    offenders = []
+    for path in tracked_files():
+        try:
+            text = read(path)
+        except UnicodeDecodeError:
+            continue
+        found = MACHINE_PATH.findall(text)
+        found += [address.group() for address in ADDRESS.finditer(text) if address[1] not in HOSTS]
+        offenders += [f"{path.relative_to(ROOT)}: {each}" for each in found]
+    assert offenders == []
 
 
 def test_versions_agree() -> None:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import explicit
-from attending import _options, convolved, valid_or_zero
 from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
-from grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
-from seeding import seeded_generator
+from helpers import explicit
+from helpers.attending import _options, convolved, valid_or_zero
+from helpers.grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 BASIS_ROWS = tuple(row for row in ROWS if OPERATORS[row].basis is not None)
 AXIS_ROWS, MEAN_ROWS = explicit.AXIS_ROWS, explicit.MEAN_ROWS
@@ -85,12 +86,15 @@ def at(found: Tensor, position: tuple[int, ...]) -> Tensor:
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
-@pytest.mark.parametrize("row", ROWS)
-def test_row_is_that_of_the_explicit_matrix(
-    row: str, query_size: tuple[int, ...], key_size: tuple[int, ...], masked: bool
-) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        masked={"whole": False, "masked": True},
+    )
+)
+def test_row_is_that_of_the_explicit_matrix(row: str, pair: tuple[tuple[int, ...], ...], masked: bool) -> None:
+    query_size, key_size = pair
     attention, generator = build(row, scale=0.7 if row in SCALED_ROWS else 1.0), seeded_generator(1)
     grid, context = torch.randn(2, 4, *query_size).double(), torch.randn(2, 4, *key_size).double()
     masks = {}

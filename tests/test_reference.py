@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-import explicit
-import reference
-from grids import PAIRS, ROWS, SCALED_ROWS, Case, assert_close, draw, gradients, leaves, name
+from helpers import explicit, reference
+from helpers.grids import PAIRS, ROWS, SCALED_ROWS, Case, assert_close, draw, gradients, leaves, name
+from helpers.partly import pairwise
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{name(pair[0])}-{name(pair[1])}")
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_the_explicit_matrix_is_the_loops(row: str, pair: tuple, masked: bool) -> None:
     case = draw(row, *pair, heads=2, masked=masked, scale=0.7)
     assert_close(case.explicit(), case.loops(), 1e-14)

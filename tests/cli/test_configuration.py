@@ -10,7 +10,7 @@ import pytest
 
 import farfield.cli
 from farfield.cli.configuration import read_configuration
-from quiet import MARKS
+from helpers.quiet import MARKS
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join(9 * [f'*{before}'])}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -14,8 +14,8 @@ import yaml
 from farfield import models
 from farfield.cli.train import main
 from farfield.data.tokenizer import saved_tokenizer, trained_tokenizer
-from made_texts import make_texts, sentences
-from quiet import MARKS
+from helpers.made_texts import make_texts, sentences
+from helpers.quiet import MARKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {

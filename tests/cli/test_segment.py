@@ -20,9 +20,9 @@ from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
 from farfield.data.segment import normalized, read
 from farfield.tasks.writers.predictions import PALETTE
-from made_masks import CLASSES, make_pair, make_sbd, make_voc
-from packs import unpack
-from quiet import MARKS, TRAINER
+from helpers.made_masks import CLASSES, make_pair, make_sbd, make_voc
+from helpers.packs import unpack
+from helpers.quiet import MARKS, TRAINER
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {

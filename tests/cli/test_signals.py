@@ -15,7 +15,7 @@ import torch
 
 import farfield.cli
 from farfield.cli.signals import Stop
-from quiet import MARKS, TRAINER
+from helpers.quiet import MARKS, TRAINER
 
 # A callback found in the folder the command is called from. As a scheduler does, it may send the signal to all
 # processes, those that load images among them.

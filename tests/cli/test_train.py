@@ -18,8 +18,8 @@ from farfield import ShapeError, models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
 from farfield.tasks.checkpoints import CheckpointError
-from made_images import COLOURS, full_disk, make_folder, make_root
-from quiet import MARKS, TRAINER
+from helpers.made_images import COLOURS, full_disk, make_folder, make_root
+from helpers.quiet import MARKS, TRAINER
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 CLASSIFYING = [recipe for recipe in RECIPES if "task" not in yaml.safe_load(recipe.read_text())]

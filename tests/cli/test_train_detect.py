@@ -17,9 +17,9 @@ from pycocotools.cocoeval import COCOeval
 from farfield import models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
-from made_objects import make_coco, read_annotations
-from packs import unpack
-from quiet import MARKS
+from helpers.made_objects import make_coco, read_annotations
+from helpers.packs import unpack
+from helpers.quiet import MARKS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: detect" in path.read_text()]

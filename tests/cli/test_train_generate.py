@@ -15,8 +15,8 @@ from PIL import Image
 from farfield import models
 from farfield.cli.train import main
 from farfield.tasks.generate import Generate, sheet
-from made_images import make_folder, make_root
-from quiet import MARKS
+from helpers.made_images import make_folder, make_root
+from helpers.quiet import MARKS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: generate" in path.read_text()]

@@ -23,9 +23,9 @@ from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restore_stack import restore
-from made_stacks import SIZE, made_pair, make_npz, make_root, write
-from packs import unpack
-from quiet import MARKS, TRAINER
+from helpers.made_stacks import SIZE, made_pair, make_npz, make_root, write
+from helpers.packs import unpack
+from helpers.quiet import MARKS, TRAINER
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\ntask: restore" in path.read_text()]

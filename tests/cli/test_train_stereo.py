@@ -17,8 +17,8 @@ from farfield.data.readers.images import FolderError
 from farfield.data.readers.stereo import read_pfm
 from farfield.data.segment import normalized, read
 from farfield.tasks.stereo import Stereo
-from made_frames import made_pair, make_kitti, make_sceneflow, write_image
-from quiet import MARKS
+from helpers.made_frames import made_pair, make_kitti, make_sceneflow, write_image
+from helpers.quiet import MARKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {
@@ -124,7 +124,7 @@ def test_a_pair_of_different_size_is_named_before_the_first_epoch(tmp_path: Path
 
 
 def test_frames_all_above_the_largest_disparity_train_without_nan(tmp_path: Path) -> None:
-    from made_frames import write_pfm
+    from helpers.made_frames import write_pfm
 
     root = make_sceneflow(tmp_path / "data", SCENES)
     for path in (root / "disparity").rglob("*.pfm"):

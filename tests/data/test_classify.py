@@ -17,7 +17,7 @@ from farfield.data.augment import Augmentation, evaluation, training
 from farfield.data.classify import Digits, ImageFolders
 from farfield.data.readers.images import FolderError
 from farfield.data.splits import drawn, split
-from made_images import make_folder, make_root
+from helpers.made_images import make_folder, make_root
 
 
 @pytest.fixture(autouse=True)

@@ -31,9 +31,9 @@ from farfield.data.readers.coco import (
     refuse,
 )
 from farfield.data.readers.images import FolderError
-from made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
-from packs import unpack
-from refusals import read_or_refusal
+from helpers.made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
+from helpers.packs import unpack
+from helpers.refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)

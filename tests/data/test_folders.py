@@ -12,7 +12,7 @@ from farfield.data.classify import ImageFolders
 from farfield.data.readers import images
 from farfield.data.readers.images import FolderError, check_images, files_of, images_of, read_utf8
 from farfield.data.splits import ClassFolders
-from made_images import make_folder, make_root
+from helpers.made_images import make_folder, make_root
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 
 from farfield.data.generate import RealImages
 from farfield.data.readers.images import FolderError
-from made_images import make_root
+from helpers.made_images import make_root
 
 
 def test_images_lie_between_minus_one_and_one_and_half_are_mirrored(tmp_path: Path) -> None:

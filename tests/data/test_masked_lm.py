@@ -15,9 +15,9 @@ from farfield.data.masked_lm import TextFolder
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import Text
 from farfield.data.tokenizer import Batch, Collate, saved_tokenizer, trained_tokenizer
-from made_texts import make_texts, sentences
-from packs import unpack
-from refusals import read_or_refusal
+from helpers.made_texts import make_texts, sentences
+from helpers.packs import unpack
+from helpers.refusals import read_or_refusal
 
 
 def folder(root: Path, **options: Any) -> TextFolder:

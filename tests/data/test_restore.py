@@ -21,9 +21,9 @@ from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import checked, load_npz, stack_of
 from farfield.data.restore import StackPairs
-from made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
-from packs import unpack
-from refusals import read_or_refusal
+from helpers.made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
+from helpers.packs import unpack
+from helpers.refusals import read_or_refusal
 
 PATCH = (4, 8, 8)
 

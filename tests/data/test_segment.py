@@ -16,9 +16,9 @@ from farfield.data.readers import masks
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.masks import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
 from farfield.data.segment import RandomView, VOCFolders, normalized
-from made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
-from packs import unpack
-from refusals import read_or_refusal
+from helpers.made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
+from helpers.packs import unpack
+from helpers.refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from farfield.data.readers.images import FolderError
 from farfield.data.readers.stereo import check_frames, frames_in, read_disparity, read_pfm
 from farfield.data.segment import normalized
 from farfield.data.stereo import RandomCrop, StereoFrames
-from made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm
-from packs import unpack
-from refusals import read_or_refusal
+from helpers.made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm
+from helpers.packs import unpack
+from helpers.refusals import read_or_refusal
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import farfield
 from farfield import insert, remove
 from farfield.insertion import detector_places, resnet_places
 from farfield.nn import GridAttention
-from small_hosts import Levels, Net, Pair, Pyramid, Tokens, felt, identity, image
+from helpers.small_hosts import Levels, Net, Pair, Pyramid, Tokens, felt, identity, image
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------

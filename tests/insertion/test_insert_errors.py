@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError, insert, remove
-from small_hosts import Block, Levels, Net, Pyramid, Tokens, felt, identity, image
+from helpers.small_hosts import Block, Levels, Net, Pyramid, Tokens, felt, identity, image
 
 
 def refused(kind: type[Exception], text: str, model: Any, where: Any, **options: Any) -> None:

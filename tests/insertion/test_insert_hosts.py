@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 from farfield import insert, remove
 from farfield.insertion import detector_places, resnet_places
 from farfield.nn import GridAttention
-from partly import partly
+from helpers.partly import partly
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=64, project="qkvo", residual=True)
 image, video = torch.rand(1, 3, 64, 64), torch.rand(1, 3, 4, 32, 32)

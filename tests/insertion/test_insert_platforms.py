@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import distributed_additions
 from farfield import insert, remove
 from farfield.insertion._insert.effects import add_noise
-from partly import partly
-from small_hosts import Net, Pyramid, Tokens, felt, image
+from helpers import distributed_additions
+from helpers.partly import partly
+from helpers.small_hosts import Net, Pyramid, Tokens, felt, image
 
 HOSTS: dict[str, tuple[Callable[[], nn.Module], str | list[str], Any]] = {
     "in a Sequential": (Net, "stage", "channels_first"),

@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from farfield import insert, remove
-from seeding import seeded_generator
-from small_hosts import Net, felt, identity, image
+from helpers.seeding import seeded_generator
+from helpers.small_hosts import Net, felt, identity, image
 
 square = torch.rand(1, 3, 32, 32, generator=seeded_generator(2))
 

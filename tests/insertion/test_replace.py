@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield import cost, ops, replace_attention
 from farfield.insertion import insert
 from farfield.nn import GridAttention
-from token_products import ROWS
+from helpers.token_products import ROWS
 
 GAUSSIAN = "factorized_gaussian"
 

@@ -21,8 +21,8 @@ from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import keys, queries
-from seeding import seeded_generator
-from token_products import EPS, ROWS, product, relative
+from helpers.seeding import seeded_generator
+from helpers.token_products import EPS, ROWS, product, relative
 
 # Another function, by a billion times the rounding.
 OTHER = 1e-3

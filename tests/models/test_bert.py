@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from farfield import ShapeError, cost, models, replace_attention
 from farfield.models.bert import Bert
 from farfield.ops import OPERATORS
-from seeding import seeded_generator
-from token_products import EPS, relative
+from helpers.seeding import seeded_generator
+from helpers.token_products import EPS, relative
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 WORDS = torch.randint(97, (3, 17), generator=seeded_generator(0))

@@ -18,7 +18,7 @@ from torch import nn
 
 from farfield import models
 from farfield.models import CLASSIFIERS, MODELS, CompactNet
-from partly import partly
+from helpers.partly import partly
 
 
 def test_names_are_those_of_the_house() -> None:

@@ -18,7 +18,7 @@ from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
-from partly import partly
+from helpers.partly import partly
 
 # SPEC A2 and A3: weights of convolutions, linear maps and w; no biases, no norms.
 WEIGHTS = {

@@ -19,7 +19,7 @@ from farfield.models.deeplab import ASPP, OUTPUTS
 from farfield.nn import AttentionBlock, BaseBlock
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
-from partly import partly
+from helpers.partly import partly
 
 
 def size(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from farfield import models
 from farfield.models import Detector, Setup
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
-from partly import partly
+from helpers.partly import partly
 
 # FA's combinations of places (its table of places and its last ablation).
 PRESETS = {

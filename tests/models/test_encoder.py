@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield import models
 from farfield.models import CompactNet
 from farfield.nn import AttentionBlock, BaseBlock
-from seeding import seeded_generator
+from helpers.seeding import seeded_generator
 
 NAMES = ("mobilenet_v2", "kanet_qkv", "sanet", "senet")
 

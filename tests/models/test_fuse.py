@@ -17,7 +17,7 @@ from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.nn.conv_norm_act import clamps_at_once, convolved
 from farfield.ops import OPERATORS
-from partly import partly
+from helpers.partly import partly
 
 
 def settled(net: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from farfield import ShapeError, models
 from farfield.models.gan import ConditionalNorm, DiscriminatorBlock, GatedAttention, GeneratorBlock
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
-from partly import partly
+from helpers.partly import partly
 
 SMALL: dict[str, Any] = {
     "side": 16,

@@ -16,8 +16,8 @@ from farfield.models import PSMNet
 from farfield.models.psmnet import cost_volume, regress
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
-from grids import to_numpy
-from partly import UNLIKE, partly
+from helpers.grids import to_numpy
+from helpers.partly import UNLIKE, partly
 
 
 def size(module: nn.Module) -> int:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import saved
 from farfield import models
 from farfield.models.description import translate_format_1
+from helpers import saved
 
 FILES = sorted(saved.MODELS.glob("*.json"))
 # Some seconds each.

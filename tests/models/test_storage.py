@@ -27,7 +27,7 @@ from farfield import models
 from farfield.models import CLASSIFIERS, CompactNet, description, storage
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
-from partly import partly
+from helpers.partly import partly
 
 SAVED = Path(__file__).parent / "saved" / "sanet"
 LOGITS = [3.703454, -3.534860, 0.315928]  # of the saved model, in float64

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 
 import pytest
 import torch
 from torch import Tensor
 
-import attending
-from attending import convolved, written_out
 from farfield.nn import GridAttention
-from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
-from seeding import seeded_generator
+from helpers import attending
+from helpers.attending import convolved, written_out
+from helpers.grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
-LETTERS = ["".join(letters) for count in range(5) for letters in itertools.combinations("qkvo", count)]
 SIZE = [(7,), (3, 4), (2, 3, 2)]
 
 
@@ -60,11 +59,17 @@ def assert_close_where_valid(got: Tensor, want: Tensor, mask: Tensor | None) -> 
         assert_close(got.movedim(1, -1)[mask], want.movedim(1, -1)[mask])
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
-@pytest.mark.parametrize("project", LETTERS)
-@pytest.mark.parametrize("row", ROWS)
-def test_it_is_projections_around_the_named_whole(row: str, project: str, bias: bool, heads: int) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        queries=("", "q", "k", "qk"),
+        values=("", "v", "o", "vo"),
+        bias={"bare": False, "bias": True},
+        heads=(1, 2),
+    )
+)
+def test_it_is_projections_around_the_named_whole(row: str, queries: str, values: str, bias: bool, heads: int) -> None:
+    project = queries + values
     if not valid(row, project):
         with pytest.raises(ValueError, match=r'siamese_local reads no keys; fix: project="'):
             build(row, project, bias=bias, heads=heads)
@@ -80,9 +85,7 @@ def test_it_is_projections_around_the_named_whole(row: str, project: str, bias: 
         assert_close_where_valid(got, want, mask)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("project", ["", "v", "qkvo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), masked={"whole": False, "masked": True}))
 def test_every_gradient(row: str, project: str, masked: bool) -> None:
     if not valid(row, project):
         project = "qvo"
@@ -154,9 +157,7 @@ def test_without_an_output_map_a_residual_starts_as_it_is(row: str) -> None:
     assert attention.value.weight.any()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -1e30])
-@pytest.mark.parametrize("project", ["", "v", "qkvo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), poison=(float("nan"), float("inf"), -1e30)))
 def test_masked_content_is_bit_equal_to_zeros(row: str, project: str, poison: float) -> None:
     attention = build(row, project if valid(row, project) else "qvo", residual=True)
     mask, context_mask = mask_of((3, 4)), mask_of((4, 3))

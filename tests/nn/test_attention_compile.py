@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield.nn import GridAttention
-from grids import ROWS, assert_close
-from partly import partly
+from helpers.grids import ROWS, assert_close
+from helpers.partly import partly
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor writes C++ for the CPU, and there is no compiler here"

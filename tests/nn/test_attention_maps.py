@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attending import written_out
 from farfield.nn import GridAttention
-from grids import ROWS, assert_close
+from helpers.attending import written_out
+from helpers.grids import ROWS, assert_close
 
 GRID = (2, 4, 3, 5)
 

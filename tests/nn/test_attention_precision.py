@@ -11,8 +11,8 @@ from torch import Tensor
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.engine import SWITCH
-from grids import relative_error
-from partly import partly
+from helpers.grids import relative_error
+from helpers.partly import pairwise, partly
 
 PRECISIONS = {
     "float32": (torch.float32, None),
@@ -92,9 +92,9 @@ def off(found: Tensor, exact: Tensor, size: Tensor) -> float:
     return float((found.double() - exact).norm() / size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("project", ["", "v", "qk", "qkvo"])
-@pytest.mark.parametrize("row", ops.OPERATORS)
+@pytest.mark.parametrize(
+    *pairwise(row=tuple(ops.OPERATORS), project=("", "v", "qk", "qkvo"), dtype=(torch.float16, torch.bfloat16))
+)
 def test_modules_of_half_precision_answer_within_eight_eps(row, project, dtype):
     torch.manual_seed(0)
     project = project.replace("k", "") if row == "siamese_local" else project

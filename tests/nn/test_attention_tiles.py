@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attending import written_out
-from explicit import MEAN_ROWS
 from farfield import ShapeError
 from farfield.nn import GridAttention
-from grids import ROWS, assert_close, draw_mask, tiles
-from seeding import seeded_generator
+from helpers.attending import written_out
+from helpers.explicit import MEAN_ROWS
+from helpers.grids import ROWS, assert_close, draw_mask, tiles
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 WHOLES = {
     "1": ((13,), ((2, 8),)),
@@ -58,10 +59,9 @@ def _in_tiles(attention: GridAttention, grid: Tensor, mask: Tensor | None, cuts:
     return response
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("rank", WHOLES)
-@pytest.mark.parametrize("project", ["", "v", "qkvo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(row=ROWS, project=("", "v", "qkvo"), rank=tuple(WHOLES), masked={"whole": False, "masked": True})
+)
 def test_tiles_are_the_whole(row: str, project: str, rank: str, masked: bool) -> None:
     size, cuts = WHOLES[rank]
     attention = _build(row, "qvo" if row == "siamese_local" and project == "qkvo" else project, residual=rank == "2")

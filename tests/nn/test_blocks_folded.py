@@ -18,11 +18,11 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from explicit import MEAN_ROWS
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, block_fusion
 from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
-from partly import partly
+from helpers.explicit import MEAN_ROWS
+from helpers.partly import partly
 
 SIZE = {1: (9,), 2: (7, 5), 3: (5, 4, 3)}
 PATHS = (*OPERATORS, "squeeze_excite", "identity")

@@ -10,14 +10,15 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from attending import written_out
-from distributed_norm import run
-from explicit import MEAN_ROWS, SOFTMAX_ROWS
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.moments import product_moments
-from grids import ROWS, assert_close, draw_mask, name
-from seeding import seeded_generator
+from helpers.attending import written_out
+from helpers.distributed_norm import run
+from helpers.explicit import MEAN_ROWS, SOFTMAX_ROWS
+from helpers.grids import ROWS, assert_close, draw_mask, name
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 FORMS = {
     "bare": {"project": ""},
@@ -56,10 +57,11 @@ def assert_same_statistics(got: CoefficientNorm, want: CoefficientNorm) -> None:
     )
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", SHAPES, ids=name)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS, size={name(size): size for size in SHAPES}, form=tuple(FORMS), masked={"whole": False, "masked": True}
+    )
+)
 def test_training_is_batch_norm_of_the_explicit_form(row: str, size: tuple, form: str, masked: bool) -> None:
     attention, twin = pair(row, form)
     grid = torch.randn(3, 4, *size, dtype=torch.float64)
@@ -71,10 +73,14 @@ def test_training_is_batch_norm_of_the_explicit_form(row: str, size: tuple, form
     assert attention.coefficient_norm.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", SHAPES, ids=name)
-@pytest.mark.parametrize("row", SOFTMAX_ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=SOFTMAX_ROWS,
+        size={name(size): size for size in SHAPES},
+        form=tuple(FORMS),
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_columns_are_normed_less_their_means(row: str, size: tuple, form: str, masked: bool) -> None:
     attention, twin = pair(row, form, coefficient_norm="columns")
     grid = torch.randn(3, 4, *size, dtype=torch.float64)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saved
 from farfield import nn
 from farfield.models.description import translate_format_1
+from helpers import saved
 
 FILES = sorted(saved.MODULES.glob("*.json"))
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from explicit import SOFTMAX_ROWS
 from farfield import ShapeError, ops
 from farfield.nn import GridAttention, TransformerLayer
 from farfield.ops import OPERATORS
 from farfield.ops.table import keys, queries
-from partly import partly
-from token_products import EPS, ROWS, product, relative, worst_gradient
+from helpers.explicit import SOFTMAX_ROWS
+from helpers.partly import partly
+from helpers.token_products import EPS, ROWS, product, relative, worst_gradient
 
 VALID = torch.arange(11) < torch.tensor([[11], [7], [1]])
 # Fewer tokens than channels, whose values are mapped before they are summed, and more.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from explicit import MEAN_ROWS
 from farfield import ops
-from grids import ROWS, WEIGHT_ROWS, assert_close
-from partly import partly
+from helpers.explicit import MEAN_ROWS
+from helpers.grids import ROWS, WEIGHT_ROWS, assert_close
+from helpers.partly import partly
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor writes C++ for the CPU, and there is no compiler here"

@@ -10,7 +10,7 @@ from torch.nn.functional import elu
 from farfield.nn import AttentionBlock, GridAttention
 from farfield.ops import OPERATORS, Operator, Summary
 from farfield.ops.engine import SWITCH, choose_fast
-from partly import partly
+from helpers.partly import pairwise, partly
 
 
 def found(module: torch.nn.Module, grid: Tensor, upon: Tensor, **masks: Tensor) -> list[Tensor]:
@@ -28,10 +28,14 @@ def assert_same(on: list[Tensor], off: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)  # of float64, sums of some hundred terms
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("project", partly(["", "v", "qo", "qkvo"], ["", "qkvo"]))
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    *pairwise(
+        name=tuple(OPERATORS),
+        project=("", "v", "qo", "qkvo"),
+        masked=(False, True),
+        layout=(torch.contiguous_format, torch.channels_last),
+    )
+)
 def test_modules(name: str, project: str, masked: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch):
     project = OPERATORS[name].projections(project)
     norm = OPERATORS[name].has_scale or OPERATORS[name].queries_from.side_by_side

@@ -6,21 +6,26 @@ import pytest
 import torch
 
 from farfield import ops
-from grids import PAIRS, ROWS, SCALED_ROWS, Case, assert_close, draw, gradients, leaves, name
+from helpers.grids import PAIRS, ROWS, SCALED_ROWS, Case, assert_close, draw, gradients, leaves, name
+from helpers.partly import pairwise
 
 
 def test_every_row_has_a_named_whole_and_a_reference() -> None:
-    import reference
+    from helpers import reference
 
     for row in ops.OPERATORS:
         assert callable(getattr(ops, f"{row}_attention"))
         assert callable(getattr(reference, row))
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{name(pair[0])}-{name(pair[1])}")
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        heads=(1, 2),
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_the_response_is_the_papers_equation(row: str, pair: tuple, heads: int, masked: bool) -> None:
     case = draw(row, *pair, heads=heads, masked=masked)
     got = case.library()
@@ -29,9 +34,13 @@ def test_the_response_is_the_papers_equation(row: str, pair: tuple, heads: int, 
     assert_close(got, case.loops())
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{name(pair[0])}-{name(pair[1])}")
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_every_gradient_is_the_explicit_matrix_gradient(row: str, pair: tuple, masked: bool) -> None:
     case = leaves(draw(row, *pair, heads=2, masked=masked, scale=0.7))
     _assert_same_gradients(case)

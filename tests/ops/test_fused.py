@@ -13,12 +13,13 @@ from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import explicit
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.fused import fused_attention
-from grids import relative_error
-from seeding import seeded_generator
+from helpers import explicit
+from helpers.grids import relative_error
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 ROWS = explicit.SOFTMAX_ROWS
 # More positions than a matrix of coefficients that is small has: 8 times the channels of a head.
@@ -70,9 +71,7 @@ def drawn(masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     return grid, along, mask if masked else None
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("kind", DERIVATIVES)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, kind=tuple(DERIVATIVES), masked={"whole": False, "masked": True}))
 def test_derivatives_are_those_of_the_explicit_matrix(row: str, kind: str, masked: bool) -> None:
     grid, along, mask = drawn(masked)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import reference
 from farfield import ShapeError, ops, pad_grids
-from grids import assert_close, draw, draw_mask, name, to_numpy
-from seeding import seeded_generator
+from helpers import reference
+from helpers.grids import assert_close, draw, draw_mask, name, to_numpy
+from helpers.seeding import seeded_generator
 
 SHAPES = [(7,), (3, 5), (1, 4), (2, 3, 5), (2, 1, 3, 2)]
 

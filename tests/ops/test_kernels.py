@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from explicit import AXIS_ROWS, MEAN_ROWS
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops import fast
@@ -29,7 +28,9 @@ from farfield.ops.fast import kernel_attention, kernel_sums, kernels
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.projection import Projection
 from farfield.ops.table import OPERATORS
-from seeding import seeded_generator
+from helpers.explicit import AXIS_ROWS, MEAN_ROWS
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 pytestmark = pytest.mark.cpu("the kernels are for the CPU")
 
@@ -240,10 +241,7 @@ def responses_and_gradients(
     return {"response": response.detach(), "grid": found[0], **({"parameters": torch.cat(learned)} if learned else {})}
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("project", ["", "v", "qv", "qkvo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), masked=(False, True)))
 def test_operators_answer_and_learn_as_by_the_equation(
     on: None, row: str, project: str, heads: int, masked: bool
 ) -> None:

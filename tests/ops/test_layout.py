@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farfield import ops
-from grids import ROWS, assert_close, draw
+from helpers.grids import ROWS, assert_close, draw
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 

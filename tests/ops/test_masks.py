@@ -10,8 +10,9 @@ import torch
 
 from farfield import ops, pad_grids
 from farfield.nn import GridAttention
-from grids import ROWS, Case, assert_close, draw, gradients, leaves, relative_error
-from seeding import seeded_generator
+from helpers.grids import ROWS, Case, assert_close, draw, gradients, leaves, relative_error
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 POISONS = [math.nan, math.inf, -math.inf, 1e300]
 
@@ -23,9 +24,9 @@ def _filled(case: Case, poison: float) -> Case:
     return case.replace(query=case.query.masked_fill(~case.options["query_mask"][:, None], poison), **changes)
 
 
-@pytest.mark.parametrize("size", [((9,), (11,)), ((3, 5), (4, 3)), ((2, 3, 2), (3, 2, 3))], ids=["1", "2", "3"])
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(row=ROWS, poison=POISONS, size={"1": ((9,), (11,)), "2": ((3, 5), (4, 3)), "3": ((2, 3, 2), (3, 2, 3))})
+)
 def test_masked_content_is_bit_equal_to_zeros(row: str, poison: float, size: tuple) -> None:
     case = draw(row, *size, heads=2, masked=True)
     clean, poisoned = leaves(_filled(case, 0.0)), leaves(_filled(case, poison))
@@ -169,9 +170,9 @@ def test_queries_without_a_mask_are_read_whatever_the_key_is(row: str) -> None:
         assert torch.equal(output.isnan(), outputs[0].isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("project", ["", "k", "qk", "qkv", "qkvo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(row=ROWS, project=("", "k", "qk", "qkv", "qkvo"), dtype=(torch.float16, torch.bfloat16))
+)
 def test_a_masked_slot_of_half_precision_is_finite(row: str, project: str, dtype: torch.dtype) -> None:
     """A masked key is its projection's bias: whatever it is divided by must not leave the range of float16."""
     project = project.replace("k", "") if row == "siamese_local" else project

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from explicit import MEAN_ROWS, valid_positions
 from farfield import ops
 from farfield.nn import GridAttention
-from grids import PAIRS, Case, assert_close, draw, draw_mask, name
-from seeding import seeded_generator
+from helpers.explicit import MEAN_ROWS, valid_positions
+from helpers.grids import PAIRS, Case, assert_close, draw, draw_mask, name
+from helpers.seeding import seeded_generator
 
 # Queries of 1 to 4 spatial dims, and keys of the same or of others.
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

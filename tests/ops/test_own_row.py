@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import reference
 from farfield.nn import GridAttention
 from farfield.ops import Operator, Summary, respond, summarize
-from grids import assert_close, draw, tiles, to_numpy
+from helpers import reference
+from helpers.grids import assert_close, draw, tiles, to_numpy
 
 
 def feature(positions: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import explicit
 from farfield import ops
 from farfield.ops.summary import PRODUCT
-from grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves, relative_error
-from seeding import seeded_generator
+from helpers import explicit
+from helpers.grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves, relative_error
+from helpers.partly import pairwise
+from helpers.seeding import seeded_generator
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # SPEC: factorized and dot divide by channels and not by positions, so they may leave float16's range on long grids.
@@ -79,10 +80,14 @@ def _bound_of_softmax(exact: Case, dtype: torch.dtype) -> float:
     return 4 * torch.finfo(dtype).eps + 2 * relative_error(got, want)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("size", [(17, 19), (61, 67)], ids=["323 positions", "4087 positions"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        row=ROWS,
+        dtype=DTYPES,
+        size={"323 positions": (17, 19), "4087 positions": (61, 67)},
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_responses_are_within_their_bound(row: str, dtype: torch.dtype, size: tuple, masked: bool) -> None:
     case = draw(row, (6, 7), size, channels=8, values=8, heads=2, masked=masked)
     low, exact = _rounded(case, dtype)

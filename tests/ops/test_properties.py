@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import explicit
-from grids import NORMALISED_ROWS, ROWS, assert_close, draw, relative_error
+from helpers import explicit
+from helpers.grids import NORMALISED_ROWS, ROWS, assert_close, draw, relative_error
 
 SIZE = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 SEEDS = st.integers(0, 2**16)

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from farfield import ops
 from farfield.nn import GridAttention
-from partly import partly
+from helpers.partly import pairwise, partly
 
 ROWS = [name for name, row in ops.OPERATORS.items() if row.basis is not None]
 SIZE = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few positions": (2,)}
@@ -21,9 +21,7 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor,
     return getattr(ops, f"{name}_attention")(query, key, value, heads=heads, **options)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("size", SIZE.values(), ids=SIZE.keys())
-@pytest.mark.parametrize("name", ops.OPERATORS)
+@pytest.mark.parametrize(*pairwise(name=tuple(ops.OPERATORS), size=SIZE, heads=(1, 2)))
 def test_one_grid_thrice_is_three_equal_grids(name, size, heads):
     torch.manual_seed(0)
     grid = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from farfield import ShapeError, ops
-from grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
+from helpers.grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
+from helpers.partly import pairwise
 
 # sides, inner cuts of each axis: uneven, at even indices so that pooled rows may be cut there too.
 WHOLES = {
@@ -67,9 +68,7 @@ def test_responding_to_a_summary_is_attention(row: str) -> None:
     assert_close(_respond(case, _whole(case)), case.library(), 1e-14)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("rank", WHOLES)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, rank=tuple(WHOLES), masked={"whole": False, "masked": True}))
 def test_merged_shuffled_tiles_are_the_whole(row: str, rank: str, masked: bool) -> None:
     size, cuts = WHOLES[rank]
     case = draw(row, (3, 4), size, heads=2, masked=masked)
@@ -148,7 +147,7 @@ def test_pooled_tiles_start_at_even_indices() -> None:
 @pytest.mark.parametrize("kind", ["max", "mean"])
 def test_pooling_of_ones_own_size(kind: str) -> None:
     """Non-local video pools (1, 2, 2); one `dataclasses.replace` on the row is all it takes."""
-    import reference
+    from helpers import reference
 
     row = dataclasses.replace(ops.OPERATORS["softmax_pooled"], keys_from=ops.pooled((1, 2, 2), kind))
     case = draw("softmax_pooled", (2, 3, 2), (3, 5, 4), masked=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farfield import cost, models, nn
-from printed import millions, network
+from helpers.printed import millions, network
 
 # Exact, at 224 x 224: weights (no biases, no norms); MACs in the papers' convention, in millions.
 COUNTS = {

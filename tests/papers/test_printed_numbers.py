@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from farfield import cost, nn
-from printed import millions, network
+from helpers.printed import millions, network
 
 PAGE = Path(__file__).parents[2] / "docs" / "printed-numbers.md"
 

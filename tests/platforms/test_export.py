@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 from farfield import insert, models
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.ops import OPERATORS
-from partly import partly
+from helpers.partly import partly
 
 Calibrate = Callable[[nn.Module, Tensor], nn.Module]
 EPS = torch.finfo(torch.float32).eps

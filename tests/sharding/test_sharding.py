@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 from farfield import cost
 from farfield.nn import GridAttention
 from farfield.sharding import all_gather_summary, sharded_attention
-from sharded_workers import COMPRESSING, ROWS, misuse, twice, work
+from helpers.sharded_workers import COMPRESSING, ROWS, misuse, twice, work
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 processes", "4 processes"])

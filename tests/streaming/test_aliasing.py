@@ -17,7 +17,7 @@ from torch import nn
 
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
-from streamed_nets import attention, settled
+from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)
 

@@ -16,7 +16,7 @@ from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.streaming import plan_whole, predict_whole, respond_whole
 from farfield.streaming.sink import check_path
-from streamed_nets import Hourglass, settled
+from helpers.streamed_nets import Hourglass, settled
 
 
 @pytest.fixture

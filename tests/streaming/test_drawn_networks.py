@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
-from streamed_nets import CONVOLUTIONS, POOLS, attention, relative, settled
+from helpers.streamed_nets import CONVOLUTIONS, POOLS, attention, relative, settled
 
 UP = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d}
 PADS = {1: (nn.ReflectionPad1d, nn.ReplicationPad1d), 2: (nn.ReflectionPad2d, nn.ReplicationPad2d)}

@@ -19,8 +19,8 @@ import torch
 
 from farfield import streaming
 from farfield.streaming import predict_whole
-from partly import partly
-from streamed_nets import Hourglass, relative, settled
+from helpers.partly import partly
+from helpers.streamed_nets import Hourglass, relative, settled
 
 SIZE = (12, 20, 22)
 SUFFIXES = (".npy", ".zarr", ".tif", ".ome.tiff")
@@ -124,6 +124,10 @@ def test_paths_that_cannot_be(
         predict_whole(net, volume, tile=8, out=tmp_path / path, quiet=True)
 
 
+# Where a script that is run by `python -c` finds the helpers.
+TESTS = Path(__file__).parents[1]
+
+
 # ---- killed and called again -----------------------------------------------------------------------------------------
 CHILD = """
     import os, signal, sys
@@ -131,9 +135,8 @@ CHILD = """
     import numpy as np
     import torch
     torch.set_num_threads(1)
-    sys.path.insert(0, {tests!r})
     from farfield.streaming import predict_whole, respond_whole, runner
-    from streamed_nets import Hourglass, attention, settled
+    from helpers.streamed_nets import Hourglass, attention, settled
 
     kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     taken, read = 0, runner.Stream.read
@@ -158,12 +161,12 @@ CALLS = {
 
 def command(call: str, kill: int, out: Path, how: signal.Signals = signal.SIGKILL) -> list[str]:
     """Of a process that makes a call and gets a signal when it reads a tile for the `kill`th time."""
-    script = textwrap.dedent(CHILD).format(tests=str(Path(__file__).parents[1]), call=CALLS[call])
+    script = textwrap.dedent(CHILD).format(call=CALLS[call])
     return [sys.executable, "-c", script, str(kill), str(out), str(int(how))]
 
 
 def run(call: str, kill: int, out: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(call, kill, out), capture_output=True, text=True, check=False)
+    return subprocess.run(command(call, kill, out), cwd=TESTS, capture_output=True, text=True, check=False)
 
 
 def fingerprint(path: Path) -> dict[str, str]:
@@ -211,7 +214,7 @@ def test_killed_at_any_tile(call: str, volume: np.ndarray, tmp_path: Path) -> No
 def test_two_processes_do_not_write_to_one_path(volume: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "volume.npy", volume)
     out = tmp_path / "out.npy"
-    first = subprocess.Popen(command("predict", 5, out, signal.SIGSTOP), stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(command("predict", 5, out, signal.SIGSTOP), cwd=TESTS, stdout=subprocess.DEVNULL)
     try:
         assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
         held = fingerprint(tmp_path)
@@ -307,9 +310,8 @@ FULL = """
     import resource, signal, sys
     import numpy as np
     import torch
-    sys.path.insert(0, {tests!r})
     from farfield.streaming import predict_whole
-    from streamed_nets import Hourglass, settled
+    from helpers.streamed_nets import Hourglass, settled
 
     net, volume = settled(Hourglass("siamese", 3)), np.random.default_rng(0).random((12, 20, 22), "float32")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -329,9 +331,9 @@ FULL = """
     partly([(".npy", 20_000), (".tif", 20_000), (".zarr", 9_500), (".zarr", 1_000)], [(".zarr", 9_500)]),
 )
 def test_a_full_disk_is_said_and_nothing_is_lost(suffix: str, limit: int, tmp_path: Path) -> None:
-    script = textwrap.dedent(FULL).format(tests=str(Path(__file__).parents[1]))
+    script = textwrap.dedent(FULL)
     command = [sys.executable, "-c", script, str(tmp_path / f"out{suffix}"), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.strip().splitlines()
     assert f"[Errno {errno.EFBIG}] predict_whole: " in first
@@ -399,7 +401,7 @@ def test_a_bare_layer_takes_less_than_half_a_gibibyte(row: str, tmp_path: Path) 
         str(tmp_path / "grid.npy"),
         str(tmp_path / "out.npy"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # Beside what torch and the program take: 16 MiB a tile, and what it is mapped to, read from and written from.
     assert int(done.stdout.split()[0]) < 2**29

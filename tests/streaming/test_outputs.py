@@ -13,7 +13,7 @@ import zarr
 from torch import Tensor, nn
 
 from farfield.streaming import predict_whole, respond_whole
-from streamed_nets import attention, settled
+from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)
 

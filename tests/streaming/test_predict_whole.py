@@ -12,8 +12,8 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.global_layers import NotLocalError
-from partly import UNLIKE, partly
-from streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
+from helpers.partly import UNLIKE, partly
+from helpers.streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
 # What the issue asks for; float32 has eps 1.2e-7, and sums over positions take other orders.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield import ShapeError
 from farfield.nn import SqueezeExcite
 from farfield.streaming import predict_whole
-from streamed_nets import Hourglass, attention, settled
+from helpers.streamed_nets import Hourglass, attention, settled
 
 
 def net_with(layer: nn.Module) -> nn.Module:

@@ -9,9 +9,9 @@ import torch
 from farfield import ShapeError, ops
 from farfield.nn import GridAttention
 from farfield.streaming import respond_whole
-from grids import draw_mask
-from seeding import seeded_generator
-from streamed_nets import attention, relative, settled
+from helpers.grids import draw_mask
+from helpers.seeding import seeded_generator
+from helpers.streamed_nets import attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
 TOLERANCE = 1e-5

@@ -23,7 +23,7 @@ from torch import nn
 from farfield import models, streaming
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
-from streamed_nets import attention, settled
+from helpers.streamed_nets import attention, settled
 
 SIZE = (20, 24)
 TILE = (10, 8)

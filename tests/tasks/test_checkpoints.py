@@ -20,7 +20,7 @@ from torch import nn
 from farfield.tasks import checkpoints
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_same_network, check_writable, read
 from farfield.tasks.classify import Classify
-from made_images import full_disk
+from helpers.made_images import full_disk
 
 files = AtomicCheckpoints()
 

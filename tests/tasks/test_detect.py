@@ -21,9 +21,9 @@ from farfield.models import Setup
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.detect import Detect, Detected, entries_of, mean_of
 from farfield.tasks.writers.detections import DetectionFolder, drawn, unique
-from made_images import full_disk
-from made_objects import Oracle, make_coco, read_annotations, write_annotations
-from quiet import QUIET, TASK_MARKS
+from helpers.made_images import full_disk
+from helpers.made_objects import Oracle, make_coco, read_annotations, write_annotations
+from helpers.quiet import QUIET, TASK_MARKS
 
 pytestmark = TASK_MARKS
 

@@ -17,8 +17,8 @@ from farfield.data.tokenizer import trained_tokenizer
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.masked_lm import Filled, MaskedLM, loss_of, rate_of
 from farfield.tasks.writers.filled_blanks import FilledTable, as_csv, samples_of
-from made_texts import sentences
-from quiet import QUIET, TASK_MARKS
+from helpers.made_texts import sentences
+from helpers.quiet import QUIET, TASK_MARKS
 
 pytestmark = TASK_MARKS
 

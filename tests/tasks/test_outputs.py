@@ -36,10 +36,10 @@ from farfield.tasks.writers.detections import DetectionFolder
 from farfield.tasks.writers.disparities import DisparityFolder
 from farfield.tasks.writers.filled_blanks import FilledTable
 from farfield.tasks.writers.predictions import MaskFolder, PredictionTable
-from made_masks import make_voc
-from made_objects import make_coco, read_annotations, write_annotations
-from made_stacks import made_pair, write
-from quiet import QUIET, TASK_MARKS
+from helpers.made_masks import make_voc
+from helpers.made_objects import make_coco, read_annotations, write_annotations
+from helpers.made_stacks import made_pair, write
+from helpers.quiet import QUIET, TASK_MARKS
 
 pytestmark = TASK_MARKS
 

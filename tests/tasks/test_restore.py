@@ -21,8 +21,8 @@ from farfield.nn import GridAttention
 from farfield.tasks.metrics import care_metrics
 from farfield.tasks.restore import Restore, laplace_loss
 from farfield.tasks.restore_stack import grey_levels, restore
-from made_stacks import made_pair
-from partly import partly
+from helpers.made_stacks import made_pair
+from helpers.partly import partly
 
 warnings.filterwarnings("ignore", module="lightning")
 

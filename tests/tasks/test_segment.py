@@ -17,8 +17,8 @@ from farfield import ShapeError, models
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.segment import Segment, Segmented, loss_of, measures_of, reduced
 from farfield.tasks.writers.predictions import MaskFolder
-from made_images import full_disk
-from quiet import QUIET, TASK_MARKS
+from helpers.made_images import full_disk
+from helpers.quiet import QUIET, TASK_MARKS
 
 pytestmark = TASK_MARKS
 

@@ -19,9 +19,9 @@ from farfield.data.readers.stereo import read_pfm
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.stereo import DisparityErrors, Matched, Stereo, loss_of, padded
 from farfield.tasks.writers.disparities import COLOURS, DisparityFolder, coloured
-from made_frames import made_pair
-from made_images import full_disk
-from quiet import QUIET, TASK_MARKS
+from helpers.made_frames import made_pair
+from helpers.made_images import full_disk
+from helpers.quiet import QUIET, TASK_MARKS
 
 pytestmark = TASK_MARKS
 Batch = tuple[Tensor, Tensor, Tensor]

@@ -1,6 +1,10 @@
-"""What the functions of the named operators share: check the arguments, then call the engine."""
+"""What the functions of the named operators share: their arguments, the checks of these, and the call of the engine."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -9,6 +13,34 @@ from farfield.ops import engine
 from farfield.ops.call import Call
 from farfield.ops.projection import IDENTITY, project_to_scores
 from farfield.ops.table import Operator
+
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+ARGUMENTS = {
+    "query": "The query grid, `(b, c, *m)`.",
+    "key": "The key grid, `(b, c, *n)`.",
+    "value": "The values of the keys, `(b, p, *n)`.",
+    "weight": "The learned vector w, `(c,)`; c/heads numbers per head.",
+    "heads": "Channels are split into this many groups in order; each attends by itself.",
+    "mask": "`(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.",
+    "query_mask": "`(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.",
+    "scale": "Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.",
+}
+RESULTS = """Returns:
+    The responses, `(b, p, *m)`, in the query's dtype and memory format.
+
+Raises:
+    ShapeError: If the shapes of grids, masks and weight, or heads and channels, do not fit together.
+    TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean."""
+
+
+def document_arguments(function: Function) -> Function:
+    """Add to an operator's docstring, before its cost, what all operators share: arguments, result and errors."""
+    if function.__doc__:  # none under python -OO
+        first, rest = inspect.cleandoc(function.__doc__).split("Cost:", 1)
+        arguments = "\n".join(f"    {name}: {ARGUMENTS[name]}" for name in inspect.signature(function).parameters)
+        function.__doc__ = f"{first}Args:\n{arguments}\n\n{RESULTS}\n\nCost:{rest}"
+    return function
 
 
 def attend(

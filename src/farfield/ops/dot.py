@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.ops.attend import attend
+from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
 
+@document_arguments
 def dot_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -24,21 +25,6 @@ def dot_attention(
 
     It computes in the quadratic order and is the reference for `factorized_attention`, which is equal.
     It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·N·(c + p) MACs; b·h·M·N coefficients in memory.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.ops.attend import attend
+from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
 
+@document_arguments
 def averaged_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -20,24 +21,9 @@ def averaged_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by its product with the query, divided by the number of positions.
 
-    `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, never forming an N×N matrix.
+    `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, N the number of valid keys, never forming an N×N matrix.
 
     Without a softmax the product is associative: with keys and values first, the cost is linear in the positions.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
@@ -56,6 +42,7 @@ def averaged_attention(
     )
 
 
+@document_arguments
 def factorized_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -71,21 +58,6 @@ def factorized_attention(
 
     Each key channel is a weighting of the positions (a basis); each query channel is the coefficient of one of them.
     It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
-
-    Args:
-        query: The coefficients, `(b, c, *m)`.
-        key: The basis, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
@@ -111,6 +83,7 @@ def factorized_attention(
     )
 
 
+@document_arguments
 def factorized_gaussian_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -128,21 +101,6 @@ def factorized_gaussian_attention(
     Both factors are normalised, so the implied attention row is a distribution over positions, as in softmax attention,
     at a cost linear in the positions. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
     inner softmax around the product; FA's text, followed here, puts it on the basis.
-
-    Args:
-        query: The coefficients before their softmax, `(b, c, *m)`.
-        key: The basis before its softmax, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·(M + N)·c·p/h MACs and b·c·(M + N) exponentials; c·p/h numbers in the summary.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.ops.attend import attend
+from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
 
+@document_arguments
 def kronecker_kv_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -23,24 +24,8 @@ def kronecker_kv_attention(
 
     `O = attn(X, C, C)` with C = [L | H] the axis means of the key grid (`axis_means`).
 
-    A grid of N positions has Σ size axis means: h + w for an image. With one spatial dim it is softmax attention.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
-            Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-        scale: Factor of the products of queries and keys.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+    A grid of N positions has Σ size axis means: h + w for an image. With one spatial dim it is softmax attention. Means
+    run over valid keys; an index without one takes no part.
 
     Cost:
         b·M·S·(c + p) MACs and b·h·M·S coefficients, with S = Σ size of the key grid.
@@ -67,6 +52,7 @@ def kronecker_kv_attention(
     )
 
 
+@document_arguments
 def kronecker_qkv_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -81,27 +67,10 @@ def kronecker_qkv_attention(
 
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
 
-    The attention itself is quadratic in Σ size only; the grid is read once and written once. The outer sum of n axes
-    contains the grand mean n times; it is counted once, so that the implied attention rows sum to 1.
-    `kronecker_qkv_literal_attention` is the printed form, without that correction.
-
-    Args:
-        query: The query grid, `(b, c, *m)`; the queries are its axis means.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
-            Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid. Means run over valid queries; others may hold anything,
-            count as 0 and respond finitely.
-        scale: Factor of the products of queries and keys.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+    The attention itself is quadratic in Σ size only; the grid is read once and written once. Means run over valid
+    positions, and an index without a valid key takes no part. The outer sum of n axes contains the grand mean n times;
+    it is counted once, so that the implied attention rows sum to 1. `kronecker_qkv_literal_attention` is the printed
+    form, without that correction.
 
     Cost:
         b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.
@@ -128,6 +97,7 @@ def kronecker_qkv_attention(
     )
 
 
+@document_arguments
 def kronecker_qkv_literal_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -143,26 +113,8 @@ def kronecker_qkv_literal_attention(
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
 
     It contains the grand mean once per axis, which hides what varies within an image: networks learn better with
-    `kronecker_qkv_attention`. The implied attention rows sum to the number of spatial dims, not to 1. The cost is the
-    same.
-
-    Args:
-        query: The query grid, `(b, c, *m)`; the queries are its axis means.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid. Means run over valid keys; an index without one takes no part.
-            Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid. Means run over valid queries; others may hold anything,
-            count as 0 and respond finitely.
-        scale: Factor of the products of queries and keys.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+    `kronecker_qkv_attention`. The implied attention rows sum to the number of spatial dims, not to 1. Masks and cost
+    are the same.
 
     Cost:
         b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.

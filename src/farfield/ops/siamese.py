@@ -6,10 +6,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import ShapeError, check_grid, check_same_kind
-from farfield.ops.attend import attend
+from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
 
+@document_arguments
 def siamese_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -22,26 +23,10 @@ def siamese_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity: a local term from the query and a global one from the keys.
 
-    `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over positions of (q_i + k_j)ᵀ w · v_j.
+    `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over valid keys of (q_i + k_j)ᵀ w · v_j.
 
     The similarity (SAN 4) is symmetric and additive, so the sum over positions splits: two vectors summarize the whole
     grid, and the grid is read once and written once.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        weight: The learned vector w, `(c,)`; c/heads numbers per head.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads, weight or masks do not fit together.
-        TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.
@@ -69,6 +54,7 @@ def siamese_attention(
     )
 
 
+@document_arguments
 def siamese_local_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -83,24 +69,8 @@ def siamese_local_attention(
 
     `response_i = v̄ (wᵀ q_i)`.
 
-    SAN's ablation without the global term: the response of a position is the mean value, weighted by its own score.
-    Keys are not read; they are an argument so that all operators have the same signature.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: Not read, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        weight: The learned vector w, `(c,)`; c/heads numbers per head.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; the mean is over those. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads, weight or masks do not fit together.
-        TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
+    SAN's ablation without the global term: the response of a position is the mean of the valid values, weighted by
+    its own score. Keys are not read; they are an argument so that all operators have the same signature.
 
     Cost:
         About b·M·(c + p) + b·N·p MACs; p numbers in the summary.
@@ -128,6 +98,7 @@ def siamese_local_attention(
     )
 
 
+@document_arguments
 def siamese_ones_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -141,22 +112,7 @@ def siamese_ones_attention(
 
     `response_i = v̄ (1ᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ 1)`.
 
-    SAN's ablation without parameters.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; N counts those. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+    SAN's ablation without parameters; N is the number of valid keys.
 
     Cost:
         About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.

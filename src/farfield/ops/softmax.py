@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield.ops.attend import attend
+from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
 
+@document_arguments
 def softmax_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -24,22 +25,6 @@ def softmax_attention(
     `response_i = Σ_j softmax_j(k_jᵀ q_i) v_j`, V · Softmax(KᵀQ) in matrices.
 
     The regular (non-local) operator: exact, quadratic in the number of positions. The papers do not scale the products.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`.
-        value: The values of the keys, `(b, p, *n)`.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-        scale: Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
 
     Cost:
         b·M·N·(c + p) MACs; b·h·M·N coefficients, never all in memory.
@@ -66,6 +51,7 @@ def softmax_attention(
     )
 
 
+@document_arguments
 def softmax_pooled_attention(
     query: Float[Tensor, "b c *m"],
     key: Float[Tensor, "b c *n"],
@@ -80,24 +66,9 @@ def softmax_pooled_attention(
 
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
-    Non-local networks pool keys and values to divide the cost by 2^dims; an axis of size 7 has 4 windows (ceil mode).
-    `ops.pooled` is for operators with other windows or with means.
-
-    Args:
-        query: The query grid, `(b, c, *m)`.
-        key: The key grid, `(b, c, *n)`, pooled channel by channel.
-        value: The values of the keys, `(b, p, *n)`, pooled channel by channel.
-        heads: Channels are split into this many groups in order; each attends by itself.
-        mask: `(b, *n)`, True where a key is valid; a window pools those. Without a valid key the response is 0.
-        query_mask: `(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.
-        scale: Factor of the products of queries and keys.
-
-    Returns:
-        The responses, `(b, p, *m)`, in the query's dtype and memory format.
-
-    Raises:
-        ShapeError: If grids, heads or masks do not fit together.
-        TypeError: If grids are not of one floating-point dtype, or a mask is not boolean.
+    Non-local networks pool keys and values, channel by channel, to divide the cost by 2^dims; an axis of size 7 has 4
+    windows (ceil mode), and a window pools its valid keys. `ops.pooled` is for operators with other windows or with
+    means.
 
     Cost:
         b·M·N'·(c + p) MACs with N' windows, a quarter of N for images of even size.

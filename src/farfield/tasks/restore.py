@@ -31,8 +31,8 @@ class Restore(LightningModule):
     Adam; the learning rate is halved when `val/loss` has not fallen for ten epochs. Grids for `fit` are normalised;
     whole stacks, in `test` and `predict`, have the grey levels of the microscope and are restored by
     `tasks.restore_stack.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as
-    in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and of
-    the stacks before restoration, `test/<condition>/psnr_before`.
+    in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and
+    of the stacks before restoration, `test/<condition>/psnr_before`.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.
 

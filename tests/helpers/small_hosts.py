@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
-from seeding import seeded_generator
+from helpers.seeding import seeded_generator
 
 identity = partial(GridAttention, operator="factorized_gaussian", inner_channels=4, project="qkvo", residual=True)
 

@@ -8,7 +8,7 @@ import torch.distributed.nn.functional  # before there is a group: its defaults 
 from torch import Tensor, nn
 
 from farfield import insert
-from small_hosts import Net, felt
+from helpers.small_hosts import Net, felt
 
 
 def problem() -> tuple[nn.Module, Tensor]:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import explicit
-import reference
 from farfield import ops
-from seeding import seeded_generator
+from helpers import explicit, reference
+from helpers.seeding import seeded_generator
 
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS

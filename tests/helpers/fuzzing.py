@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import explicit
-from attending import written_out
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.table import softmax_of_products
-from grids import Case, relative_error, tiles
-from seeding import seeded_generator
+from helpers import explicit
+from helpers.attending import written_out
+from helpers.grids import Case, relative_error, tiles
+from helpers.seeding import seeded_generator
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}

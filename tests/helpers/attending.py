@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import explicit
 from farfield.nn import GridAttention
+from helpers import explicit
 
 
 def convolved(linear: nn.Module | None, grid: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import explicit
+from helpers import explicit
 
 EPS = torch.finfo(torch.float64).eps
 # Rows that a transformer's weights can hold; gradients and outputs of whole models are compared for these.

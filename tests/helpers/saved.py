@@ -1,6 +1,6 @@
 """Networks and modules as version 0.1 saved them: configurations, and what they gave for weights drawn again.
 
-    python tests/saved.py    # writes the files of cases that have none; those there are stay as they are
+    python tests/helpers/saved.py    # writes the files of cases that have none; those there are stay as they are
 
 Weights, buffers and inputs are drawn from the bits of a counter (Philox), which are the same with every library and on
 every processor, so that the files hold configurations and outputs alone. Outputs are of float64.
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-MODELS = Path(__file__).parent / "models" / "saved"
-MODULES = Path(__file__).parent / "nn" / "saved"
+MODELS = Path(__file__).parents[1] / "models" / "saved"
+MODULES = Path(__file__).parents[1] / "nn" / "saved"
 # So many numbers of each output are kept, evenly spread.
 KEPT = 64
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COUNT = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed)\b")
 
 

@@ -18,7 +18,7 @@ from farfield import cost, ops, sharding
 from farfield._processes import all_gather
 from farfield.nn import GridAttention
 from farfield.sharding import all_gather_summary, place_of_part, sharded_attention
-from grids import relative_error
+from helpers.grids import relative_error
 
 ROWS = tuple(ops.OPERATORS)
 COMPRESSING = tuple(row for row in ROWS if row not in ("softmax", "softmax_pooled", "dot"))

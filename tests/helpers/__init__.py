@@ -1,0 +1,1 @@
+"""What tests share: reference loops, small data and networks, and what runs commands and processes."""
