@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest docs format clean
+.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest coverage docs bench dist format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -51,6 +51,21 @@ imports: $(STAMP)
 
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not long"
+
+coverage: $(STAMP) ## the share of lines and branches that the fast tests run, by file, into build/coverage
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) -m "not slow and not long" --cov --cov-report term:skip-covered --cov-report html:build/coverage
+
+bench: $(STAMP) ## time operators and networks, and measure the limits, into build/bench; half an hour on a quiet machine
+	mkdir -p build/bench
+	$(PYTHON) benchmarks/operators.py --backward --json build/bench/operators.json
+	$(PYTHON) benchmarks/compact_speed.py --rounds 5 --json build/bench/networks.json
+	$(PYTHON) benchmarks/limits.py --json build/bench/limits.json
+
+dist: $(STAMP) ## build the wheel and the source archive into dist, and check what is in them
+	rm -rf dist
+	$(PYTHON) -m build --outdir dist
+	$(PYTHON) -m twine check --strict dist/*
+	$(PYTHON) tests/wheel.py dist
 
 docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -103,6 +103,19 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own in place of the user's; the folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmarks import each other by name, as when they are run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+
+
+@pytest.fixture
 def data() -> Path:
     """The folder of the data packs; tests that take it are marked `data`."""
     return DATA

@@ -20,15 +20,11 @@ from farfield.cost import saved_bytes
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 
+pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
+
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = ["--channels", "8", "--batch", "2", "--repeats", "1"]
-
-
-@pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts find their neighbours, as when they are run."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def module(name: str) -> ModuleType:

@@ -13,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
+
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts find their neighbours, as when they are run."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 def module(name: str) -> ModuleType:

@@ -13,13 +13,9 @@ import pytest
 from farfield import cost
 from helpers.made_texts import make_texts
 
+pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts are found by their names."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def test_figure_4_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,8 @@ TASKS = [((8, 8), 2), ((8, 8), 4), ((8, 8), 16), ((5, 7), 7), ((40,), 5), ((8, 8
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts find their neighbours, as when they are run; they train and test on few samples."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def few_samples(monkeypatch: pytest.MonkeyPatch, benchmarks_on_path: None) -> None:
+    """Train and test on few samples."""
     monkeypatch.setattr(module("recall_task"), "BATCH", 4)
     monkeypatch.setattr(module("recall_task"), "TESTED", 16)
 

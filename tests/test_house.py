@@ -19,14 +19,16 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 
 import farfield
 from farfield import cost, models, ops
+from slow import PARTS, REST
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "farfield"
 SOURCES = sorted(SOURCE.rglob("*.py"))
-FOLDERS = (".ci", "src", "tests", "docs", "recipes", "examples", "benchmarks")
+FOLDERS = (".ci", ".devcontainer", ".github", "src", "tests", "docs", "recipes", "examples", "benchmarks")
 PAPERS = ("KAN", "SAN", "FA")
 
 
@@ -496,7 +498,27 @@ def test_no_machine_paths_and_no_download_addresses() -> None:
     assert offenders == []
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_steps_of_the_workflows_name_what_is_there() -> None:
+    """Targets of the Makefile, files, and the parts of the slow tests."""
+    targets, slow_parts = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)), {*PARTS, REST}
+    assert len(WORKFLOWS) == 2
+    for path in WORKFLOWS:
+        jobs = yaml.safe_load(read(path))["jobs"].values()
+        commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+        assert len(commands) >= 3
+        for command in commands:
+            assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets
+            assert all((ROOT / name).exists() for name in re.findall(r"(?<!\S)(?:tests|\.ci)/[\w/.]+", command)), (
+                command
+            )
+        for job in jobs:
+            assert set(job.get("strategy", {}).get("matrix", {}).get("part", slow_parts)) == slow_parts
+
+
 def test_versions_agree() -> None:
     version = farfield.__version__
     assert f"\nversion: {version}\n" in read("CITATION.cff")
-    assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", read("CHANGELOG.md"), re.MULTILINE)

@@ -35,6 +35,7 @@ FIT = [
 ]
 LAYER = "rows.3.0.attention"
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")]
+pytestmark.append(pytest.mark.usefixtures("apart"))
 pytestmark.append(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
 
 
@@ -61,11 +62,6 @@ def photograph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("image") / "photo.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8)).save(path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run(*words: object) -> str:

@@ -19,10 +19,7 @@ from farfield.data.readers.images import FolderError
 from farfield.data.splits import drawn, split
 from helpers.made_images import make_folder, make_root
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def files(part: Any) -> set[str]:

@@ -35,10 +35,7 @@ from helpers.made_objects import CATEGORIES, make_coco, make_scene, read_annotat
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def prepared(root: Path, stage: str = "fit", **options: Any) -> CocoFolders:

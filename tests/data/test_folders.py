@@ -14,11 +14,7 @@ from farfield.data.readers.images import FolderError, check_images, files_of, im
 from farfield.data.splits import ClassFolders
 from helpers.made_images import make_folder, make_root
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def prepared(root: Path, stage: str = "fit", **options: object) -> ImageFolders:

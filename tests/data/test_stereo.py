@@ -22,11 +22,7 @@ from helpers.made_frames import made_pair, make_kitti, make_middlebury, make_sce
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
 
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No notes in the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def parts_of(root: Path, **options: Any) -> StereoFrames:

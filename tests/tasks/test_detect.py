@@ -25,12 +25,7 @@ from helpers.made_images import full_disk
 from helpers.made_objects import Oracle, make_coco, read_annotations, write_annotations
 from helpers.quiet import QUIET, TASK_MARKS
 
-pytestmark = TASK_MARKS
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = [*TASK_MARKS, pytest.mark.usefixtures("cache")]
 
 
 class Counted(nn.Module):

@@ -41,12 +41,7 @@ from helpers.made_objects import make_coco, read_annotations, write_annotations
 from helpers.made_stacks import made_pair, write
 from helpers.quiet import QUIET, TASK_MARKS
 
-pytestmark = TASK_MARKS
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = [*TASK_MARKS, pytest.mark.usefixtures("cache")]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -1,0 +1,54 @@
+"""Check a built wheel: every file of the package is in it, and it runs from where pip puts it. `make dist` runs this.
+
+python tests/wheel.py dist
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+PROGRAM = """
+import sys, torch, farfield
+from farfield import cost, models, ops
+from farfield.cli import main
+
+assert farfield.__file__.startswith(sys.argv[1]), farfield.__file__
+grid = torch.randn(1, 8, 6, 5)
+for name, operator in ops.OPERATORS.items():
+    weight = {"weight": torch.ones(8)} if operator.score == "learned" else {}
+    assert getattr(ops, f"{name}_attention")(grid, grid, grid, **weight).shape == grid.shape
+assert models.kanet_qkv(width=0.25, num_classes=3)(torch.randn(2, 3, 32, 32)).shape == (2, 3)
+assert cost.predict("siamese").macs > 0
+main(["operators"])
+"""
+
+
+def missing(wheel: Path) -> list[str]:
+    """Files of the package that a wheel lacks."""
+    files = {path.relative_to(SOURCE).as_posix() for path in (SOURCE / "farfield").rglob("*") if path.is_file()}
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(name for name in files - set(archive.namelist()) if "__pycache__" not in name)
+
+
+def main() -> None:
+    """Check the one wheel of a folder."""
+    (wheel,) = Path(sys.argv[1]).glob("*.whl")
+    if lacks := missing(wheel):
+        sys.exit(f"{wheel.name} lacks {', '.join(lacks)}")
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, str(wheel)]
+        subprocess.run(pip, check=True)
+        # -P: not the folder of this command; the wheel stands before an editable installation.
+        command = [sys.executable, "-P", "-c", PROGRAM, folder]
+        subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": folder})
+    print(f"{wheel.name} is whole and runs")
+
+
+if __name__ == "__main__":
+    main()
