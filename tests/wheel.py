@@ -24,7 +24,7 @@ for name, operator in ops.OPERATORS.items():
     weight = {"weight": torch.ones(8)} if operator.score == "learned" else {}
     assert getattr(ops, f"{name}_attention")(grid, grid, grid, **weight).shape == grid.shape
 assert models.kanet_qkv(width=0.25, num_classes=3)(torch.randn(2, 3, 32, 32)).shape == (2, 3)
-assert cost.predict("siamese").macs > 0
+assert cost.predict("siamese", channels=8, size=(6, 5)).macs > 0
 main(["operators"])
 """
 
