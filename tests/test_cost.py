@@ -263,7 +263,7 @@ def test_an_operator_of_ones_own_has_no_formula() -> None:
         ("dot", {"size": (5.0,)}, ValueError, r"cost.predict: size\[0\] must be a whole number from 1, got 5.0"),
         ("dot", {"size": ()}, ValueError, "cost.predict: size must have one number per spatial dim, got none"),
         ("dot", {"channels": None}, ValueError, "cost.predict: it needs the grid's channels; fix: channels="),
-        ("dot", {"project": "vq"}, ValueError, "cost.predict: project='vq' must be letters of \"qkvo\""),
+        ("dot", {"project": "qvq"}, ValueError, "cost.predict: project='qvq' must be letters of \"qkvo\""),
         ("siamese_local", {"project": "qkv"}, ValueError, 'siamese_local reads no keys; fix: project="qv"'),
         ("dot", {"inner_channels": 8}, ValueError, "inner_channels=8 needs queries and keys projected"),
     ],

@@ -157,7 +157,7 @@ def test_seconds_grow_as_the_work() -> None:
         ({"channels": 0}, ValueError, "cost.plan: channels must be a whole number from 1, got 0."),
         ({"memory": 0}, ValueError, "cost.plan: memory must be a whole number from 1, got 0."),
         ({"heads": 5}, ShapeError, "cost.plan: heads=5 does not divide the 12 channels of the grid; try heads=4."),
-        ({"project": "vq"}, ValueError, "cost.plan: project='vq' must be letters of \"qkvo\", each once and in that"),
+        ({"project": "vv"}, ValueError, "cost.plan: project='vv' must be letters of \"qkvo\", each at most once"),
         pytest.param(
             {"device": "cuda"},
             ValueError,

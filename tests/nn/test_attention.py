@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farfield import cost
 from farfield.nn import GridAttention
 from helpers import attending
 from helpers.attending import convolved, written_out
@@ -105,6 +106,19 @@ def test_every_gradient(row: str, project: str, masked: bool) -> None:
         # A key's bias cancels in a softmax: its gradient is zero up to the rounding of the others.
         gap = float((one - other).norm())
         assert gap <= 1e-12 * max(float(other.norm()), 1e-2 * largest), (field, gap)
+
+
+def test_letters_of_project_are_in_any_order() -> None:
+    torch.manual_seed(0)
+    sorted_letters = GridAttention(4, "softmax", project="qkvo")
+    torch.manual_seed(0)
+    other = GridAttention(4, "softmax", project="ovkq")
+    assert {name: entry.tolist() for name, entry in other.state_dict().items()} == {
+        name: entry.tolist() for name, entry in sorted_letters.state_dict().items()
+    }
+    for operator in ("softmax", "siamese"):
+        ours, theirs = (cost.predict(operator, channels=8, size=(4, 5), project=letters) for letters in ("qv", "vq"))
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("row", ROWS)

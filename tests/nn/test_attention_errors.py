@@ -17,7 +17,7 @@ from farfield.nn import GridAttention
         ({"heads": 3}, ShapeError, "GridAttention: heads=3 does not divide the 8 channels of query; try heads=2."),
         ({"heads": 0}, ValueError, "GridAttention: heads must be a whole number from 1, got 0"),
         ({"heads": 4, "value_channels": 6}, ShapeError, "heads=4 does not divide the 6 channels of value; try heads=3"),
-        ({"project": "vq"}, ValueError, "GridAttention: project='vq' must be letters of \"qkvo\""),
+        ({"project": "qvq"}, ValueError, "GridAttention: project='qvq' must be letters of \"qkvo\""),
         ({"project": "vv"}, ValueError, "GridAttention: project='vv' must be letters of \"qkvo\""),
         ({"project": "x"}, ValueError, "GridAttention: project='x' must be letters of \"qkvo\""),
         ({"project": "v", "inner_channels": 4}, ValueError, "inner_channels=4 needs queries and keys projected"),

@@ -15,8 +15,9 @@ from farfield._checks import check_heads
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import compare
-from farfield.cost.prediction import check_options, check_positive, predict
+from farfield.cost.prediction import check_positive, predict
 from farfield.nn import GridAttention
+from farfield.nn.checks import check_projections
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
@@ -146,7 +147,7 @@ def plan(
     check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
     if memory is not None:
         check_positive("cost.plan", memory=memory)
-    check_options("cost.plan", "softmax", channels, project, None)
+    check_projections("cost.plan", "softmax", OPERATORS["softmax"], project, channels, channels)
     check_heads("cost.plan", heads, channels, "the grid")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'cost.plan: {device=}, but PyTorch sees no CUDA device; fix: device="cpu".')

@@ -91,7 +91,7 @@ def predict(
     if isinstance(operator, nn.Module):
         return network_cost(operator, (batch, channels, *size), convention)
     name = formula_name(operator)
-    check_options("cost.predict", name, channels, project, inner_channels)
+    check_projections("cost.predict", name, OPERATORS[name], project, channels, inner_channels or channels)
     s = Sizes(tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project)
     check_heads("cost.predict", heads, s.inner, "query")
     check_heads("cost.predict", heads, s.width, "value")
@@ -119,11 +119,6 @@ def check_positive(caller: str, **numbers: int) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{caller}: {name} must be a whole number from 1, got {number!r}.")
-
-
-def check_options(caller: str, operator: str, channels: int, project: str, inner_channels: int | None) -> None:
-    """Refuse projections that a `GridAttention` of this operator cannot have."""
-    check_projections(caller, operator, OPERATORS[operator], project, channels, inner_channels or channels)
 
 
 def count_parameters(operator: str, s: Sizes) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class GridAttention(nn.Module):
         channels: Channels of the grid, and of its context.
         operator: A name in `ops.OPERATORS`, or an `ops.Operator` of your own.
         heads: Number of heads; channels are split into them in order.
-        project: Which linear projections there are: letters of "qkvo" (query, key, value, output), in that order.
+        project: Which linear projections there are: letters of "qkvo" (query, key, value, output), in any order.
         inner_channels: Channels of projected queries and keys; the grid's by default.
         value_channels: Channels of projected values; the grid's by default.
         bias: Whether the projections have a bias.

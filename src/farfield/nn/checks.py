@@ -54,7 +54,7 @@ def check_options(module: Attention, project: str) -> None:
     if module.value_channels != module.channels and "v" not in project:
         raise ValueError(
             f"GridAttention: value_channels={module.value_channels} needs values projected to them, got {project=}; "
-            f'fix: project="{"".join(letter for letter in "qkvo" if letter in project + "v")}".'
+            f'fix: project="{project}v".'
         )
     if module.residual and module.value_channels != module.channels and "o" not in project:
         raise ValueError(
@@ -73,8 +73,8 @@ def check_projections(
     caller: str, name: str, operator: Operator, project: str, channels: int, inner_channels: int
 ) -> None:
     """Raise for projections that an operator cannot have."""
-    if project != "".join(letter for letter in "qkvo" if letter in project):
-        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each once and in that order.')
+    if not set(project) <= set("qkvo") or len(set(project)) < len(project):
+        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each at most once.')
     letters = operator.projections(project)
     if letters != project:
         raise ValueError(f'{caller}: {name} reads no keys; fix: project="{letters}".')
