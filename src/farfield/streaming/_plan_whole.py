@@ -119,8 +119,8 @@ class StreamingPlan:
             what = f"summarize {names}" if names else "write"
             work = each.share * read_ratio(self.size, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
-        macs = f"{self.macs / 1e9:,.1f}G"
-        text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {macs}")
+        total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
+        text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
         return text
 
 
