@@ -3,10 +3,13 @@
     python benchmarks/train_compact.py cifar10 --root data/cifar10 --width 0.5 --epochs 15 --subset 20000
     python benchmarks/train_compact.py imagenette --root data/imagenette --width 0.5 --epochs 15
     python benchmarks/train_compact.py imagenette --list             # the runs, and which are done
-    python benchmarks/train_compact.py imagenette --collect          # the table and the picture again, from the logs
+    python benchmarks/train_compact.py cifar10 --epochs 6 … --record benchmarks/records/cifar10.jsonl --collect
 
-Each run is one `farfield fit` of the dataset's recipe in a folder of its own; finished runs are not run again, and a
-killed run resumes. Networks are those of farfield.models and those of benchmarks/zeroed.py.
+Each run is one `farfield fit` of the dataset's recipe in a folder of its own; a killed run resumes. A finished run is a
+line of the record, with its accuracies, and is not run again, also where its folder is not. Several processes can share
+the work by `--networks` and `--seeds`, with one record. `--collect` makes the table and the picture of all runs in the
+record that have the same dataset, width, epochs and other options. Networks are those of farfield.models and those of
+benchmarks/zeroed.py.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import json
 import os
+import platform
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from training import fit, minutes
 
+import farfield
 from farfield import models
 from farfield.cost import count
 
@@ -33,10 +41,17 @@ SIZE = {"imagenette": 128, "cifar10": 32}
 STRIDES = {"imagenette": (2, 2, 2, 2, 2), "cifar10": (1, 1, 2, 2, 2)}
 # Batch of the timed steps, and number of turns of each network.
 TIMED_BATCH, TURNS = 16, 9
+# The options that identify the runs of one table; a run is one network and seed of them.
+IDENTITY = ("dataset", "width", "epochs", "subset", "batch_size", "learning_rate", "more")
+Record = dict[tuple[str, int], dict[str, Any]]
 
 
-def train(arguments: argparse.Namespace, network: str, seed: int, folder: Path) -> None:
-    """Run one `farfield fit`, or what is left of it; leave a finished run unchanged."""
+# ---- runs and their record -------------------------------------------------------------------------------------------
+def train(arguments: argparse.Namespace, network: str, seed: int) -> None:
+    """Run one `farfield fit`, or what is left of it, and add it to the record, unless it is there."""
+    if (network, seed) in read(arguments):
+        return
+    folder = arguments.runs / f"{arguments.name or arguments.dataset}-{network}-{seed}"
     options = {
         "data.root": arguments.root,
         "data.batch_size": arguments.batch_size,
@@ -48,16 +63,38 @@ def train(arguments: argparse.Namespace, network: str, seed: int, folder: Path) 
         "seed_everything": seed,
         "data.subset": arguments.subset,
     }
-    if not finished(folder):
-        fit(RECIPES / f"{arguments.dataset}.yaml", folder, options, arguments.more)
-        (folder / "finished").touch()
+    fit(RECIPES / f"{arguments.dataset}.yaml", folder, options, arguments.more)
+    versions = {"farfield": farfield.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    line = identity(arguments) | {"network": network, "seed": seed}
+    line |= {"accuracies": accuracies(folder), "minutes": round(minutes(folder), 1), "versions": versions}
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-def finished(folder: Path) -> bool:
-    """Whether a run is finished."""
-    return (folder / "finished").exists()
+def identity(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that all runs of a table share."""
+    return {name: getattr(arguments, name) for name in IDENTITY}
 
 
+def read(arguments: argparse.Namespace) -> Record:
+    """Read the finished runs with these options: (network, seed) -> line."""
+    if not arguments.record.exists():
+        return {}
+    lines = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
+    wanted = identity(arguments)
+    return {(line["network"], line["seed"]): line for line in lines if wanted.items() <= line.items()}
+
+
+def accuracies(folder: Path) -> list[float]:
+    """Read the validation accuracy after each epoch from a run's newest log."""
+    (log,) = sorted(folder.glob("version_*/metrics.csv"))[-1:]
+    with log.open() as lines:
+        rows = list(csv.DictReader(lines))
+    return [round(float(row["val/accuracy"]), 5) for row in rows if row.get("val/accuracy")]
+
+
+# ---- the table and the picture ---------------------------------------------------------------------------------------
 def build(name: str, arguments: argparse.Namespace) -> nn.Module:
     """Build the network of a run, untrained."""
     module, _, function = name.rpartition(".")
@@ -84,15 +121,7 @@ def times(nets: dict[str, nn.Module], side: int) -> dict[str, float]:
     return {name: median / first for name, median in medians.items()}
 
 
-def curve(folder: Path) -> list[tuple[int, float]]:
-    """Read (epoch from 1, validation accuracy) of a run's newest log."""
-    (log,) = sorted(folder.glob("version_*/metrics.csv"))[-1:]
-    with log.open() as lines:
-        rows = list(csv.DictReader(lines))
-    return [(int(row["epoch"]) + 1, float(row["val/accuracy"])) for row in rows if row.get("val/accuracy")]
-
-
-def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
+def table(runs: Mapping[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
     """Format mean and spread of the last epoch's accuracy, and a network's MACs and times, as a Markdown table."""
     side = SIZE[arguments.dataset]
     nets = {name: build(name, arguments) for name in runs}
@@ -102,11 +131,11 @@ def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
         f"`{next(iter(runs))}` | minutes of a core |",
         "|---|---|---|---|---|---|---|",
     ]
-    for network, folders in runs.items():
-        last = [100 * curve(folder)[-1][1] for folder in folders]
+    for network, seeds in runs.items():
+        last = [100 * line["accuracies"][-1] for line in seeds]
         each = ", ".join(f"{value:.1f}" for value in last)
         spread = f"{max(last) - min(last):.1f}" if len(last) > 1 else "one seed"
-        took = ", ".join(f"{minutes(folder):.0f}" for folder in folders)
+        took = ", ".join(f"{line['minutes']:.0f}" for line in seeds)
         entries = [
             f"`{network}`",
             each,
@@ -118,33 +147,27 @@ def table(runs: dict[str, list[Path]], arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def picture(runs: dict[str, list[Path]], title: str, file: Path) -> None:
+def picture(runs: Mapping[str, list[dict[str, Any]]], title: str, file: Path) -> None:
     """Draw validation accuracy against epochs, one colour per network, one line per seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for colour, (network, folders) in enumerate(runs.items()):
-        for index, folder in enumerate(folders):
-            epochs, accuracies = zip(*curve(folder), strict=True)
+    for colour, (network, seeds) in enumerate(runs.items()):
+        for index, line in enumerate(seeds):
+            percents = [100 * value for value in line["accuracies"]]
             label = network if index == 0 else None
-            axes.plot(epochs, [100 * value for value in accuracies], color=f"C{colour}", label=label, marker=".")
+            axes.plot(range(1, len(percents) + 1), percents, color=f"C{colour}", label=label, marker=".")
     axes.set(xlabel="epoch", ylabel="validation accuracy, %", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=150)
 
 
-def list_runs(folders: dict[str, list[Path]]) -> str:
-    """Format the list of all runs, with those that are finished marked."""
-    runs = [run for seeds in zip(*folders.values(), strict=True) for run in seeds]
-    return "\n".join(f"{'done' if finished(run) else 'to do':6} {run}" for run in runs)
-
-
 def main() -> None:
     """Train what is not trained yet, then print the table and draw the curves of the finished runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", choices=list(SIZE))
-    parser.add_argument("--root", help="folder with train/ and val/")
+    parser.add_argument("--root", help="folder with train/ and val/, for training")
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=15)
@@ -155,6 +178,7 @@ def main() -> None:
     parser.add_argument("--subset", type=int, help="number of training images, stratified; all by default")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--name", help="name of the runs' folders and the picture; the dataset by default")
+    parser.add_argument("--record", type=Path, help="the record; default: NAME.jsonl in the folder of the runs")
     parser.add_argument("--list", action="store_true", help="train nothing, list the runs")
     parser.add_argument("--collect", action="store_true", help="train nothing, print the table")
     parser.add_argument("more", nargs="*", help="further arguments of farfield fit, after --")
@@ -162,19 +186,23 @@ def main() -> None:
     here, paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = here if paths is None else os.pathsep.join([here, paths])  # for zeroed
     title = arguments.name or arguments.dataset
-    folders = {
-        name: [arguments.runs / f"{title}-{name}-{seed}" for seed in arguments.seeds] for name in arguments.networks
-    }
+    arguments.record = arguments.record or arguments.runs / f"{title}.jsonl"
+    # A whole table of one seed before the next.
+    runs = [(network, seed) for seed in arguments.seeds for network in arguments.networks]
     if arguments.list:
-        print(list_runs(folders))
+        record = read(arguments)
+        print("\n".join(f"{'done' if run in record else 'to do':6} {run[0]}, seed {run[1]}" for run in runs))
         return
     if not arguments.collect:
-        for index, seed in enumerate(arguments.seeds):  # a whole table of one seed before the next
-            for network, runs in folders.items():
-                train(arguments, network, seed, runs[index])
-    done = {name: [run for run in runs if finished(run)] for name, runs in folders.items()}
-    done = {name: runs for name, runs in done.items() if runs}
+        for network, seed in runs:
+            train(arguments, network, seed)
+    record = read(arguments)
+    done = {name: [record[name, seed] for seed in arguments.seeds if (name, seed) in record] for name, _ in runs}
+    done = {name: lines for name, lines in done.items() if lines}
+    if not done:
+        parser.exit(1, f"{parser.prog}: {arguments.record} has no finished run with these options.\n")
     print(table(done, arguments))
+    arguments.runs.mkdir(parents=True, exist_ok=True)
     file = arguments.runs / f"{title}.png"
     picture(done, f"{arguments.dataset}, {arguments.epochs} epochs, width {arguments.width}", file)
     print(f"curves: {file}")
