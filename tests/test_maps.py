@@ -380,14 +380,15 @@ def test_what_is_no_attention(function: Any) -> None:
         (
             "axis_maps",
             "dot",
-            "axis_maps: dot does not attend to the means of axes; "
-            "fix: maps.attention_row, or one of kronecker_kv, kronecker_qkv.",
+            "axis_maps: dot is not an operator with a softmax over axis means; "
+            "fix: call maps.attention_row instead, or use an attention with the operator kronecker_kv or "
+            "kronecker_qkv.",
         ),
         (
             "axis_maps",
             "siamese",
-            "axis_maps: siamese does not attend to the means of axes; "
-            "fix: maps.basis_masks, or one of kronecker_kv, kronecker_qkv.",
+            "axis_maps: siamese is not an operator with a softmax over axis means; "
+            "fix: call maps.basis_masks instead, or use an attention with the operator kronecker_kv or kronecker_qkv.",
         ),
         (
             "axis_maps",

@@ -94,10 +94,10 @@ def test_a_projection_has_patches_of_the_whole_depth() -> None:
     ("stack", "text"),
     [
         (np.random.default_rng(0).random((3, 20, 20)), "the size (3, 20, 20), smaller than a patch, (4, 8, 8)"),
-        (np.eye(20)[None].repeat(8, 0) * 0 - 5 + np.linspace(0, 1, 20), "no patch (4, 8, 8) has anything brighter"),
+        (np.eye(20)[None].repeat(8, 0) * 0 - 5 + np.linspace(0, 1, 20), "no patch (4, 8, 8) has a position brighter"),
         (
             np.where(np.arange(8 * 400) % 400 == 210, 50.0, 7.0).reshape(8, 20, 20),
-            "percentiles 3 and 99.5 are equal, both 7",
+            "percentiles 3 and 99.5 have the same value, 7, so",
         ),
     ],
 )

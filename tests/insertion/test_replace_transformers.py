@@ -419,7 +419,7 @@ GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}
             partial(build, "T5", **T5, **TOKENS, decoder_start_token_id=0),
             (WORDS, None, WORDS),
             r"\(T5Attention\) adds a bias .* \(relative_attention_bias.weight\)",
-            f"{NAME} in T5Attention: this model's attention also has position_bias",
+            f"{NAME} in T5Attention: this model calls its attention with position_bias=…",
         ),
     ],
     ids=["gpt2", "bert decoder", "clip text", "bart", "swin", "t5"],

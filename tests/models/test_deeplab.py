@@ -251,3 +251,11 @@ def test_a_wrong_image() -> None:
         net(torch.randn(3, 32, 32))
     with pytest.raises(TypeError, match=r"must be floating point, got torch\.uint8"):
         net(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+
+def test_a_fix_that_the_network_does_not_have_is_not_named() -> None:
+    with torch.device("meta"):
+        net, image = models.deeplab_v2("resnet50"), torch.randn(1, 4, 32, 32)
+    with pytest.raises(ShapeError) as error:
+        net(image)
+    assert "fix: give it (batch, 3, height, width)." in str(error.value)

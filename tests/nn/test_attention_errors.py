@@ -58,7 +58,7 @@ MISFITS = {
         ShapeError,
         r"context_mask must be.*\(2, 5\).*\(2, 8, 7\)",
     ),
-    "no context": ({"context_mask": VALID}, ValueError, "context_mask.*fix: mask="),
+    "no context": ({"context_mask": VALID}, ValueError, "context_mask.*fix: give the context too"),
 }
 
 

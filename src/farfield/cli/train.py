@@ -92,11 +92,13 @@ TASKS = {
 
 
 class Training(LightningCLI):
-    """Lightning's command line, with the folder, checkpoints and files of a run that the module's docstring describes.
+    """The command line of `farfield fit`, `validate`, `test` and `predict`; building an instance runs the command.
+
+    It adds to Lightning's command line the folder of a run and the files in it, listed in the docstring of this module.
 
     Args:
-        args: The command line without the program's name; None takes it from the system.
-        task: A name of `TASKS`.
+        args: The command line without the program's name; None reads `sys.argv`.
+        task: A key of `TASKS`.
         callbacks: Callbacks of the trainer, in addition to those of the configuration.
     """
 

@@ -144,7 +144,7 @@ def shapes_text(inputs: Inputs) -> str:
 
 
 def innermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules without children, and attention modules, whose children only hold weights."""
+    """Yield the modules without children; a `GridAttention` is yielded itself, and the modules inside it are not."""
     children = list(module.children())
     if not children or isinstance(module, GridAttention):
         yield module

@@ -32,31 +32,38 @@ SHAPES = 2 ** np.linspace(-1, 1, 7)
 
 
 class CocoFolders(Loading):
-    """Read `root/annotations/instances_<split>.json` and the images in `root/<split>`, or `root/images`.
+    """Read images and their objects in COCO's format.
 
-    Category ids may be any numbers: in order they become the labels 1 to K, 0 is the background, and predictions have
-    the file's own ids again. Segmentations may be polygons or RLE. Regions marked `iscrowd` are not trained on; in
-    evaluation detections in them count as neither right nor wrong, as in COCO's own evaluation. Images without objects
-    are trained on as background.
+    The annotations are `root/annotations/instances_<split>.json`; the images are in the first of `root/<split>`,
+    `root/images/<split>` and `root/images` that exists.
 
-    A batch is `(images, targets)`, two lists: images `(3, height, width)` with values from 0 to 1, and for each
-    `boxes` as x, y, x, y, `labels`, `masks` if there are any, and in evaluation `iscrowd` and `area`.
+    Category ids may be any whole numbers. The categories, sorted by id, get the labels 1 to K, and 0 is the background;
+    written predictions have the ids of the file. Segmentations may be polygons or RLE. Objects marked `iscrowd` are
+    not trained on; in evaluation, detections inside them count as neither right nor wrong, as in COCO's own evaluation.
+    Images without objects are trained on as background. Training images are mirrored with probability 1/2.
+
+    In training and evaluation a batch is `(images, targets)`, two lists of the same length: images `(3, height, width)`
+    with values from 0 to 1, and one dictionary per image with `boxes` (left, top, right, bottom), `labels`, `masks` if
+    they are used, and in evaluation `iscrowd` and `area`.
 
     Args:
-        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
-        splits: Names for training, validation and test; without a file for the last, the validation split is used.
-        masks: Whether there are masks; None decides: no if no object has one, or if each is its box's rectangle.
-        leave_out: What is left out of the training images: "images_without_objects", "faulty_boxes". Without the latter
-            boxes of no size or outside their image are an error.
+        root: The folder. Not read by `farfield predict` if `predict` is given; it may then be left out.
+        splits: Names of the training, validation and test split; if the test split has no file, the validation split
+            is tested.
+        masks: Whether masks are used. By default they are, unless in some split no object has a mask or every mask is
+            the rectangle of its box.
+        leave_out: What to leave out of the training images: "images_without_objects", "faulty_boxes". If "faulty_boxes"
+            is not among them, a box of no size or outside its image, in any split, is an error.
         group_by_shape: Whether images of similar aspect ratio are batched together, which reduces padding.
         batch_size: Training images per batch, on each device; evaluation has batches of one image.
         workers: Loader processes; 0 loads in the main process.
-        predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
+        predict: A folder whose images, at any depth, are predicted; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
-        FolderError: In `prepare_data` and `setup`: files that are missing, damaged or not in COCO's format, images
-            without entries or the reverse, unknown categories, faulty boxes and masks; the error names them.
+        FolderError: If neither `root` nor `predict` is given. In `prepare_data` and `setup`: if files are missing,
+            damaged or not in COCO's format, images have no entry or entries no image, categories are unknown, or boxes
+            or masks are faulty; the error names them.
     """
 
     def __init__(

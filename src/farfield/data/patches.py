@@ -22,22 +22,25 @@ EPSILON = 1e-20
 
 
 class Patches(Dataset[tuple[Tensor, Tensor]]):
-    """Patches of one pair of stacks, drawn once; cut and normalised on access.
+    """Patches of one pair of stacks: positions are drawn once, a patch is cut and normalised each time it is read.
 
-    Within half a patch of a patch's centre, the clean stack exceeds 0.4 of its 99.9th percentile somewhere. Each patch
-    has its own pair of percentiles, low from 1 to 3 and high from 99.5 to 99.9, the same for source and target; their
-    grey levels are those of the whole source and of the whole target: `(x - low) / (high - low)`, nothing clipped.
+    Patches are drawn near bright positions only: in a window of half the patch's size, around the patch's centre, the
+    largest value of the target exceeds 0.4 of the target's 99.9th percentile. For each patch a low percentile from 1 to
+    3 and a high one from 99.5 to 99.9 are drawn. Source and target are both normalised as `(x - low) / (high - low)`,
+    where low and high are the values of these two percentiles in the whole source, or in the whole target. Nothing is
+    clipped.
 
     Args:
         name: Name of the pair in errors.
         source: `(z, y, x)`, or `(y, x)`.
         target: The same, or `(y, x)` for a projection.
         patch: Size of a patch of the source.
-        number: Number of patches; fewer if there are not as many.
+        number: Number of patches; fewer if there are fewer positions to draw, because none is drawn twice.
         seed: Seed of the draw.
 
     Raises:
-        FolderError: If the stack is smaller than a patch or nowhere bright enough, or its percentiles are equal.
+        FolderError: If the source is smaller than a patch, the target is nowhere bright enough for one, or the low and
+            the high percentile of a patch have the same value.
 
     Reference:
         Weigert et al. 2018
@@ -65,8 +68,9 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         for what, levels in zip(("source", "target"), self.levels, strict=True):
             if (levels[:, 1] <= levels[:, 0]).any():
                 raise FolderError(
-                    f"StackPairs: {name}: the {what}'s percentiles 3 and 99.5 are equal, both {levels[0, 0]:g}; "
-                    "there is nothing to normalise by.\n  fix: crop the stack to what it shows."
+                    f"StackPairs: {name}: the {what}'s percentiles 3 and 99.5 have the same value, "
+                    f"{levels[:, 0].max():g}, so its patches cannot be normalised.\n"
+                    "  fix: crop both stacks to the region that is not background, or leave this pair out."
                 )
 
     def __len__(self) -> int:
@@ -100,8 +104,8 @@ def drawn_corners(
     places = np.flatnonzero(bright[inside])
     if not len(places):
         raise FolderError(
-            f"StackPairs: {name}: no patch {tuple(patch)} has anything brighter than {SHARE} of the target's "
-            f"percentile {PERCENTILE}.\n  fix: a smaller patch (--data.patch), or leave this pair out."
+            f"StackPairs: {name}: no patch {tuple(patch)} has a position brighter than {SHARE} of the target's "
+            f"percentile {PERCENTILE} near its centre.\n  fix: a smaller patch (--data.patch), or leave this pair out."
         )
     chosen = random.choice(places, min(number, len(places)), replace=False)
     return np.stack(np.unravel_index(chosen, [part.stop - part.start for part in inside]), 1)

@@ -131,8 +131,8 @@ def axis_maps(
     if operator is not None and (operator.keys_from.side_by_side or operator.basis is not None):
         fix = "attention_row" if operator.basis is None else "basis_masks"
         raise ValueError(
-            f"axis_maps: {attention.operator_name} does not attend to the means of axes; fix: maps.{fix}, or one of "
-            f"kronecker_kv, kronecker_qkv."
+            f"axis_maps: {attention.operator_name} is not an operator with a softmax over axis means; fix: call "
+            f"maps.{fix} instead, or use an attention with the operator kronecker_kv or kronecker_qkv."
         )
     grids = read_grids("axis_maps", attention, grid, context, mask, context_mask)
     if position is not None:

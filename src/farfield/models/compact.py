@@ -52,7 +52,15 @@ PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is
 
 
 class Variant(NamedTuple):
-    """The block of the base rows, the block of the attention rows, and the global path of the latter."""
+    """The blocks that a network has in the rows of `STAGES`.
+
+    Attributes:
+        base: Block of the rows of kind "base": "mobilenet" or "skip".
+        attention: Block of the rows of kind "attention": "attention" or "attention_skip"; "mobilenet" or "skip" for a
+            network without attention.
+        path: What an attention block computes over all positions: a name of `ops.OPERATORS`, or "squeeze_excite"; None
+            for a network without attention.
+    """
 
     base: str
     attention: str
@@ -168,7 +176,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     def enter(self, image: Tensor) -> Tensor:
         """Return the grid of the stem."""
-        check_image(self.name, image, self.in_channels)
+        check_image(self.name, image, self.in_channels, ", or build the net with in_channels")
         return self.stem(image)
 
     def forward_head(
@@ -310,10 +318,21 @@ def check_strides(
     return tuple(strides), limit_strides(strides, output_stride)
 
 
-def check_image(model: str, image: Tensor, channels: int) -> None:
-    """Refuse an input that is not a floating-point batch of images with the network's channels."""
+def check_image(model: str, image: Tensor, channels: int, other: str = "") -> None:
+    """Raise an error if an image is not a floating-point tensor `(batch, channels, height, width)`, or is empty.
+
+    Args:
+        model: The network that the error names.
+        image: The image.
+        channels: The channels that the network reads.
+        other: Another fix, for a network that can be built for other channels.
+
+    Raises:
+        ShapeError: If it has other axes, another number of channels, or an axis of length 0.
+        TypeError: If its dtype is not floating point.
+    """
     if image.dim() != 4 or image.shape[1] != channels:
-        fix = f"give it (batch, {channels}, height, width), or build the net with in_channels."
+        fix = f"give it (batch, {channels}, height, width){other}."
         if image.dim() == 3:
             fix = "add the batch: image.unsqueeze(0)."
         elif image.dim() == 4 and image.shape[3] == channels:

@@ -86,7 +86,11 @@ class ConditionalNorm(nn.Module):
 
 
 class GeneratorBlock(nn.Module):
-    """Residual block that doubles the size: two 3x3 convolutions after norm and ReLU, shortcut of a 1x1 convolution."""
+    """Residual block that doubles height and width: `up(conv1(x)) + conv3(relu(norm(conv3(up(relu(norm(x)))))))`.
+
+    `conv1` and `conv3` are 1x1 and 3x3 convolutions with spectral norm, each with its own weights; `norm` is a
+    `ConditionalNorm`, and `up` repeats each position twice along both axes.
+    """
 
     def __init__(self, channels: int, out_channels: int, num_classes: int) -> None:
         super().__init__()

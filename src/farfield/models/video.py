@@ -33,8 +33,8 @@ class VideoStage(NamedTuple):
     Attributes:
         inner: Inner channels of its blocks.
         temporal: Kernel size over time of each block.
-        stride: Stride over height and width.
-        attending: Indices of the blocks that a non-local block follows.
+        stride: Stride of the first block over height and width; all other blocks have stride 1.
+        attending: Indices of the blocks that are followed by a non-local block, if the network has an operator.
     """
 
     inner: int

@@ -148,7 +148,10 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
     """Raise for a context that does not fit the grid."""
     if context is None:
         if context_mask is not None:
-            raise ValueError("GridAttention: context_mask is the mask of a context, and there is none; fix: mask=….")
+            raise ValueError(
+                "GridAttention: got context_mask but no context; fix: give the context too, or, for the mask of the "
+                "grid, mask= instead of context_mask=."
+            )
         return
     check_input(module, context, context_mask, name="context", mask_name="context_mask")
     if not autocasts(grid):

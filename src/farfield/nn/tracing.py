@@ -78,7 +78,12 @@ def empty_state(model: nn.Module) -> dict[str, Tensor]:
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of storages that operations make, from the operation to the last reference."""
+    """Count the bytes of all storages that operations allocate in this context, each until its last reference is gone.
+
+    Attributes:
+        live: Bytes allocated now.
+        peak: Largest value of `live` so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()

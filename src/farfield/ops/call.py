@@ -74,7 +74,11 @@ def by_head(call: Call, dtype: torch.dtype) -> Tensor:
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
-    """Project gathered positions to keys `(b, h, d, n)` or scores; sums of positions give sums of keys."""
+    """Project gathered positions to keys `(b, h, d, n)`; d is 1 if the operator reduces keys to scores.
+
+    Sums of positions give sums of keys: the bias is multiplied by the number of positions in each sum. If the operator
+    does not read keys, nothing is projected and the result is `gathered.valid`, expanded to all heads.
+    """
     (positions, valid), (matrix, bias) = gathered, call.key
     if not call.operator.reads_keys:
         return valid[:, None].expand(-1, call.heads, -1, -1)

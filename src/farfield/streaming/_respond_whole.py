@@ -111,7 +111,10 @@ def respond_whole(
             layer, context, context_mask, parse_layout("respond_whole", context.shape, spatial_dims), None, "context"
         )
     elif context_mask is not None:
-        raise ValueError("respond_whole: context_mask is the mask of a context, and there is none; fix: mask=….")
+        raise ValueError(
+            "respond_whole: got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
+            "mask= instead of context_mask=."
+        )
     channels, dtype = response_channels(layer), dtype_of(layer)
     shape = query_volume.layout.shape(query_volume.source.batch, channels, query_volume.source.size)
     spec = OutputSpec(
@@ -216,12 +219,12 @@ def tile_positions(
 
 
 class Response:
-    """The passes of one attention layer.
+    """Computes the response of one attention layer to a grid in tiles, in two or three passes; `run` starts them.
 
     Args:
-        query_volume: The grid.
-        key_volume: The context, or the grid again.
-        stream: Inputs, output and progress.
+        query_volume: The grid that queries come from.
+        key_volume: The grid that keys and values come from: the context, or `query_volume` if there is none.
+        stream: Reads the inputs, writes the output, and saves the progress.
     """
 
     def __init__(self, query_volume: Volume, key_volume: Volume, stream: Stream) -> None:

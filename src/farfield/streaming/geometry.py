@@ -40,7 +40,10 @@ class NetworkGrid(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The spatial size; only for grids with channels first, as inputs of attentions and outputs are."""
+        """The size of the spatial axes, `shape[2:]`.
+
+        Only for grids with channels first: the inputs of attentions and the output of the network.
+        """
         return self.shape[2:]
 
     def part(self, region: Region, whole: Sequence[int]) -> Region:

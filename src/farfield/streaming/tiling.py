@@ -27,12 +27,14 @@ SUMMARY_SHARE = 1 / 2
 
 
 class Pass(NamedTuple):
-    """One pass over all tiles.
+    """One pass over all tiles: it summarizes some attentions, or, as the last pass, computes and writes the output.
 
     Attributes:
-        calls: Indices of the attentions that are summarized, in the order of calls; none in the last pass.
-        halo: Positions that tiles read around their own.
-        share: Share of the network's MACs that the pass runs: it stops at the last of these attentions.
+        calls: Indices of the attention calls that the pass summarizes, in the order of the forward pass; empty in the
+            last pass.
+        halo: Positions that a tile reads before and after its own, per axis.
+        share: MACs of the pass on a tile, as a share of the whole network's. A pass stops at the input of the last
+            attention in `calls`; the last pass runs the whole network, so its share is 1.
     """
 
     calls: tuple[int, ...]

@@ -281,7 +281,11 @@ def solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
 
 
 def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the detections in an image as entries of COCO's results, with labels in place of category ids."""
+    """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`.
+
+    Each entry has `bbox` as x, y, width and height, `score`, `label` (the label of the network, not a category id) and,
+    if there are masks, `segmentation` as RLE.
+    """
     corners = detections["boxes"].double().cpu()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
     labels, scores = detections["labels"].tolist(), detections["scores"].double().tolist()

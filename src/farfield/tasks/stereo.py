@@ -204,7 +204,11 @@ class DisparityErrors(Metric):
 def loss_of(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
-    """Return the weighted sum of the smooth L1 losses of all outputs, over the pixels that count; 0 if none does."""
+    """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
+
+    A disparity is valid if it is known and below `max_disparity`. The weights are the last k of `WEIGHTS`. If a batch
+    has no valid disparity, the loss is 0.
+    """
     known = known_below(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
@@ -216,7 +220,7 @@ def loss_of(
 
 
 def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
-    """Return the mask of the pixels that count: their disparity is known, so finite, and below the largest."""
+    """Return the mask of the pixels with a valid disparity: known, so finite, and below `max_disparity`."""
     return truth < max_disparity
 
 

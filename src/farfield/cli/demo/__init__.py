@@ -177,10 +177,10 @@ def train(name: str, options: argparse.Namespace) -> Row:
 
 
 class Bar(Callback):
-    """Send the training progress of one network to the process that shows it.
+    """Send the progress of a network's training, and at the end its accuracy, to the process that shows the bars.
 
     Args:
-        network: Its name.
+        network: Name of the network.
     """
 
     updates: Queue[Update]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
-from farfield.insertion._insert.additions import Entries, grid_of
+from farfield.insertion._insert.additions import Entries, grid_of, places_of
 from farfield.insertion._insert.effects import Effects, tensors
 from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
 from farfield.insertion._insert.probe import Seen, probe
@@ -47,18 +47,21 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
 
 
 def check_free(place: Place, host: nn.Module) -> None:
-    """Refuse a place that has an addition already, or whose host uses the name "farfield".
+    """Refuse a place that has an addition already, or whose host has an attribute "farfield" that is none.
 
     Raises:
         ValueError: If so; the text has the fix.
     """
-    addition = host._modules.get(CHILD)
-    if isinstance(addition, Entries) and place.entry is not None and place.entry not in addition:
-        addition = None
-    elif addition is None and hasattr(host, CHILD):
-        raise ValueError(f'insert: {place} has an attribute "{CHILD}" of its own; fix: insert at another module.')
-    if addition is not None:
-        raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{place}") first.')
+    added = places_of(place.path, host)
+    if hasattr(host, CHILD) and not added:
+        raise ValueError(
+            f'insert: {place.path} already has an attribute "{CHILD}", the name under which insert would add its '
+            f"module; fix: insert at another module, or rename that attribute."
+        )
+    # Entries of one host have additions independently of each other; a whole output has one.
+    if added and (place in added or place.entry is None or added[0].entry is None):
+        there = place if place in added else added[0]
+        raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{there}") first.')
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
         raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
 

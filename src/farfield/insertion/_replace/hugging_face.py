@@ -89,8 +89,8 @@ def attend(
     for option, given in options.items():
         if option not in IGNORED and given is not None and given is not False:
             raise ValueError(
-                f"{caller}: this model's attention also has {option}, which {name} does not support; "
-                f"fix: leave this layer out by where=, or take a model without it."
+                f"{caller}: this model calls its attention with {option}=…, which {name} does not support; "
+                f"fix: replace other layers only, replace_attention(…, where=…), or take a model without {option}."
             )
     # As in transformers: the is_causal of the call, or a mask of pairs, takes precedence over the module's is_causal.
     causal = options.get("is_causal")
