@@ -35,4 +35,4 @@ def has_shape(hint: Any) -> bool:
 
 def install() -> None:
     """Check all modules of the library that are imported from now on."""
-    install_import_hook("farfield", "shapes.check")
+    install_import_hook("farfield", "helpers.shapes.check")
