@@ -1,7 +1,8 @@
 """Run the numerical tests as other processors would: `make test-everywhere`.
 
 Each switch makes a library choose the code that it has for another processor, or changes the number of threads, or runs
-the compiled kernels. One checks the shapes of annotations (helpers/shapes.py). A table at the end says how many tests each ran.
+the compiled kernels. One checks the shapes of annotations (helpers/shapes.py). A table at the end has the number of
+tests that each ran.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_plan_refuses(options: dict[str, object], error: type[Exception], text: 
 
 
 @pytest.mark.slow
-def test_how_long_turns_last_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_turns_last_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
     def watched(contestants: Any, **options: Any) -> Any:

@@ -155,7 +155,7 @@ def test_a_task_is_a_network() -> None:
     assert len(found) == 10
 
 
-def test_attention_of_few_tokens_is_heard() -> None:
+def test_attention_of_few_tokens_matters() -> None:
     layer = TransformerLayer(16, "factorized_gaussian", heads=2)
     tokens = torch.randn(2, 5, 16)
     before = layer(tokens)

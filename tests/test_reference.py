@@ -56,7 +56,7 @@ def test_loops_never_read_a_masked_position(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_no_valid_position_answers_zero(row: str) -> None:
+def test_no_valid_position_responds_with_zero(row: str) -> None:
     case = draw(row, masked=True)
     case.options["mask"][0] = False
     for form in (case.loops(), case.explicit()):

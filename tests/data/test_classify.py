@@ -43,7 +43,7 @@ def test_a_split_is_stratified_fixed_and_disjoint(numbers: list[int], seed: int)
     assert all(map(np.array_equal, split(labels.tolist(), 0.2, seed), (first, second)))
 
 
-def test_a_subset_has_the_number_asked_for_and_the_same_share_of_each_class() -> None:
+def test_a_subset_has_the_number_requested_and_the_same_share_of_each_class() -> None:
     labels = [0] * 60 + [1] * 40
     kept = drawn(labels, 50, seed=1)
     assert len(set(kept)) == 50

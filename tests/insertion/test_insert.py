@@ -78,7 +78,7 @@ PLACES = ["stem", "stage", "stage.1", "stage.0", "stage.2.norm"]
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_the_place_answers_with_what_the_addition_makes_of_it(where: str) -> None:
+def test_the_place_returns_what_the_addition_makes_of_it(where: str) -> None:
     net = Net().eval()
     net(image)
     place, seen = net.get_submodule(where), []

@@ -215,7 +215,7 @@ def test_an_entry_of_what_a_model_of_transformers_returns() -> None:
         assert torch.equal(model(image).logits, before)
 
 
-def test_far_positions_do_not_hear_of_a_corner_without_an_addition() -> None:
+def test_far_positions_do_not_depend_on_a_corner_without_an_addition() -> None:
     model = torchvision.models.resnet50().eval()
     large = torch.rand(1, 3, 160, 160)
     added = insert(model, "layer1.0", make, example=large)

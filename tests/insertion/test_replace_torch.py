@@ -231,7 +231,7 @@ def test_a_layer_alone_leaves_its_fast_path_and_refuses_nested_tensors() -> None
             encoder(grid, src_key_padding_mask=~VALID)
 
 
-def test_decoder_hears_its_context_and_refuses_to_be_causal() -> None:
+def test_decoder_depends_on_its_context_and_refuses_to_be_causal() -> None:
     layer = nn.TransformerDecoderLayer(12, 2, 20, 0.0, batch_first=True)
     decoder = randomized(nn.TransformerDecoder(layer, 1)).eval()
     grid, context = (torch.randn(2, positions, 12, dtype=torch.float64) for positions in (5, 7))

@@ -182,7 +182,7 @@ def test_masks_of_four_dimensions_that_a_user_made(form: str) -> None:
         model(WORDS, attention_mask=torch.randn(2, 1, 7, 7))
 
 
-def test_attentions_are_the_implied_matrix_where_they_are_asked_for() -> None:
+def test_attentions_are_the_implied_matrix_where_they_are_requested() -> None:
     model = BUILDERS["bert"]()
     wanted = run("bert", model)
     replace_attention(model, "factorized_gaussian")

@@ -123,7 +123,7 @@ def test_weights_from_files_of_old_and_new_names(tmp_path: Path) -> None:
 
 # ---- padding, choice, positions --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_padding_holds_is_not_heard_at_all(operator: str) -> None:
+def test_what_padding_holds_has_no_effect_at_all(operator: str) -> None:
     net = models.bert_small(operator, **OURS).eval()  # type: ignore[arg-type]
     found = net(WORDS, mask=VALID)
     for other in (torch.zeros_like(WORDS), torch.randint_like(WORDS, 97)):

@@ -165,7 +165,7 @@ def test_a_level_is_attended_alone(place: str) -> None:
     assert [level for level in before if not torch.equal(before[level], after[level])] == [LEVELS[place]]
 
 
-def test_a_stage_is_heard_by_the_pyramid_above_and_below() -> None:
+def test_a_stage_reaches_the_pyramid_above_and_below() -> None:
     torch.manual_seed(0)
     base = small()
     torch.manual_seed(0)

@@ -93,7 +93,7 @@ def test_parameters_of_the_published_networks() -> None:
     ("side", "at", "in_generator", "in_discriminator"),
     partly([(128, 64, 128, 64), (64, 16, 256, 128), (32, 16, 128, 64)], [(32, 16, 128, 64)]),
 )
-def test_attention_is_where_it_is_asked_for(side: int, at: int, in_generator: int, in_discriminator: int) -> None:
+def test_attention_is_where_it_is_requested(side: int, at: int, in_generator: int, in_discriminator: int) -> None:
     # At 64 of 128 pixels the discriminator has FA's example: 64x64 positions of 64 channels.
     seen: list[tuple[int, ...]] = []
     with torch.device("meta"):

@@ -457,7 +457,7 @@ def test_a_file_or_nothing_in_place_of_a_folder(tmp_path: Path) -> None:
         "",
     ],
 )
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+def test_what_looks_like_a_path_is_not_looked_up_on_the_hub(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(repo: str, name: str, **options: Any) -> str:

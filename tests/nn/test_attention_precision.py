@@ -95,7 +95,7 @@ def off(found: Tensor, exact: Tensor, size: Tensor) -> float:
 @pytest.mark.parametrize(
     *pairwise(row=tuple(ops.OPERATORS), project=("", "v", "qk", "qkvo"), dtype=(torch.float16, torch.bfloat16))
 )
-def test_modules_of_half_precision_answer_within_eight_eps(row, project, dtype):
+def test_modules_of_half_precision_respond_within_eight_eps(row, project, dtype):
     torch.manual_seed(0)
     project = project.replace("k", "") if row == "siamese_local" else project
     attention = GridAttention(8, row, heads=2, project=project).to(dtype)

@@ -97,7 +97,7 @@ def test_gradients_through_tiles(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_summaries_and_what_asks_can_be_saved(row: str) -> None:
+def test_summaries_and_query_sums_can_be_saved(row: str) -> None:
     attention = _build(row, "v")
     grid = torch.randn(2, 4, 4, 6, dtype=torch.float64)
     place = {"origin": (0, 0), "size": (4, 6)}
@@ -108,7 +108,7 @@ def test_summaries_and_what_asks_can_be_saved(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", MEAN_ROWS)
-def test_asking_sums_are_sums_and_counts(row: str) -> None:
+def test_query_sums_are_sums_and_counts(row: str) -> None:
     attention = GridAttention(4, row)
     grid, mask = torch.randn(2, 4, 3, 5), torch.rand(2, 3, 5) > 0.4
     sums, counts = attention.gather_queries(grid, mask=mask)
@@ -120,7 +120,7 @@ def test_asking_sums_are_sums_and_counts(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", MEAN_ROWS)
-def test_a_tile_that_asks_with_sums_needs_those_of_the_whole(row: str) -> None:
+def test_a_tile_whose_queries_are_sums_needs_those_of_the_whole(row: str) -> None:
     attention = GridAttention(4, row)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)

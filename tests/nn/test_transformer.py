@@ -81,7 +81,7 @@ def test_tokens_in_another_order_give_responses_in_that_order(row: str) -> None:
     assert relative(module(tokens[:, order]), module(tokens)[:, order]) < 20 * EPS
 
 
-def test_a_text_of_padding_alone_is_finite_and_hears_nothing() -> None:
+def test_a_text_of_padding_alone_is_finite_and_depends_on_nothing() -> None:
     for row in OPERATORS:
         module = layer(row)
         tokens = torch.randn(1, 5, 16, dtype=torch.float64)

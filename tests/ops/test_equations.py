@@ -47,7 +47,7 @@ def test_every_gradient_is_the_explicit_matrix_gradient(row: str, pair: tuple, m
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_gradients_where_one_grid_asks_and_answers(row: str) -> None:
+def test_gradients_where_one_grid_is_queries_and_keys(row: str) -> None:
     own = draw(row, (4, 3), (4, 3), values=4, heads=2)
     grid = own.query.requires_grad_()
     case = own.replace(query=grid, key=grid, value=grid)

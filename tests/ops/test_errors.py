@@ -142,7 +142,7 @@ def test_a_mask_that_is_not_boolean(row: str, dtype: torch.dtype) -> None:
         _call(row, mask=torch.ones(2, 4, 3, dtype=dtype))
 
 
-def test_an_asking_mask_of_another_shape_or_dtype() -> None:
+def test_a_query_mask_of_another_shape_or_dtype() -> None:
     with pytest.raises(ShapeError, match=r"(?s)kronecker_qkv_attention: query_mask must be .* of query.*\(2, 4, 3\)"):
         _call("kronecker_qkv", query_mask=torch.ones(2, 4, 3, dtype=torch.bool))
     with pytest.raises(TypeError, match="kronecker_qkv_attention: query_mask must be boolean"):

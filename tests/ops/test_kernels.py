@@ -242,7 +242,7 @@ def responses_and_gradients(
 
 
 @pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), masked=(False, True)))
-def test_operators_answer_and_learn_as_by_the_equation(
+def test_operators_respond_and_learn_as_by_the_equation(
     on: None, row: str, project: str, heads: int, masked: bool
 ) -> None:
     project = project.replace("k", "") if row == "siamese_local" else project
@@ -363,7 +363,7 @@ def test_every_reason_is_told(on: None) -> None:
 
 @pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
 @pytest.mark.unchecked("a compiler does not look through the checks")
-def test_what_no_kernel_takes_is_answered_by_the_equation(on: None, row: str) -> None:
+def test_what_no_kernel_takes_falls_back_to_the_equation(on: None, row: str) -> None:
     attention, grid = GridAttention(32, row).eval(), torch.randn(2, 32, 5, 6)
     expected = off(attention, grid)
     assert torch.allclose(attention(grid.contiguous(memory_format=torch.channels_last)), expected, atol=1e-5)
@@ -448,7 +448,7 @@ def test_torchs_counter_counts_the_same(on: None, row: str) -> None:
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
-def test_nothing_is_built_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_built_without_a_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernels.torch.ops, "farfield", object(), raising=False)
     kernels.problem.cache_clear()

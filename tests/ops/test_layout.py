@@ -37,7 +37,7 @@ def test_a_contiguous_response_of_ranks_without_a_format(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_strided_views_answer_as_their_copies(row: str) -> None:
+def test_strided_views_respond_as_their_copies(row: str) -> None:
     case = draw(row, (6, 5), (5, 6), values=4, heads=2)
     views = case.replace(
         query=case.query.repeat_interleave(2, dim=3)[..., ::2],

@@ -59,7 +59,7 @@ def test_a_mask_of_ones_is_no_mask(row: str) -> None:
 
 @pytest.mark.parametrize("poison", [0.0, math.nan])
 @pytest.mark.parametrize("row", ROWS)
-def test_a_sample_with_no_valid_position_answers_zero(row: str, poison: float) -> None:
+def test_a_sample_with_no_valid_position_responds_with_zero(row: str, poison: float) -> None:
     case = draw(row, heads=2, masked=True)
     mask = case.options["mask"].clone()
     mask[0] = False
@@ -83,7 +83,7 @@ def test_a_batch_with_no_valid_position_at_all(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_no_valid_asking_position_still_gets_a_finite_response(row: str) -> None:
+def test_no_valid_query_still_gets_a_finite_response(row: str) -> None:
     case = draw(row, heads=2, masked=True)
     query_mask = case.options["query_mask"].clone()
     query_mask[0] = False
@@ -94,7 +94,7 @@ def test_no_valid_asking_position_still_gets_a_finite_response(row: str) -> None
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_padding_a_ragged_batch_answers_as_each_grid_alone(row: str) -> None:
+def test_padding_a_ragged_batch_responds_as_each_grid_alone(row: str) -> None:
     generator = seeded_generator(3)
     grids = [
         torch.randn(4, *size, generator=generator, dtype=torch.float64) for size in ((3, 5), (4, 2), (1, 1), (5, 4))

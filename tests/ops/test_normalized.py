@@ -55,7 +55,7 @@ def test_its_mean_is_that_of_one_axis(query_size: tuple, key_size: tuple, masked
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
-def test_values_of_one_are_answered_by_one(query_size: tuple, key_size: tuple, masked: bool) -> None:
+def test_values_of_one_give_ones(query_size: tuple, key_size: tuple, masked: bool) -> None:
     case = draw("kronecker_qkv", query_size, key_size, heads=2, masked=masked, scale=3.0)
     ones = case.replace(value=torch.ones_like(case.value))
     assert_close(ones.library(), torch.ones_like(ones.library()), 1e-14)

@@ -65,7 +65,7 @@ def test_it_keeps_masked_content_out() -> None:
         assert torch.equal(clean, poisoned)
 
 
-def test_a_sample_with_no_valid_position_answers_zero() -> None:
+def test_a_sample_with_no_valid_position_responds_with_zero() -> None:
     attention = GridAttention(4, ELU_LINEAR, project="").double()
     grid, mask = torch.randn(2, 4, 5, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
     mask[0] = False

@@ -61,7 +61,7 @@ def test_the_implied_matrix_read_by_unit_values(
 
 @given(query_size=SIZE, key_size=SIZE, heads=HEADS, masked=st.booleans(), seed=SEEDS)
 @pytest.mark.parametrize("row", ROWS)
-def test_samples_do_not_hear_each_other(
+def test_samples_do_not_affect_each_other(
     row: str, query_size: tuple, key_size: tuple, heads: int, masked: bool, seed: int
 ) -> None:
     case = draw(row, query_size, key_size, batch=3, heads=heads, masked=masked, seed=seed)

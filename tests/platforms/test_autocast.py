@@ -53,7 +53,7 @@ def errors_of_blocks(net: nn.Module, image: Tensor, dtype: torch.dtype) -> dict[
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_every_block_answers_as_in_float32(calibrate: Calibrate, name: str, dtype: torch.dtype) -> None:
+def test_every_block_responds_as_in_float32(calibrate: Calibrate, name: str, dtype: torch.dtype) -> None:
     image = torch.randn(8, 3, 64, 64)
     net = calibrate(CLASSIFIERS[name](width=0.25, num_classes=10), image)
     errors = errors_of_blocks(net, image, dtype)

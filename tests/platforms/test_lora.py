@@ -66,7 +66,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("row", OPERATORS)
-def test_every_row_answers_as_with_the_summed_weights(row: str) -> None:
+def test_every_row_responds_as_with_the_summed_weights(row: str) -> None:
     net, image = Placed(row), torch.randn(2, 3, 7, 10)
     before = net(image).detach()
     adapted = get_peft_model(net, config())

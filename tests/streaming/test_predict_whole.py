@@ -43,7 +43,7 @@ def test_blocks_that_take_attention_apart(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["siamese", "kronecker_qkv", "softmax_pooled"])
-def test_attentions_that_hear_of_neither_other_share_a_pass(row: str) -> None:
+def test_attentions_that_do_not_depend_on_each_other_share_a_pass(row: str) -> None:
     net, grid = settled(Branches(row)), torch.randn(1, 1, 39, 40)
     plan = plan_whole(net, grid.shape, tile=13)
     assert [each.calls for each in plan.passes] == [(0, 1), (2,), (3,), ()]
