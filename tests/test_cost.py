@@ -331,7 +331,7 @@ def test_measure_leaves_mode_and_gradients_alone() -> None:
 
 @pytest.mark.parametrize("options", [{"repeats": 0}, {"warm_up": -1}])
 def test_measure_refuses_nothing_to_do(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"cost.measure: repeats must be 1 at least"):
+    with pytest.raises(ValueError, match=r"cost.measure: repeats must be at least 1"):
         cost.measure(torch.exp, torch.zeros(3), **options)  # type: ignore[arg-type]
 
 

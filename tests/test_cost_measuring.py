@@ -86,9 +86,9 @@ def test_compare_differentiates_with_a_dense_gradient() -> None:
 
 
 def test_compare_refuses() -> None:
-    with pytest.raises(ValueError, match=r"^cost.compare: it needs a contestant and repeats from 1, got 0, repeats=7"):
+    with pytest.raises(ValueError, match=r"^cost.compare: it needs at least one .* got 0 contestants, repeats=7"):
         cost.compare({})
-    with pytest.raises(ValueError, match=r"^cost.compare: it needs a contestant and repeats from 1, got 1, repeats=0"):
+    with pytest.raises(ValueError, match=r"^cost.compare: it needs at least one .* got 1 contestants, repeats=0"):
         cost.compare({"a": (torch.exp, torch.zeros(1))}, repeats=0)
     with pytest.raises(ValueError, match=r"^cost.compare: backward=True, but no output has a gradient"):
         cost.compare({"a": (torch.exp, torch.zeros(1))}, backward=True)

@@ -38,7 +38,7 @@ class OwnedFolder:
         """Refuse a path that exists and was not made by farfield.
 
         Raises:
-            FileExistsError: If it was not; the text names what is there.
+            FileExistsError: If such a path exists; the text names what is there.
         """
         problem = foreign(self.path)
         if problem is not None:
@@ -66,7 +66,11 @@ class OwnedFolder:
             raise
 
     def acquire_lock(self) -> FileLock | None:
-        """Lock the folder; return None if a network drive has no such locks."""
+        """Lock the folder; return None if a network drive has no such locks.
+
+        Raises:
+            BlockingIOError: If another process has locked it.
+        """
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
             lock.acquire()
@@ -97,7 +101,7 @@ class OwnedFolder:
                 remove(each)
 
     def remove(self) -> None:
-        """Remove the folder."""
+        """Remove the folder and all that is in it."""
         self.check()
         shutil.rmtree(self.path)
 

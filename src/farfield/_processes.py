@@ -38,7 +38,7 @@ def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | N
 
     Raises:
         ValueError: If there are no processes, or some refuse their arguments; the text is the same on all.
-        Exception: The error of `describe`, if it raises the same one on all processes.
+        Exception: The error of `describe`, if there are no processes or all raise one of the same text.
     """
     facts, own_text, own_error = None, None, None
     try:
@@ -90,7 +90,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """`(processes, *shape)` on each → the sum over processes of this one's row: the adjoint of the all-gather."""
+    """`(processes, *shape)` of each process → `(*shape)`: the sum over processes of the entry at this process's rank.
+
+    It is the adjoint of the all-gather.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup | None) -> Tensor:

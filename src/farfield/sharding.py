@@ -46,14 +46,18 @@ def sharded_attention(
 
     Gradients flow through the gathered summaries, so the gradient of a part is that of the whole. Gradients of
     parameters are this process's share: **summed** over the processes they are those of the whole, for a loss that is
-    the sum of the processes' losses. Data-parallel wrappers average instead; see the guide.
+    the sum of the processes' losses. Data-parallel wrappers average instead; see the guide. If one process refuses its
+    arguments, or if arguments that must be the same differ, all processes raise an error of the same text.
 
     Args:
         layer: The attention, the same on every process.
-        grid: This process's part; parts may have different sizes. Or a `DTensor` that is split on one spatial dim.
+        grid: This process's part; parts may have different sizes. Or a `DTensor` that is split on one spatial dim of a
+            1-D mesh, which then decides place and processes: `dim`, `origin`, `size` and `group` are ignored.
         mask: The valid positions of the part.
-        dim: The spatial dim on which parts follow each other in the order of ranks; ignored if `origin` is given.
-        origin: The part's first index on each axis; with `origin` and `size` parts may lie anywhere.
+        dim: The spatial dim on which parts follow each other in the order of ranks, from 0; ignored if `origin` and
+            `size` are given.
+        origin: The part's first index on each axis; with `origin` and `size` parts may lie anywhere. Give both on all
+            processes, or neither.
         size: The size of the whole grid.
         group: The processes; by default all.
 
@@ -62,10 +66,11 @@ def sharded_attention(
 
     Raises:
         ValueError: If the operator's summary is the grid, so that gathering it would undo the split; if there are no
-            processes; if the layer's norm is in training; if the processes have different layers.
-        ShapeError: If the parts do not form a grid: different batches, overlapping parts, a gap.
+            processes; if the layer's norm is in training mode; if the processes have different layers, or only some
+            have `origin` and `size`; if one process refuses its arguments.
+        ShapeError: If the parts do not form a grid: different batches, overlapping parts, a gap; if a `DTensor` is not
+            split on one spatial dim.
         TypeError: If the processes have different dtypes.
-            All processes raise an error of the same text if one of them refuses its arguments or if they differ.
 
     Cost:
         The MACs of `layer(part)`, and one all-gather of `cost.predict(layer, ...).gathered_bytes` from each process;
@@ -99,7 +104,7 @@ def sharded_attention(
 
 
 class Whole(NamedTuple):
-    """The merged result of all processes.
+    """The merged summaries of all processes.
 
     Attributes:
         summary: The summary of the whole grid.
@@ -124,7 +129,7 @@ def all_gather_summary(
         The merged summary and query sums, with the same rounding on every process.
 
     Raises:
-        ValueError: If each position is a slot, so that the summary is as large as the grid.
+        ValueError: If each position is a slot, so that the summary is as large as the grid; if there are no processes.
         ShapeError: If the processes' summaries differ in shape or dtype; the same error on all of them.
 
     Cost:
@@ -134,7 +139,10 @@ def all_gather_summary(
 
     def describe() -> str:
         if summary.side_by_side:
-            raise ValueError("all_gather_summary: this summary is the grid itself; fix: an operator that compresses.")
+            raise ValueError(
+                "all_gather_summary: this summary is the grid itself; fix: an operator that compresses, such as "
+                "factorized_gaussian."
+            )
         parts = name_tensors(summary, query_sums).items()
         return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
 
@@ -191,12 +199,13 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
         Origin of the part, size of the whole grid.
 
     Raises:
-        ShapeError: If the shapes of the parts differ in anything but this spatial dim.
+        ShapeError: If there is no such spatial dim; if the shapes of the parts differ in anything but that dim.
+        ValueError: If there are no processes.
 
     Cost:
         One all-gather of a few integers, which waits for every process: call it once and keep the result.
     """
-    parts = gather_facts("sharded_attention", lambda: Part(tuple(grid.shape), check_dim(grid, dim)), group)
+    parts = gather_facts("place_of_part", lambda: Part(tuple(grid.shape), check_dim(grid, dim)), group)
     return lay_out(parts, distributed.get_rank(group))
 
 
@@ -207,7 +216,7 @@ class Part(NamedTuple):
         shape: `(batch, channels, *size)`.
         dim: The spatial dim that is split; None if `place` is given.
         place: Origin of the part and size of the whole; None if they are not given.
-        layer: A description of the layer in one line.
+        layer: The `repr` of the layer in one line.
         dtype: The dtype of the part.
     """
 
@@ -227,7 +236,11 @@ def agree(
     size: Sequence[int] | None,
     group: ProcessGroup | None,
 ) -> Place:
-    """Check that the processes have the same layer and dtype and that their parts form a grid; return the own place."""
+    """Check that the processes have the same layer and dtype and that their parts form a grid.
+
+    Returns:
+        The place of this process's part.
+    """
 
     def describe() -> Part:
         check(layer)
@@ -244,13 +257,13 @@ def agree(
 
 
 def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
-    """Raise an error on all processes if the values of their ranks differ."""
+    """Raise an error of a kind on all processes if `values`, one for each process, differ."""
     if len(set(values)) > 1:
         raise kind(f"sharded_attention: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
 
 
 def check_dim(grid: Tensor, dim: int) -> int:
-    """Return the spatial dim that is split, from 0."""
+    """Return `dim`, which may be negative, counted from 0; raise ShapeError if it is out of range."""
     spatial_dims = grid.dim() - 2
     if not -spatial_dims <= dim < spatial_dims:
         raise ShapeError(
@@ -261,7 +274,7 @@ def check_dim(grid: Tensor, dim: int) -> int:
 
 
 def lay_out(parts: Sequence[Part], own: int) -> Place:
-    """Return the place of this process's part; refuse parts that do not form a grid."""
+    """Return the place of the part of process `own`; raise ShapeError if the parts do not form a grid."""
     shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
     check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
     if dim is None:
@@ -272,7 +285,10 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
         listed = list_by_rank(shapes)
         problem = f"parts may differ only in spatial dim {dim}."
-        raise ShapeError(f"sharded_attention: {problem}\n{listed}\n  fix: origin=, size=.")
+        raise ShapeError(
+            f"sharded_attention: {problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims "
+            f"differ, origin= and size= of sharded_attention."
+        )
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
     size[dim] = sum(shape[dim + 2] for shape in shapes)
@@ -280,7 +296,7 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
 
 
 def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
-    """Refuse parts, each inside the whole, that overlap or leave a gap: every position must lie in one part."""
+    """Raise ShapeError for parts, each inside its whole, that overlap, leave a gap, or have different wholes."""
     origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
     check_same(ShapeError, "the same size of the whole", [size for _, size in places], "size=, that of the whole grid.")
     starts = torch.tensor(origins, device="cpu")
@@ -299,7 +315,7 @@ def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> N
 
 
 def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
-    """Apply `sharded_attention` to a `DTensor` that is split on one spatial dim; the response is split alike."""
+    """Apply `sharded_attention` to a `DTensor` that is split on one spatial dim; the response is split as it is."""
     mesh, placements = grid.device_mesh, grid.placements
     if len(placements) != 1 or not isinstance(placements[0], Shard) or placements[0].dim < 2:
         raise ShapeError(
@@ -315,7 +331,7 @@ def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> 
 
 
 def check(layer: GridAttention) -> None:
-    """Refuse operators that do not compress, and a norm that needs the whole grid."""
+    """Raise ValueError for a layer whose operator does not compress, or whose norm is in training mode."""
     operator, name = layer.operator, layer.operator_name
     if not operator.merges_by_adding:
         equal = operator.coefficients is products

@@ -314,7 +314,7 @@ def test_only_networks_are_built(sent: Path, photograph: Path, name: str) -> Non
         (says("farfield.models.kanet_qkv", num_classes=4), "the checkpoint is of another network."),
         (
             says("farfield.models.kanet", operator={"class_path": "os.system"}),
-            "sent/config.yaml: operator names a class, 'os.system'; fix: only the network has one.",
+            "sent/config.yaml: operator names a class, 'os.system', which only a network may; fix: a plain value.",
         ),
         (says("farfield.models.kanet", operator="os.system"), 'kanet: no operator "os.system"; '),
         (

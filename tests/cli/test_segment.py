@@ -222,7 +222,7 @@ def test_an_interrupted_prediction_leaves_nothing_that_looks_finished_and_runs_a
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match=r"one logit for the data's 4 classes[\s\S]*num_classes 4"):
+    with pytest.raises(ShapeError, match=r"one logit for each of the data's 4 classes[\s\S]*num_classes 4"):
         farfield("fit", **{**CAMVID, "data.root": make_voc(tmp_path / "voc"), "model.network.num_classes": 11})
 
 

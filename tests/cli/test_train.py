@@ -202,7 +202,7 @@ def test_a_trainer_that_this_machine_has_not(accelerator: str, devices: str, tex
 
 
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match="one score for the data's 3 classes"):
+    with pytest.raises(ShapeError, match="one score for each of the data's 3 classes"):
         fit(make_root(tmp_path / "images"), model__network__num_classes=5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
@@ -111,6 +112,23 @@ def test_evaluation_needs_no_training_images(tmp_path: Path) -> None:
     make_folder(tmp_path / "root" / "test", 3)
     data = opened(tmp_path / "root", "test")
     assert sum(len(labels) for _, labels in data.test_dataloader()) == 9
+
+
+def test_a_folder_with_test_images_alone_is_predicted(tmp_path: Path) -> None:
+    root = make_root(tmp_path)
+    (root / "val").rename(root / "test")
+    shutil.rmtree(root / "train")
+    data = ImageFolders(str(root), image_size=32, workers=0)
+    data.setup("predict")
+    assert len(data.parts["predict"]) == len(list((root / "test").rglob("*.jpg")))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "one.jpg"])
+def test_what_is_predicted_must_be_a_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "one.jpg").write_bytes(b"")
+    data = ImageFolders(predict=str(tmp_path / name), image_size=32, workers=0)
+    with pytest.raises(FolderError, match=rf"{name} is not a folder.\n  fix: the path of a folder with images"):
+        data.setup("predict")
 
 
 def test_any_folder_of_images_can_be_predicted_without_classes(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ def test_a_split_test_and_images_to_predict(tmp_path: Path) -> None:
     assert len(prepared(make_coco(tmp_path / "two"), "test").test_dataloader()) == 3
 
 
+def test_check_never_decodes_nothing(tmp_path: Path) -> None:
+    root = make_coco(tmp_path, {"train": 3, "val": 2})
+    next((root / "train").iterdir()).write_bytes(b"damaged")
+    with pytest.raises(FolderError, match="1 of the 3 images of"):
+        prepared(root)
+    assert len(prepared(root, check="never").parts["train"]) == 3
+
+
 def test_images_in_one_folder(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made")
     (root / "images").mkdir()
@@ -215,7 +223,7 @@ def first(content: dict[str, Any], **values: Any) -> None:
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "annotations without images": (
         lambda content: first(content, image_id=99),
-        r"1 annotations are of images that it does not list[\s\S]*annotation 1 is of image 99[\s\S]*fix: list the",
+        r"1 annotations are of images that the file does not list[\s\S]*annotation 1 is of image 99[\s\S]*fix: list",
     ),
     "an unknown category": (
         lambda content: first(content, category_id=4),
@@ -260,7 +268,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "an entry without its box": (
         lambda content: content["annotations"][0].pop("bbox"),
-        r"1 entries are not whole[\s\S]*annotations\[0\] has no bbox",
+        r"1 keys are missing[\s\S]*annotations\[0\] has no bbox",
     ),
     "images that are no list": (
         lambda content: content.update(images={"id": 5}),
@@ -294,7 +302,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no categories": (lambda content: content.pop("categories"), r"not in COCO's format, it has no categories"),
     "other categories": (
         lambda content: content.update(categories=[*CATEGORIES, {"id": 9, "name": "star"}]),
-        r"instances_val\.json and .*instances_train\.json have different categories, in one alone: \{9: 'star'\}",
+        r"instances_val\.json and .*instances_train\.json have different categories, only in one: \{9: 'star'\}",
     ),
     "another size than the image": (
         lambda content: content["images"][0].update(width=90),

@@ -163,7 +163,7 @@ def test_links_in_a_circle_are_passed_over_and_named(tmp_path: Path, links: dict
     for link, target in links.items():
         (root / link).symlink_to(target)
     mutual = "deep/x" in links
-    with pytest.warns(UserWarning, match="is a link to a folder above it, and is passed over"):
+    with pytest.warns(UserWarning, match="is a link to a folder above it, and is skipped"):
         found = names(root)
     plain = ["deep/deep.txt", "top.txt", "wide/wide.txt"]
     assert found == (sorted([*plain, "deep/x/wide.txt", "wide/y/deep.txt"]) if mutual else plain)
@@ -184,7 +184,7 @@ def test_links_that_branch_without_a_circle_end_too(tmp_path: Path) -> None:
         (tmp_path / "root" / str(place)).mkdir(parents=True)
         for name in "ab":
             (tmp_path / "root" / str(place) / name).symlink_to(f"../{place + 1}")
-    with pytest.raises(FolderError, match=r"links in .*root lead to one folder on more than 100 ways, last .*root"):
+    with pytest.raises(FolderError, match=r"links in .*root lead to one folder by more than 100 paths, the last .*"):
         files_of(tmp_path / "root")
 
 

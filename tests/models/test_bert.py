@@ -185,7 +185,8 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"embeddings.word_embeddings.weight is \(97, 32\) and not \(98, 32\)"
     ) as raised:
         models.load_hugging_face(net, state)
-    assert "fix: the vocabulary, positions, channels and layers of its config." in str(raised.value)
+    fix = "fix: a Bert with the vocabulary, positions, channels and layers of the model's config"
+    assert fix in str(raised.value)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
     with pytest.raises(ValueError, match=r"it lacks cls.predictions.bias"):
         models.load_hugging_face(models.bert_small("softmax", **OURS), theirs("BertModel").state_dict())  # type: ignore[arg-type]

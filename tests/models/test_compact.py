@@ -337,12 +337,12 @@ IMAGE = "kanet_qkv: the image must be (batch, 3, height, width).\n  image  "
         (
             partial(call, 2, 1, 32, 32),
             ShapeError,
-            f"{IMAGE}(2, 1, 32, 32)\n  fix: give it (batch, 3, height, width), or build the net with in_channels.",
+            f"{IMAGE}(2, 1, 32, 32)\n  fix: give it (batch, 3, height, width), or build it with other in_channels.",
         ),
         (
             partial(call, 2, 3, 0, 32),
             ShapeError,
-            "kanet_qkv: the image is empty.\n  image  (2, 3, 0, 32)\n  fix: its height and width must be at least 1.",
+            "kanet_qkv: the image is empty.\n  image  (2, 3, 0, 32)\n  fix: batch, height and width of 1 at least.",
         ),
         (
             partial(call, 2, 3, 32, 32, dtype=torch.uint8),

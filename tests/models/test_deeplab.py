@@ -220,9 +220,7 @@ def test_a_trained_classifier_fills_a_compact_backbone(tmp_path: Path) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 def test_weights_of_another_backbone(tmp_path: Path) -> None:
     save_file(models.sanet(width=0.5).state_dict(), tmp_path / "other.safetensors")
-    text = (
-        r"deeplab_compact: .*other\.safetensors holds the weights of another backbone: \d+ of \d+ .*stem\.convolution"
-    )
+    text = r"deeplab_compact: .*other\.safetensors holds the weights of another network: \d+ of \d+ .*stem\.convolution"
     with pytest.raises(ValueError, match=text):
         models.deeplab_compact("sanet", width=0.25, weights=tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError, match=r"deeplab_v2: there are no weights .*none\.pth; fix: the path"):

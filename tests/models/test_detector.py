@@ -249,7 +249,7 @@ def test_a_detectors_weights_fill_all_but_the_predictors_of_other_classes(tmp_pa
 # ---- errors ----------------------------------------------------------------------------------------------------------
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save(resnet18().state_dict(), tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"mask_rcnn: .*other\.pth holds the weights of another backbone"):
+    with pytest.raises(ValueError, match=r"mask_rcnn: .*other\.pth holds the weights of another network"):
         models.mask_rcnn("resnet34", weights=tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"weights need a frozen backbone.*fix: frozen=True"):
         models.mask_rcnn("resnet18", setup=SMALL, weights=tmp_path / "other.pth")

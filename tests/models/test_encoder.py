@@ -144,7 +144,7 @@ def test_global_pool_is_reset_saved_and_refused(tmp_path: Path) -> None:
     again = models.from_pretrained(tmp_path)
     assert (again.config["global_pool"], again.config["output_stride"]) == ("catavgmax", 16)
     assert torch.equal(again(images().float()), net.float()(images().float()))
-    with pytest.raises(ValueError, match=r'global_pool="" leaves the grid, which no classifier of 4 classes reads'):
+    with pytest.raises(ValueError, match=r'global_pool="" keeps all positions, but a classifier of 4 classes needs'):
         net.reset_classifier(4, "")
     with pytest.raises(LookupError, match='sanet: no global_pool "mean"; nearest: max'):
         net.reset_classifier(4, "mean")

@@ -324,7 +324,7 @@ IS_DAMAGED, OTHER = (
         (
             config_has(dropout={"class_path": "os.system"}),
             ValueError,
-            "/config.json: dropout names a class, 'os.system'; fix: only the network has one.",
+            "/config.json: dropout names a class, 'os.system', which only a network may; fix: a plain value.",
         ),
         (
             config_has(model="unet_care", spatial_dims=7),

@@ -259,7 +259,7 @@ def test_each_input_of_a_bare_layer_is_looked_at() -> None:
         "grid": grid,
         "context": context,
         "mask": mask.expand(6, 8, 9),
-        "mask of the context": valid.expand(6, 8, 9),
+        "context_mask": valid.expand(6, 8, 9),
     }
     for name, out in outs.items():
         with pytest.raises(ValueError, match=f"respond_whole: out and the {name} are both in the same memory"):

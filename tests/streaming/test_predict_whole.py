@@ -84,7 +84,7 @@ def test_a_bare_attention_is_a_network_too() -> None:
     assert relative(predict_whole(layer, grid, tile=(7, 9), quiet=True), whole(layer, grid[None])[0]) < TOLERANCE
     with pytest.raises(
         ValueError,
-        match=r"GridAttention has no convolution that tells the number of spatial dims.*fix: tile with one number",
+        match=r"spatial dims is unknown, because GridAttention has no convolution.*fix: tile with one number",
     ):
         predict_whole(layer, grid, tile=7, quiet=True)
 

@@ -98,7 +98,7 @@ def test_the_axes_of_a_grid() -> None:
             ShapeError,
             r"the mask of grid must have shape \(5, 5\), got \(5, 4\)",
         ),
-        ((6, 5, 5), {"context_mask": np.ones((5, 4), bool)}, ValueError, "context_mask is the mask of a context"),
+        ((6, 5, 5), {"context_mask": np.ones((5, 4), bool)}, ValueError, "got context_mask but no context"),
         ((6, 5, 5), {"context": np.ones((3, 5))}, ShapeError, "context must have the layer's 6 channels, got 3"),
         ((6, 5, 5), {"out": np.ones((6, 5, 4))}, ShapeError, r"out must have shape \(6, 5, 5\)"),
     ],
@@ -116,6 +116,12 @@ def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatc
         respond_whole(settled(attention("averaged")), grid, tile=3, quiet=True)
     monkeypatch.setattr("farfield.streaming._respond_whole.free_bytes", lambda device: 1000)
     with pytest.raises(
-        ValueError, match=r"summary of softmax is its grid, about .* bytes, and 1,000 are free; fix: an op"
+        ValueError, match=r"summary of softmax is its grid, about .* half of the 1,000 bytes that are free; fix: an op"
     ):
         respond_whole(settled(attention("softmax")), torch.zeros(6, 9, 9), tile=3, quiet=True)
+
+
+def test_batches_that_differ_are_refused_before_anything_is_read() -> None:
+    layer, grid, context = settled(attention("siamese")), torch.randn(2, 6, 8, 9), torch.randn(3, 6, 8, 9)
+    with pytest.raises(ShapeError, match="respond_whole: grid and context must have the same batch"):
+        respond_whole(layer, grid, context=context, tile=(4, 9), quiet=True)

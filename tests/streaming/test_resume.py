@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ from torch import nn
 from farfield import models, streaming
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
-from helpers.streamed_nets import attention, settled
+from helpers.streamed_nets import Hourglass, attention, settled
 
 SIZE = (20, 24)
 TILE = (10, 8)
@@ -372,6 +373,63 @@ def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path
             assert one == other
 
 
+def test_another_network_does_not_take_the_tiles_of_an_unfinished_prediction(
+    stop: Callable, volume: np.ndarray, net: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = stop(".npy")
+    predict_whole(net, volume, out=out)  # the same network: its tiles, 6 of them
+    assert f"{TILES} tiles of 10 × 8 positions" in capsys.readouterr().err
+    out.unlink()
+    stop(".npy")
+    predict_whole(settled(Hourglass("siamese", 2)), volume, out=out, overwrite=True)
+    assert "1 tile of 20 × 24 positions" in capsys.readouterr().err
+
+
+def test_a_mask_of_the_context_is_not_one_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, grid, context = settled(attention("siamese")), torch.randn(6, 8, 9), torch.randn(6, 8, 9)
+    mask, out = torch.rand(8, 9) > 0.3, tmp_path / "out.npy"
+
+    def stopped(*arguments: Any) -> None:
+        raise StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
+        with pytest.raises(StopError):
+            respond_whole(layer, grid, context=context, context_mask=mask, tile=(4, 9), out=out, quiet=True)
+    with pytest.raises(ValueError, match="holds an unfinished prediction with another volume; fix: "):
+        respond_whole(layer, grid, context=context, mask=mask, tile=(4, 9), out=out, quiet=True)
+
+
+def test_a_change_that_float32_does_not_have_is_noticed() -> None:
+    net = settled(nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), attention("siamese"), nn.Conv2d(6, 1, 1))).double()
+
+    class Changing:
+        """An array whose numbers grow a little when all tiles have been read once."""
+
+        def __init__(self) -> None:
+            self.array, self.reads = np.random.default_rng(0).random(SIZE), 0
+            self.shape, self.dtype = self.array.shape, self.array.dtype
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            self.reads += 1
+            return self.array[index] * (1 + 1e-12 * (self.reads > TILES))
+
+    with pytest.raises(ValueError, match="predict_whole: the volume has changed in tile 0"):
+        predict_whole(net, Changing(), tile=TILE, quiet=True)
+
+
+def test_a_full_disk_at_the_first_save_names_no_folder_that_is_gone(
+    net: nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(streaming.resume, "write_state", full)
+    with pytest.raises(OSError, match=r'predict_whole: the disk has no room for the progress of ".*out.npy"; fix:'):
+        predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("changed", ["grid", "context", "mask of the grid", "mask of the context"])
 def test_whatever_a_layer_reads_is_looked_at_again(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -465,7 +523,7 @@ def file(path: Path) -> None:
         ("out.zarr", results, "a folder that is not one zarr array and nothing else"),
         ("out.zarr", group, "a folder that is not one zarr array and nothing else"),
         ("out.zarr", array_and_more, "a folder that is not one zarr array and nothing else"),
-        ("out.npy", results, "a folder that is not one zarr array and nothing else"),
+        ("out.npy", results, "a folder"),
         ("out.zarr", file, "not a zarr array"),
     ],
 )

@@ -212,7 +212,7 @@ def test_the_papers_milestones_are_the_default() -> None:
 
 def test_scores_that_are_not_one_a_class_are_refused_in_the_first_batch(tmp_path: Path) -> None:
     data = Made(torch.zeros(16, 3, 4, 4), torch.zeros(16).long(), 5)
-    with pytest.raises(ShapeError, match=r"one score for the data's 5 classes[\s\S]*\(16, 3\)[\s\S]*num_classes=5"):
+    with pytest.raises(ShapeError, match=r"each of the data's 5 classes[\s\S]*\(16, 3\)[\s\S]*num_classes=5"):
         trainer(tmp_path, 1).fit(Classify(linear(3)), data)
 
 

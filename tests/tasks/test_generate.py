@@ -242,7 +242,7 @@ def test_a_sheet_has_images_in_rows() -> None:
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:
-    text = "Generate: the data have 3 classes and the network 2; fix: build it with num_classes=3, or 0 to leave"
+    text = "the data have 3 classes and the network 2; fix: build the network with num_classes=3, or 0 to leave"
     with pytest.raises(ValueError, match=re.escape(text)):
         trainer(tmp_path, 1).fit(Generate(models.sagan(**SMALL)), Made(noise_images(16), 3))
     trainer(tmp_path, 1).fit(Generate(models.sagan(**SMALL | {"num_classes": 0})), Made(noise_images(16), 3))

@@ -287,7 +287,7 @@ def test_predictions_have_the_images_own_sizes() -> None:
 
 
 def test_a_network_of_other_classes_is_named_in_the_first_batch() -> None:
-    text = r"one logit for the data's 5 classes[\s\S]*\(2, 3, 8, 8\)[\s\S]*num_classes=5"
+    text = r"one logit for each of the data's 5 classes[\s\S]*\(2, 3, 8, 8\)[\s\S]*num_classes=5"
     with pytest.raises(ShapeError, match=text):
         fitted(Segment(Tiny(3)), Made([scenes(2, 3)], 5))
 

@@ -33,12 +33,13 @@ class Cost:
         weights: The number of weights of projections, convolutions and siamese vectors: parameters without biases and
             norms, as the papers count.
         activation_bytes: Bytes of the tensors that the pass forms, whole batch; `predict` and `count` define which.
-        coefficients: The number of an operator's coefficients (heads × slots × queries), whole batch; None for a
-            network. The softmax and Kronecker operators never form them.
+        coefficients: The number of an operator's coefficients (heads × slots × queries), whole batch; None except from
+            `predict` of one operator or `GridAttention`. The softmax and Kronecker operators never form them.
         gathered_bytes: What each process sends if the grid is spread over processes (`farfield.sharding`): a summary,
             whole batch, in float32, and the query sums of operators whose queries are sums. None if the summary is the
-            grid, and for networks.
-        by_module: Path -> MACs of every module that has any, with those of its children; empty for a formula.
+            grid, and where `coefficients` is None.
+        by_module: Path -> MACs of every module that has any, with those of its children; without the module that was
+            counted itself; empty for a formula.
     """
 
     macs: int
@@ -67,7 +68,8 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
 
     Args:
         module: Any module whose steps depend on shapes and not on values.
-        inputs: The shape of its input; or a tensor or shape for each input, of which only shape and dtype are used.
+        inputs: The shape of its input, or a tensor; or a sequence of one of these for each input. Of tensors only shape
+            and dtype are used; from a shape the input gets the dtype of the module's parameters.
 
     Returns:
         The cost, with `by_module`. Activation bytes are those of the outputs of all innermost modules (`GridAttention`
@@ -89,7 +91,11 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
 
 
 def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None:
-    """Run a forward pass on fake tensors and count its operations."""
+    """Run a forward pass on fake tensors, while `counter` counts its operations.
+
+    Raises:
+        RuntimeError: If the module depends on values, or does not accept such inputs.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
@@ -101,7 +107,11 @@ def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[CountedCall]]]:
-    """Count a forward pass layer by layer; also return the calls of each attention and squeeze-excite on a grid."""
+    """Count a forward pass layer by layer.
+
+    Returns:
+        The cost, and path -> calls of each `GridAttention` and `SqueezeExcite`, see `record_calls`.
+    """
     sizes: list[int] = []
     calls: dict[str, list[CountedCall]] = {}
     counter = FlopCounterMode(display=False)
@@ -159,7 +169,7 @@ def bytes_of(output: Any) -> int:
 
 
 def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[CountedCall]) -> list[RemovableHandle]:
-    """Register hooks that record each call of a module on one grid without a context."""
+    """Register hooks that append to `calls` each call of a module on one grid without a context; return the hooks."""
     before: list[int] = []
 
     def start(_: nn.Module, __: tuple[Any, ...]) -> None:
@@ -175,7 +185,7 @@ def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[Counte
 
 
 def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters without biases and without those of norms, each once."""
+    """Yield the parameters of a module without biases and without those of norms, each once."""
     seen: set[int] = set()
     for part in module.modules():
         if "norm" in type(part).__name__.lower():
@@ -187,7 +197,7 @@ def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def macs_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
-    """Return path -> MACs, in the order in which the modules ran."""
+    """Return path -> MACs of the modules inside `module`, in the order in which they ran."""
     prefix = f"{type(module).__name__}."
     return {
         name.removeprefix(prefix): sum(flops.values()) // 2

@@ -60,22 +60,22 @@ def predict_module(
     | CA-dot | (2b + 3c)s + s² | (2bc + c²)s + (b + c)s² |
     | FA-bot, -multi | (2b + 2m + 2c)s + bm/h | (2bc + 2mc + 2bm/h)s |
     | CA-bot, -multi | (2b + 2m + 2c)s + hs² | (2bc + 2mc)s + (b + m)s² |
-    | FA-Tfm, CA-Tfm | and 4cs | and 8c²s |
+    | FA-Tfm, CA-Tfm | those of -multi + 4cs | those of -multi + 8c²s |
 
     Args:
         name: A name of `MODULES`.
         channels: Channels of the grid, c.
         positions: Positions of the grid, s.
-        basis: Channels of basis and coefficients, or keys and queries, b or k; by default half the grid's.
+        basis: Channels of basis and coefficients, or of keys and queries, b; by default half the grid's.
         width: Channels of the values, m, of modules with a bottleneck; by default half the grid's.
-        heads: Heads of the multi-head modules, h.
+        heads: Heads of the multi-head modules, h; ignored for others.
 
     Returns:
-        The cost; `activation_bytes` is the paper's memory.
+        The cost; `activation_bytes` is the paper's memory, 4 bytes for each number.
 
     Raises:
         LookupError: For an unknown module.
-        ShapeError: If heads do not divide the channels.
+        ShapeError: If heads do not divide `basis` or `width`.
         ValueError: For a number below 1.
 
     Reference: FA Table 8–12.

@@ -17,7 +17,7 @@ from farfield.ops.work import Work
 
 
 class Sizes(NamedTuple):
-    """The arguments of a formula.
+    """The sizes of self-attention, which the formulas are functions of.
 
     Attributes:
         size: Size of the grid, which queries, keys and values come from.
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """N."""
+        """The number of positions, N."""
         return math.prod(self.size)
 
     @property
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
         return self.channels if "o" in self.project else self.width
 
     def projections(self, queries: int, keys: int) -> int:
-        """Return the MACs of the projections, each applied to all of its positions, before anything else."""
+        """Return the MACs of projecting so many queries, keys and responses, and as many values as keys, in full."""
         c, d, p = self.channels, self.inner, self.width
         return (
             queries * c * d * ("q" in self.project)
@@ -76,8 +76,8 @@ class OperatorSteps(NamedTuple):
         queries: The number of queries.
         keys: The number of keys, after pooling or averaging.
         slots: Slots of the summary, per head.
-        formed: Numbers of the basis or the coefficients (for a softmax of products: of queries and keys, the inputs of
-            its kernel) that are in memory at once.
+        formed: How many numbers of the basis or the coefficients (for a softmax of products: of queries and keys, the
+            inputs of its kernel) are in memory at once.
         basis: Whether a basis weighs keys into the slots; otherwise each key is its own slot.
         scored: Whether queries and keys are reduced to scores by one vector per head.
         reads_keys: Whether the operator uses its keys at all.
@@ -95,7 +95,10 @@ class OperatorSteps(NamedTuple):
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
 def dense(s: Sizes, queries: int, keys: int) -> OperatorSteps:
-    """KᵀQ is queries·keys·d, V times its softmax queries·keys·p; the coefficients are never formed."""
+    """Return the steps of a softmax of products, whose coefficients are never formed.
+
+    KᵀQ takes queries·keys·d MACs, V times its softmax queries·keys·p.
+    """
     printed = s.projections(queries, keys) + queries * keys * (s.inner + s.width)
     return OperatorSteps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
 
@@ -173,13 +176,13 @@ FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
 
 # ---- the steps that execute here: reduce first, project second -------------------------------------------------------
 def executed_macs(s: Sizes, steps: OperatorSteps) -> int:
-    """Return the MACs of `GridAttention` on one sample: projections of values and outputs act on slots."""
+    """Return the MACs of `GridAttention` that each sample adds: projections of values and outputs act on slots."""
     queries, keys = projection_macs(s, steps, steps.queries, "q"), projection_macs(s, steps, steps.keys, "k")
     return queries + keys * steps.reads_keys + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
 def work(s: Sizes, steps: OperatorSteps) -> Work:
-    """Return the sizes of the products for one sample."""
+    """Return the sizes from which the MACs of the products of one sample follow."""
     channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
     return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased)
 
@@ -192,7 +195,7 @@ def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
 
 
 def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str) -> int:
-    """Return the MACs of projecting queries or keys, or of their scores."""
+    """Return the MACs of projecting `positions` queries (letter "q") or keys ("k"), or of reducing them to scores."""
     projected = letter in s.project
     if steps.scored:  # one score per head; without projections queries and keys have the same scores
         again = letter == "k" and "q" not in s.project and "k" not in s.project
@@ -209,7 +212,8 @@ def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
     """Count the numbers that a forward pass forms on one sample.
 
-    Queries and keys if projected, `formed`, slots and the response.
+    They are those of queries and keys if projected, `formed`, slots and the response; with an output projection also
+    its input, or the projected slots.
     """
     projected = 0 if steps.scored else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
     slots = steps.slots * s.width
@@ -252,7 +256,7 @@ def coefficients(s: Sizes, steps: OperatorSteps) -> int:
 
 
 def kan_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
-    """KAN Table 2: four live copies of the coefficients (KAN §2.1) and a few of the grid and of its axis means."""
+    """KAN Table 2: four live copies of the coefficients (KAN §2.1) and KAN_COPIES of the grid and of its axis means."""
     grids, means = KAN_COPIES[operator]
     return (
         NUMBER
@@ -284,7 +288,7 @@ def fa_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """Return the next power of two."""
+    """Return the least power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 

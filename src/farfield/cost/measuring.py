@@ -54,7 +54,8 @@ def measure(
     Args:
         module: A module, or any function of tensors; a module stays in the mode (training or not) it is in.
         inputs: Its inputs, on the device to measure.
-        backward: Whether to compute the gradients of the sum of all outputs too; those of parameters are cleared.
+        backward: Whether to compute the gradients of the sum of all outputs too. Then the gradients of the parameters
+            and of the inputs are cleared at the end.
         repeats: How many runs are timed.
         warm_up: How many untimed runs come first: they fill caches, compile and allocate.
 
@@ -71,7 +72,10 @@ def measure(
         4000
     """
     if repeats < 1 or warm_up < 0:
-        raise ValueError(f"cost.measure: repeats must be 1 at least and warm_up 0, got {repeats=}, {warm_up=}.")
+        raise ValueError(
+            f"cost.measure: repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}; "
+            f"fix: repeats=10, warm_up=2."
+        )
     device = device_of(module, inputs)
 
     def run() -> None:
@@ -100,7 +104,7 @@ def compare(
     as many runs as fill `turn_seconds`, after the same number of untimed runs, which fill the caches again.
 
     Args:
-        contestants: Name -> a module or function, followed by its inputs.
+        contestants: Name -> a module or function, followed by its inputs; all on one device.
         backward: Whether to compute gradients too, for a dense gradient of the output: those of the inputs and
             parameters that require them.
         repeats: How many turns each has.
@@ -121,7 +125,10 @@ def compare(
         (True, True)
     """
     if repeats < 1 or not contestants:
-        raise ValueError(f"cost.compare: it needs a contestant and repeats from 1, got {len(contestants)}, {repeats=}.")
+        raise ValueError(
+            f"cost.compare: it needs at least one contestant and repeats of at least 1, got {len(contestants)} "
+            f'contestants, {repeats=}; fix: {{"name": (module, input)}}, repeats=7.'
+        )
     runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
     module, *inputs = next(iter(contestants.values()))
     return take_turns(runs, device_of(module, tuple(inputs)), repeats, turn_seconds)
@@ -130,7 +137,7 @@ def compare(
 def take_turns(
     runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int, turn_seconds: float = TURN
 ) -> dict[str, Measurement]:
-    """Measure functions without arguments in turns."""
+    """Measure functions without arguments in turns, as `compare` does; return name -> measurement."""
     # The first run may compile, the second may still fill caches or allocate.
     counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
     turns: dict[str, list[float]] = {name: [] for name in runs}
@@ -146,7 +153,11 @@ def take_turns(
 
 
 def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> Callable[[], None]:
-    """Return a function without arguments that runs a forward pass; with `backward` it also computes gradients."""
+    """Return a function without arguments that runs a forward pass; with `backward` it also computes gradients.
+
+    Raises:
+        ValueError: If no output has a gradient, with `backward`.
+    """
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     leaves = [tensor for tensor in tensors([list(inputs), parameters]) if tensor.requires_grad]
 
@@ -172,7 +183,7 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
 
 
 def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
-    """Return seconds per run of several in a row, after as many untimed runs, which fill the caches."""
+    """Return the mean seconds of `runs` runs in a row, after as many untimed runs, which fill the caches."""
 
     def several() -> None:
         for _ in range(runs):
@@ -190,7 +201,7 @@ def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.devi
 
 
 def differentiate(outputs: Any) -> None:
-    """Compute the gradients of the sum of all outputs that require them."""
+    """Compute the gradients of the sum of all outputs that require them; raise ValueError if none does."""
     sums = [tensor.sum() for tensor in tensors(outputs) if tensor.requires_grad]
     if not sums:
         raise ValueError("cost.measure: backward=True, but no output has a gradient; fix: input.requires_grad_().")

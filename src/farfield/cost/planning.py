@@ -1,4 +1,4 @@
-"""Which operators fit in memory, their cost, and the grid size from which each is cheaper than softmax attention."""
+"""Which operators fit in memory, their cost, and the number of positions from which each is cheaper than softmax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from farfield.nn.checks import check_projections
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
-# Limits of what runs: queries of a pass on fake tensors; MACs and bytes of a timed pass. Larger grids are scaled down.
+# Limits of what runs: queries (whole batch) on fake tensors; MACs and bytes of a timed pass. Larger grids are reduced.
 REPLAYED_POSITIONS, TIMED_MACS, TIMED_BYTES = 1 << 14, 1 << 26, 1 << 25
 # Short, since an estimate needs no precision.
 TURN_SECONDS = 0.01
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setting:
-    """An operator with its options, and the grid that it attends on."""
+    """An operator with its options, and the batch and size of the grid that it attends to."""
 
     operator: str
     channels: int
@@ -111,18 +111,18 @@ def plan(
     """Plan self-attention on a grid: the cost of each operator, which ones fit in memory, and the crossovers.
 
     MACs and bytes are counted in a pass on fake tensors, so they are those of the code that runs, temporaries included,
-    in float32. A grid with more than 16,384 queries is replaced by a smaller one of the same proportions, and its
-    numbers are scaled as those of `predict`, which is right to a few percent. Seconds are measured on a smaller grid
-    and scaled by the time that the MACs and bytes take at the measured rates of the device: an estimate. A small grid
-    does not fill a GPU, so there the estimate is too high.
+    in float32. A grid with more than 16,384 queries in the batch is replaced by a smaller one of the same proportions,
+    and the numbers of that are scaled as those of `predict`, which is right to a few percent. Seconds are measured on a
+    smaller grid and scaled by the time that the MACs and bytes take at the measured rates of the device: an estimate. A
+    small grid does not fill a GPU, so there the estimate is too high.
 
     Args:
         channels: Channels of the grid.
         size: Size of the grid.
         batch: How many samples.
         heads: Heads of the operators.
-        project: Which projections there are, letters of "qkvo"; an operator that does not read keys has no "k".
-        memory: Available bytes; `plan` does not know what else is in memory.
+        project: Which projections there are, letters of "qkvo"; "k" is left out for an operator that reads no keys.
+        memory: Available bytes; what else is in memory is not subtracted.
         backward: Whether a training step must fit, and not only a forward pass.
         device: Where time is measured; None measures no time.
 
@@ -131,7 +131,8 @@ def plan(
 
     Raises:
         ShapeError: If heads do not divide the channels.
-        ValueError: If a number is not positive, or the projections are not letters of "qkvo".
+        ValueError: If a number is not positive, the projections are not letters of "qkvo", or `device` is a GPU and
+            there is none.
 
     Example:
         >>> from farfield import cost
@@ -142,7 +143,7 @@ def plan(
         81
     """
     if not size:
-        raise ValueError("cost.plan: size must have one number per spatial dim, got none.")
+        raise ValueError("cost.plan: size must have one number per spatial dim, got none; fix: size=(56, 56).")
     check_positive("cost.plan", **{f"size[{axis}]": length for axis, length in enumerate(size)})
     check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
     if memory is not None:
@@ -192,7 +193,7 @@ def query_count(setting: Setting) -> int:
 
 
 def timed(settings: list[Setting], device: str | torch.device, *, training: bool) -> list[float]:
-    """Return the seconds of a pass; for a large grid those of a smaller one, scaled by the least time by formula."""
+    """Return the seconds of a pass of each setting; those of large grids are measured on smaller ones and scaled."""
     with torch.device(device):
         samples = [reduced(setting, is_quick) for setting in settings]
         contestants = {sample.operator: (sample.attention(), sample.grid()) for sample in samples}
@@ -209,13 +210,13 @@ def timed(settings: list[Setting], device: str | torch.device, *, training: bool
 
 
 def is_quick(setting: Setting) -> bool:
-    """Whether a pass takes a small fraction of a second."""
+    """Whether a pass has few enough MACs and bytes to take a small fraction of a second."""
     cost = setting.cost()
     return cost.macs <= TIMED_MACS and cost.activation_bytes <= TIMED_BYTES
 
 
 def reduced(setting: Setting, enough: Callable[[Setting], bool]) -> Setting:
-    """Return the setting with one sample, then with its size halved until it is small enough or one position."""
+    """Return the setting with one sample, then with its size halved, until it is small enough or one position."""
     while not enough(setting):
         size = setting.size if setting.batch > 1 else tuple(math.ceil(length / 2) for length in setting.size)
         if (1, size) == (setting.batch, setting.size):
@@ -225,7 +226,7 @@ def reduced(setting: Setting, enough: Callable[[Setting], bool]) -> Setting:
 
 
 def replay(setting: Setting, *, training: bool) -> Needs:
-    """Run a pass on fake tensors; count MACs and the most bytes that are allocated at once."""
+    """Run a pass on fake tensors; return its MACs and the most bytes that are allocated at once."""
     with FakeTensorMode(), torch.device("cpu"):
         attention, grid = setting.attention(), setting.grid()
         leaves = [grid, *attention.parameters()]
@@ -256,10 +257,18 @@ def formed_of(setting: Setting) -> int:
 
 
 def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], int]) -> int | None:
-    """Return the number of positions from which a setting's number is smaller than that of softmax attention.
+    """Return the number of positions from which a setting's `number` is smaller than that of softmax attention.
 
-    On a grid of the same length on all axes; None if it never is. The order of steps depends on the size, so there can
-    be several crossovers: the search starts from above and returns the largest.
+    Both are taken on one sample with the same length on all axes. The order of steps depends on the size, so there can
+    be several crossovers: the search starts at MOST_POSITIONS and returns the largest.
+
+    Args:
+        setting: The operator; its batch and its lengths are not used.
+        regular: The same with softmax attention.
+        number: The MACs or the bytes of a setting.
+
+    Returns:
+        The number of positions; None if `number` is not smaller at MOST_POSITIONS.
     """
     spatial_dims = len(setting.size)
 

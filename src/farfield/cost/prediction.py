@@ -45,16 +45,16 @@ def predict(
 
     `"farfield"` counts what this library executes, with projections of values and outputs applied to the summary
     (reduce first, project second); its MACs are exactly those of `count` in eval mode. `"paper"` counts as the papers'
-    tables do, projections first, Nk·c² for the value projection (on keys only) and 2·Nq·Nk·c for attention: as KAN for
-    the softmax and Kronecker operators, as SAN for averaged and siamese, as FA for the others. `"KAN"`, `"SAN"` and
-    `"FA"` select one of them: they agree on MACs and differ on memory.
+    tables do, with projections first: Nk·c² for the value projection (on keys only), and 2·Nq·Nk·c for attention by
+    products of queries and keys. It is KAN's count for the softmax and Kronecker operators, SAN's for averaged and
+    siamese, FA's for the others. `"KAN"`, `"SAN"` and `"FA"` select one paper: they agree on MACs and differ on memory.
 
     Args:
         operator: A name in `ops.OPERATORS`, or such an `Operator`; or a module: a `GridAttention`, which has more
             options than this function, or a network, whose attention modules are then counted in the convention.
         channels: Channels of the grid; not needed for a `GridAttention`.
         size: Size of the grid.
-        batch: How many samples.
+        batch: How many samples the grid has.
         heads: Heads of the operator; ignored for a module.
         project: Which projections there are, letters of "qkvo"; ignored for a module.
         inner_channels: Channels of projected queries and keys; ignored for a module.
@@ -70,6 +70,7 @@ def predict(
             that the paper does not cover.
         ShapeError: If heads do not divide the channels.
         ValueError: If channels are missing, a number is not positive, or options do not fit together.
+        RuntimeError: If a network depends on values, or does not accept such a grid.
 
     Example:
         >>> from farfield import cost
@@ -81,7 +82,7 @@ def predict(
     if convention not in CONVENTIONS:
         raise unknown("cost.predict", "convention", convention, CONVENTIONS)
     if not size:
-        raise ValueError("cost.predict: size must have one number per spatial dim, got none.")
+        raise ValueError("cost.predict: size must have one number per spatial dim, got none; fix: size=(56, 56).")
     check_positive("cost.predict", batch=batch, **{f"size[{axis}]": length for axis, length in enumerate(size)})
     if isinstance(operator, GridAttention):
         return attention_cost(operator, tuple(size), batch, convention)
@@ -100,7 +101,7 @@ def predict(
 
 
 def formula_name(operator: object) -> str:
-    """Return the name of an operator that has a formula."""
+    """Return the name of an operator that has a formula; raise LookupError if it has none."""
     if isinstance(operator, str) and operator in FORMULAS:
         return operator
     if not isinstance(operator, Operator):
@@ -115,7 +116,7 @@ def formula_name(operator: object) -> str:
 
 
 def check_positive(caller: str, **numbers: int) -> None:
-    """Refuse numbers below 1."""
+    """Raise ValueError for a number that is not an integer or is below 1."""
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{caller}: {name} must be a whole number from 1, got {number!r}.")
@@ -145,7 +146,7 @@ def operator_cost(operator: str, s: Sizes, batch: int, convention: str, weights:
 
 
 def printed_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int, convention: str) -> int:
-    """Return the activation bytes as a paper counts them."""
+    """Return the activation bytes as a paper counts them; raise LookupError if it does not cover the operator."""
     if convention == "paper":
         convention = next(name for name, paper in PAPERS.items() if operator in paper.rows)
     paper = PAPERS[convention]
@@ -172,12 +173,12 @@ def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
 
 
 def network_cost(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:
-    """Return a network's cost: what executes, or with its attention and squeeze-excite counted as in the papers."""
+    """Return a network's cost: what executes, or MACs with attention and squeeze-excite counted as in the papers."""
     return count(network, shape) if convention == "farfield" else printed_cost(network, *run(network, shape))
 
 
 def printed_cost(network: nn.Module, cost: Cost, calls: dict[str, list[CountedCall]]) -> Cost:
-    """Return a counted cost with the MACs of each call of an attention module replaced by those of the papers."""
+    """Return a counted cost, with the MACs of self-attention and squeeze-excite as in the papers, not by module."""
     macs = cost.macs
     for name, call in ((name, call) for name, each in calls.items() for call in each):
         module, (batch, _, *size) = network.get_submodule(name), call.shape

@@ -1,6 +1,6 @@
 """Transforms for classification, by name: the random ones of training and the fixed ones of evaluation.
 
-All return `uint8` images `(3, side, side)`; normalising is done by the data module on whole batches, on the device.
+All return `uint8` images `(3, side, side)`; the data module normalises whole batches, on the device.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Lighting(torch.nn.Module):
 def training(augmentation: Augmentation, side: int) -> v2.Compose:
     """Build the random transform of the training images.
 
-    `"paper"`: resize to side * 256/224 squared, random crop, flip (KAN 4.1 and SAN 4.1; the flip is from He et al.).
+    `"paper"`: resize to a square of side * 256/224, random crop, flip (KAN 4.1, SAN 4.1; the flip is from He et al.).
     `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
     PCA lighting 0.1 (the authors' earlier code). `"crop"`: crop of 35-100 % of the area and flip, for a few thousand
-    images. `"shift"`: pad by an eighth of the side, crop, flip, for small images. `"cutout"`: the same, and a square of
-    half the side is painted over with ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
+    images. `"shift"`: resize the shorter side and cut the centre as in evaluation, pad by an eighth of the side, random
+    crop, flip, for small images. `"cutout"`: as `"shift"`, then a square of half the side is painted over with
+    ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
 
     Args:
         augmentation: One of the names above.
@@ -58,6 +59,9 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
 
     Returns:
         A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
+
+    Raises:
+        LookupError: If the name is unknown.
 
     Example:
         >>> training("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
@@ -85,7 +89,7 @@ def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
     """Build the transform of validation, test and prediction images: the same for an image every time.
 
     With `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut (256 and 224 on
-    ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
+    ImageNet); with the others the shorter side becomes `side`, so that nothing of a square image is lost.
 
     Args:
         augmentation: The augmentation of the training images.
@@ -108,5 +112,5 @@ def _steps(*transforms: torch.nn.Module) -> v2.Compose:
 
 
 def _before_crop(side: int) -> int:
-    """Return the side to resize to before a crop: 256 for 224."""
+    """Return the side to which an image is resized before it is cropped to `side`: 256 for 224."""
     return round(side * 256 / 224)

@@ -17,27 +17,27 @@ Value = TypeVar("Value")
 
 
 def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str) -> Value:
-    """Read a data entry of a checkpoint, which may come from elsewhere or belong to other data.
+    """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data.
 
     Raises:
-        FolderError: If it is missing, or of another type.
+        FolderError: If the entry is missing, or of another type than `kind`.
     """
     value = state.get(name)
     if not isinstance(value, kind):
         raise FolderError(
             f"{caller}: the checkpoint's {name} must be a {kind.__name__}, got {value!r:.100}; "
-            f"fix: go on with a checkpoint that was written for this kind of data, or train anew."
+            f"fix: a checkpoint that was written for this kind of data, or train anew."
         )
     return value
 
 
 class Loading(LightningDataModule):
-    """Load the samples of `parts`, which `setup` fills: "train", "val", "test" and "predict".
+    """Build the loaders of the datasets in `parts`, which `setup` fills: "train", "val", "test" and "predict".
 
     Args:
-        batch_size: Images per batch, on each device.
+        batch_size: Samples per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
-        seed: Seed of the epochs where `seed_everything` set none.
+        seed: Seed of the order and the augmentation of epochs, used if `seed_everything` set none.
     """
 
     def __init__(self, batch_size: int, workers: int, seed: int) -> None:
@@ -50,7 +50,7 @@ class Loading(LightningDataModule):
         self.draws: int | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the shuffled, augmented training images."""
+        """Return the loader of the shuffled, augmented training samples."""
         samples = DrawnSamples(self.parts["train"])
         ranks, rank, epoch = 1, 0, 0
         if self.trainer is not None:
@@ -59,19 +59,19 @@ class Loading(LightningDataModule):
             epoch = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         order = self._order(samples, ranks, rank)
         order.set_epoch(epoch)
-        # A last batch of one image has no batch statistics, so the last batch is dropped, unless it is the only one.
+        # A batch of one image has no batch statistics: an incomplete last batch is dropped, unless it is the only one.
         return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images."""
+        """Return the loader of the validation samples."""
         return self._loader(self.parts["val"])
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images."""
+        """Return the loader of the test samples."""
         return self._loader(self.parts["test"])
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, with their names in place of labels."""
+        """Return the loader of the samples to predict, which have names in place of labels."""
         return self._loader(self.parts["predict"])
 
     def inputs(self) -> list[Path]:
@@ -83,11 +83,16 @@ class Loading(LightningDataModule):
         return {"run_seed": self.run_seed, "classes": list(self.classes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of a run that is resumed, and refuse the checkpoint of a run with other classes."""
+        """Take the seed and the classes of a checkpoint, and refuse one with other classes than the data.
+
+        Raises:
+            FolderError: If an entry is missing or of another type, or the classes differ.
+        """
         classes = read_entry(state_dict, "classes", list, type(self).__name__)
         if not all(isinstance(name, str) for name in classes):
             raise FolderError(
-                f"{type(self).__name__}: the checkpoint's classes are not all names, got {classes!r:.200}."
+                f"{type(self).__name__}: the checkpoint's classes are not all strings, got {classes!r:.200}; "
+                "fix: another checkpoint, or train anew."
             )
         self._run_seed = read_entry(state_dict, "run_seed", int, type(self).__name__)
         if self.classes:
@@ -96,13 +101,13 @@ class Loading(LightningDataModule):
 
     @property
     def run_seed(self) -> int:
-        """The seed of order and augmentation: that of `seed_everything`, or of the checkpoint a run resumes from."""
+        """The seed of order and augmentation: of the resumed checkpoint, else of `seed_everything`, else `seed`."""
         return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
 
     def _order(self, samples: Dataset[Any], ranks: int, rank: int) -> EpochSampler:
         return EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        # Workers can persist between epochs, as each draw brings the seed of its sample.
+        # Workers can persist between epochs, as each draw has the seed of its sample.
         usual = {"batch_size": self.batch_size, "num_workers": self.workers, "persistent_workers": self.workers > 0}
         return DataLoader(samples, pin_memory=torch.cuda.is_available(), **usual | options)

@@ -28,7 +28,7 @@ HELD_OUT = 0.2
 
 
 class _Classification(Loading):
-    """Base class of both data modules: normalises on the device. The loaders return `uint8` images.
+    """Base class of both data modules: the loaders return `uint8` images, which are normalised on the device.
 
     A batch is `(images, labels)`; a batch to predict is `(images, names)`.
     """
@@ -46,12 +46,12 @@ class _Classification(Loading):
 class ImageFolders(_Classification):
     """Read images from one folder per class: `root/train/<class>/*`, `root/val/<class>/*`, optionally `root/test`.
 
-    Without `root/val` a fifth of each class is held out of the training images, always the same for one seed; the
-    classes may then also lie in `root` itself. Without `root/test` the validation images are the test images. All files
-    are decoded once before the first epoch.
+    Without `root/val` a fifth of each class is held out of the training images, always the same for one seed. Without
+    all three folders the class folders lie in `root` itself. Without `root/test` the validation images are the test
+    images. All files are decoded once before the first epoch, see `check`.
 
     Args:
-        root: The folder. May be left out to predict with a checkpoint.
+        root: The folder. It may be left out where `predict` is given and predicted with a checkpoint.
         image_size: Height and width of the network's input, in pixels.
         batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
@@ -63,8 +63,9 @@ class ImageFolders(_Classification):
         colours: Mean and standard deviation of red, green and blue, for pixels in 0..1, to normalise by.
 
     Raises:
-        FolderError: In `prepare_data` and `setup`: no folder, no images, one class, a damaged file, or classes that
-            differ between train and val; the error names the folder or the files.
+        FolderError: If neither `root` nor `predict` is given. In `prepare_data` and `setup`: no folder, no images, one
+            class, a damaged file, a subset larger than the data, or classes that differ between train, val and test;
+            the error names the folder or the files.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class ImageFolders(_Classification):
     ) -> None:
         super().__init__(batch_size, workers, seed, colours)
         if root is None and predict is None:
-            raise FolderError("ImageFolders: give root, a folder with one folder a class, or predict, one of images.")
+            raise FolderError(
+                "ImageFolders: give root, a folder with one folder per class, or predict, a folder of images."
+            )
         self.root = None if root is None else Path(root)
         self.predict, self.check = None if predict is None else Path(predict), check
         self.subset = subset
@@ -92,7 +95,7 @@ class ImageFolders(_Classification):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders of train and, where they exist, val and test."""
+        """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None:
             return {}
         if not self.root.is_dir():
@@ -124,7 +127,7 @@ class ImageFolders(_Classification):
             raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
 
     def _read_classes(self) -> list[str]:
-        """Return the classes of train; all folders must have them, and each class an image."""
+        """Return the classes of the first folder, train; refuse other classes elsewhere, and a class without images."""
         folders = self.folders
         if not folders:
             return []
@@ -150,7 +153,7 @@ class ImageFolders(_Classification):
     def _paths_to_predict(self) -> list[Path]:
         if self.predict:
             return images_of(self.predict)
-        held: Any = self.parts.get("test", self.parts["val"])
+        held: Any = self.parts["test"] if "test" in self.parts else self.parts["val"]
         if not isinstance(held, Subset):
             return [Path(path) for path, _ in held.samples]
         files: Any = held.dataset
@@ -160,7 +163,7 @@ class ImageFolders(_Classification):
 class Digits(_Classification):
     """Read scikit-learn's 1,797 handwritten digits, 8x8 pixels, enlarged to three channels; nothing is downloaded.
 
-    A fifth of each class is held out, always the same images for one seed; it is both validation and test set.
+    A fifth of each class is held out, always the same images for one seed, as validation set and as test set.
 
     Args:
         image_size: Height and width of the network's input, in pixels.

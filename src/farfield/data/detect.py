@@ -81,7 +81,7 @@ class CocoFolders(Loading):
     ) -> None:
         super().__init__(batch_size, workers, seed=0)
         if root is None and predict is None:
-            raise FolderError("CocoFolders: give root, a folder in COCO's format, or predict, one of images.")
+            raise FolderError("CocoFolders: give root, a folder in COCO's format, or predict, a folder of images.")
         self.root = None if root is None else Path(root)
         self.splits, self.masks, self.leave_out, self.check = tuple(splits), masks, tuple(leave_out), check
         self.group_by_shape = group_by_shape
@@ -90,7 +90,7 @@ class CocoFolders(Loading):
         self.category_ids: list[int] = []
 
     def prepare_data(self) -> None:
-        """Check the annotations and decode all files; runs in one process of each machine."""
+        """Check the annotations and decode all images, or those of `predict`; runs in one process of each machine."""
         if self.predict is not None:
             check_images([self.predict], self.check, "CocoFolders")
             return
@@ -107,8 +107,10 @@ class CocoFolders(Loading):
             files = [part.path(image) for image in part.images]
             fault = partial(fault_of_image, part)
             note = note_of(part.folder, [*files, part.file])
-            fix = "correct or leave out these images, or their entries."
-            check_each("CocoFolders", part.images, fault, self.check, note, f"images of {part.file}", fix)
+            fix = "replace these images or correct their entries, or remove both."
+            check_each(
+                "CocoFolders", part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix
+            )
 
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
@@ -134,23 +136,23 @@ class CocoFolders(Loading):
             self.parts["predict"] = ImagesToPredict(paths, names, [image["id"] for image in part.images])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images, one per batch."""
+        """Return the loader of the validation images, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images, one per batch."""
+        """Return the loader of the test images, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, one per batch."""
+        """Return the loader of the images to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data entries of a checkpoint, the ids of the categories included."""
+        """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
         return super().state_dict() | {"category_ids": list(self.category_ids)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the entries of a checkpoint; other images to predict get the categories it was trained on."""
+        """Take the data entries of a checkpoint; predictions of a folder without annotations get its category ids."""
         super().load_state_dict(state_dict)
         self.category_ids = list(read_entry(state_dict, "category_ids", list, "CocoFolders"))
 
@@ -168,8 +170,8 @@ class CocoFolders(Loading):
             if part.categories != expected.categories:
                 only = dict(part.categories.items() ^ expected.categories.items())
                 raise FolderError(
-                    f"CocoFolders: {part.file} and {expected.file} have different categories, in one alone: {only}.\n"
-                    "  fix: list the same ids and names in all, used or not."
+                    f"CocoFolders: {part.file} and {expected.file} have different categories, only in one: {only}.\n"
+                    "  fix: list the same ids and names in all splits, used or not."
                 )
         return parts
 
@@ -188,12 +190,12 @@ class CocoFolders(Loading):
 
 
 class GroupedSampler(EpochSampler):
-    """Shuffle samples so that each batch has samples of one group.
+    """Shuffle samples so that each batch, except for the last ones, has samples of one group.
 
     Args:
         samples: The dataset; only its length is used.
         groups: The group of each sample.
-        batch_size: Samples per batch; the incomplete batches of all groups come at the end of an epoch.
+        batch_size: Samples per batch; what is left of all groups comes at the end of an epoch, in mixed batches.
         seed: Seed of the run.
         ranks: Number of processes that share the samples.
         rank: Number of this process.
@@ -211,7 +213,7 @@ class GroupedSampler(EpochSampler):
         self.groups, self.batch_size = groups, batch_size
 
     def __iter__(self) -> Iterator[Draw]:
-        """Yield the draws of this replica for the epoch that was set last."""
+        """Yield the draws of this process for the epoch that `set_epoch` set last."""
         waiting: dict[int, list[Draw]] = defaultdict(list)
         for draw in super().__iter__():
             group = waiting[self.groups[draw.place]]
@@ -223,5 +225,5 @@ class GroupedSampler(EpochSampler):
 
 
 def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Batch samples of different sizes: one list for each part of a sample."""
+    """Batch samples of different sizes: return one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

@@ -14,16 +14,16 @@ from farfield.data.classify import ImageFolders
 class RealImages(ImageFolders):
     """Read images from folders, one per class, as `ImageFolders` does; pixels between -1 and 1, some images mirrored.
 
-    `predict` draws samples: a batch is the numbers of samples, and no folder is read.
+    `predict` generates samples: a batch holds the numbers of samples, from 0, and no folder is read.
 
     Args:
-        root: The folder.
+        root: The folder, see `ImageFolders`. `predict` does not read it.
         image_size: Height and width of the network's images: the shorter side is resized to it, then the centre is cut.
         batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
-        mirror: Whether half the training images are mirrored.
+        mirror: Whether a training image is mirrored with probability 1/2, drawn anew in every epoch.
         subset: Number of training images to use, drawn with the same share of each class; None uses all.
-        samples: Number of samples that `predict` draws.
+        samples: Number of samples that `predict` generates.
         seed: Seed of split and subset.
 
     Raises:
@@ -50,7 +50,7 @@ class RealImages(ImageFolders):
             self.training_transform = v2.Compose([self.training_transform, v2.RandomHorizontalFlip()])
 
     def prepare_data(self) -> None:
-        """Check all folders and decode all files, unless samples are drawn; runs in one process of each machine."""
+        """Check all folders and decode all files, except for `predict`; runs in one process of each machine."""
         if self.trainer is None or not self.trainer.predicting:
             super().prepare_data()
 
@@ -60,7 +60,7 @@ class RealImages(ImageFolders):
             super().setup(stage)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the numbers of the samples to draw."""
+        """Return the loader of the numbers of the samples."""
         numbers: Any = range(self.samples)
         return self._loader(numbers, num_workers=0, persistent_workers=False)
 

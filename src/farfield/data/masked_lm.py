@@ -40,21 +40,22 @@ class TextFolder(Loading):
     tokens are always masked in the same way.
 
     Args:
-        root: The folder. Not read, and may be left out, where `predict` is given and predicted from a checkpoint.
+        root: The folder. It is not read, and may be left out, where `predict` is given and predicted from a checkpoint.
         tokenizer: A folder that a tokenizer's `save_pretrained` wrote; None trains one.
         vocabulary: Largest number of words of a tokenizer that is trained.
         length: Largest number of tokens of a sample, first and last word included; at most the network's positions.
         unit: What a sample is: `"blocks"` of that length, across lines, of which only a file's last has padding;
             `"lines"`; or `"documents"`, which blank lines separate.
         too_long: What happens to a line or document that is longer: `"split"` or `"refuse"`.
-        share: Share of the tokens that are masked.
-        val_share: Share of the text of each file that is held out of training.
+        share: Share of the tokens that are to be predicted, most of them masked.
+        val_share: Share of the text of each file that is held out of training, if there are no folders.
         batch_size: Samples per batch, on each device.
         predict: A file of lines with `[MASK]` for the words to predict; None predicts the test samples.
 
     Raises:
-        FolderError: In `setup` or when a loader is built: no folder, no text in it, a file that is not UTF-8 (with the
-            byte), a line that is too long, a tokenizer that has no mask; the error names the files.
+        FolderError: If neither `root` nor `predict` is given, or a number is out of range. In `setup` or when a loader
+            is built: no folder, no text in it, a file that is not UTF-8 (with the byte), a line that is too long, a
+            tokenizer that has no mask; the error names the files.
         ImportError: If transformers is not installed.
     """
 
@@ -91,16 +92,18 @@ class TextFolder(Loading):
         self._tokenizer: Any = None
 
     def setup(self, stage: str) -> None:
-        """Read the files."""
+        """Read the files of all splits, or the file to predict."""
         if importlib.util.find_spec("transformers") is None:
             raise ImportError(f'{CALLER}: it needs transformers; fix: pip install "farfield[text]".')
         if stage == "predict" and self.predict is not None:
             self.texts["predict"] = [read_text(self.predict)]
             if not any(True for _ in self.texts["predict"][0].pieces("lines")):
-                raise FolderError(f"{CALLER}: {self.predict} has no lines.")
+                raise FolderError(
+                    f"{CALLER}: {self.predict} has no lines; fix: lines of text with [MASK] for each word to predict."
+                )
             return
         if self.root is None:
-            raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files.")
+            raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files; fix: --data.root.")
         self._read()
         if stage == "test" and "test" not in self.texts:
             rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
@@ -117,14 +120,15 @@ class TextFolder(Loading):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer: a checkpoint's, or the saved one, or one that is trained on the training text on first use."""
+        """The tokenizer: that of a checkpoint, else the saved one, else one that is trained on the training text."""
         if self._tokenizer is None and self.saved is not None:
             self._tokenizer = saved_tokenizer(self.saved)
         if self._tokenizer is None:
             self._read()
             if "train" not in self.texts:
                 raise FolderError(
-                    f"{CALLER}: without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or root."
+                    f"{CALLER}: without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or "
+                    "--data.root."
                 )
             pieces = (piece.text for text in self.texts["train"] for piece in text.pieces("lines"))
             self._tokenizer = trained_tokenizer(pieces, self.vocabulary)
@@ -132,12 +136,16 @@ class TextFolder(Loading):
         return self._tokenizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data entries of a checkpoint: the seed of the epochs and the tokenizer."""
+        """Return the data entries of a checkpoint: those of `Loading`, the tokenizer and its special words."""
         text = self.tokenizer.backend_tokenizer.to_str()
         return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed and the tokenizer of a checkpoint; refuse a given tokenizer with another vocabulary."""
+        """Take the seed and the tokenizer of a checkpoint.
+
+        Raises:
+            FolderError: If an entry is damaged, or `tokenizer` was given and has another vocabulary.
+        """
         super().load_state_dict(state_dict)
         try:
             kept = from_text(state_dict["tokenizer"], state_dict["special"])
@@ -155,13 +163,20 @@ class TextFolder(Loading):
         self._tokenizer = kept
 
     def samples(self, part: str) -> Dataset[Any]:
-        """Tokenise a part of the text."""
+        """Tokenise a part of the text, and return its samples.
+
+        Raises:
+            FolderError: If the part has no tokens, or a line is too long.
+        """
         if part == "predict" and self.predict is not None:
             return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
         samples = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
         if not len(samples):
-            raise FolderError(f"{CALLER}: the tokenizer finds no token in the {part} part of {self.root}.")
+            raise FolderError(
+                f"{CALLER}: the {part} part of {self.root} has no token of the tokenizer; fix: other text, or another "
+                "tokenizer."
+            )
         return samples if part == "train" else Fixed(samples)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> Any:
@@ -169,7 +184,7 @@ class TextFolder(Loading):
 
 
 class LazyDatasets(dict[str, Dataset[Any]]):
-    """LazyDatasets of the data, each made on first access."""
+    """Name of a part -> its dataset, which `make` builds from the name on first access."""
 
     def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:
         super().__init__()

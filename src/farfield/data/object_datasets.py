@@ -23,12 +23,15 @@ LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
 
 class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """Images with their objects; in training without crowds, and mirrored with probability 1/2."""
+    """Images with their objects; in training without crowds, and mirrored with probability 1/2.
+
+    A sample is `(image, target)`, see `CocoFolders`.
+    """
 
     def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
         self.part, self.masks, self.training = part, masks, training
         self.labels = {category: label for label, category in enumerate(part.categories, 1)}
-        # Boxes are clipped to the image; those that are then smaller than a pixel are removed.
+        # Boxes are clipped to the image; those that are then narrower or lower than a pixel are removed.
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
@@ -70,7 +73,11 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
 
 class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
-    """Images to predict: the image, its path, its name below the folder, and its number."""
+    """Images to predict: the image, its path, its name below the folder, and its number or id.
+
+    Raises:
+        FolderError: If the pictures of two images would be one file.
+    """
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
         self.paths, self.names, self.numbers = paths, names, numbers
@@ -89,7 +96,7 @@ class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
 
 
 def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
-    """Remove from the training images what `leave_out` names."""
+    """Return the training images and their objects without what `leave_out` names."""
     kept, objects = part.images, part.objects
     if "faulty_boxes" in leave_out:
         objects = {
@@ -106,7 +113,7 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
 
 
 def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
-    """Decode an image and compare its size with that in its entry; return what is wrong, None if nothing."""
+    """Decode an image and compare its size with that in its entry; return what is wrong, or None."""
     path = part.path(image)
     fault = fault_of(path)
     if fault is None:
@@ -123,5 +130,5 @@ def read(path: Path) -> tv_tensors.Image:
 
 
 def labels_in(sample: Any) -> Tensor:
-    """Return the labels of a sample, which are removed with their boxes."""
+    """Return the labels of a sample, for `SanitizeBoundingBoxes`, which removes labels with their boxes."""
     return sample[1]["labels"]

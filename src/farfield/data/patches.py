@@ -16,13 +16,14 @@ from farfield.data.readers.images import FolderError
 
 # The largest value near a patch's centre must exceed this share of this percentile of the clean stack.
 SHARE, PERCENTILE = 0.4, 99.9
+# Ranges of the two percentiles that are drawn for each patch.
 LOW, HIGH = (1.0, 3.0), (99.5, 99.9)
 # Added to the difference of two percentiles (CARE's value).
 EPSILON = 1e-20
 
 
 class Patches(Dataset[tuple[Tensor, Tensor]]):
-    """Patches of one pair of stacks: positions are drawn once, a patch is cut and normalised each time it is read.
+    """Patches of one pair of stacks: their places are drawn once, a patch is cut and normalised each time it is read.
 
     Patches are drawn near bright positions only: in a window of half the patch's size, around the patch's centre, the
     largest value of the target exceeds 0.4 of the target's 99.9th percentile. For each patch a low percentile from 1 to
@@ -35,8 +36,8 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         source: `(z, y, x)`, or `(y, x)`.
         target: The same, or `(y, x)` for a projection.
         patch: Size of a patch of the source.
-        number: Number of patches; fewer if there are fewer positions to draw, because none is drawn twice.
-        seed: Seed of the draw.
+        number: Number of patches; fewer if there are fewer possible places, because none is drawn twice.
+        seed: Seed of places and percentiles.
 
     Raises:
         FolderError: If the source is smaller than a patch, the target is nowhere bright enough for one, or the low and
@@ -59,7 +60,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         if any(side < size for side, size in zip(source.shape, patch, strict=True)):
             raise FolderError(
                 f"StackPairs: {name} has the size {source.shape}, smaller than a patch, {self.patch}.\n"
-                "  fix: a smaller patch (--data.patch)."
+                "  fix: a smaller patch (--data.patch), or leave this pair out."
             )
         random = np.random.default_rng(seed)
         self.corners = drawn_corners(name, target, source.shape, self.patch, number, random)
@@ -78,7 +79,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         return len(self.corners)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Cut a patch from source and target."""
+        """Cut a patch from source and target, and normalise both; each has one channel."""
         cut = [slice(start, start + side) for start, side in zip(self.corners[index], self.patch, strict=True)]
         parts = (self.source[tuple(cut)], self.target[tuple(cut[len(cut) - self.target.ndim :])])
         return tuple(  # type: ignore[return-value]
@@ -95,7 +96,22 @@ def drawn_corners(
     number: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw the first positions of patches whose centres are near a bright position, none twice."""
+    """Draw the first positions of patches whose centres are near a bright position, none twice.
+
+    Args:
+        name: Name of the pair in errors.
+        target: The clean stack, or the image of a projection.
+        size: Size of the source.
+        patch: Size of a patch.
+        number: Number of patches.
+        random: Generator of the draw.
+
+    Returns:
+        `(patches, spatial dims)`, with `number` patches, or fewer if there are fewer possible places.
+
+    Raises:
+        FolderError: If no patch has a bright position near its centre.
+    """
     near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
     bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
     # A projection's target has no depth.

@@ -41,10 +41,11 @@ class Several(NamedTuple):
 class StackPairs(Loading):
     """Read pairs from `root/train` (or `train_data`), `root/val` and `root/test` (or `test_data`), laid out as CARE's.
 
-    A folder holds one npz file with `X`, `Y` and `axes`; or TIFF files of the same names in one folder per condition
-    and one with the clean stacks, `train/low/a.tif` and `train/GT/a.tif`; or, as Tribolium's tests, TIFF files of
-    several stacks: the clean one last, before it the conditions from the last to the first. Without `root/val` the last
-    tenth of the patches is held out. A pair whose target has one plane is a projection.
+    A folder has TIFF files of the same names in one folder per condition and one with the clean stacks,
+    `train/low/a.tif` and `train/GT/a.tif`. A folder of training or validation may instead have one npz file with `X`,
+    `Y` and `axes`; a folder of tests may have TIFF files of several stacks each, as Tribolium's: the clean stack last,
+    before it the conditions from the last of `sources` to the first. Without `root/val` the last tenth of the patches
+    is held out. A pair whose target has one plane is a projection.
 
     Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
@@ -54,13 +55,14 @@ class StackPairs(Loading):
         batch_size: Patches per batch, on each device.
         steps_per_epoch: Batches per epoch, on each device; None for every patch once.
         patches_per_stack: Patches drawn from each pair of TIFF files.
-        sources: Folders of the stacks to be restored.
-        target: Folder of the clean stacks.
+        sources: Names of the folders of the stacks to be restored, one per condition.
+        target: Name of the folder of the clean stacks.
         axes: Axes of the TIFF files, e.g. "ZYX", where the files give none or wrong ones.
         workers: Loader processes; 0 loads in the main process.
 
     Raises:
-        FolderError: In `setup`, for a folder or file that cannot be trained on or predicted; the error names it.
+        FolderError: If `patch` is out of range. In `setup` and while stacks are read, for a folder or file that cannot
+            be trained on, tested or predicted; the error names it.
     """
 
     def __init__(
@@ -98,11 +100,11 @@ class StackPairs(Loading):
             self.parts["predict"] = self._predictions()
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return pairs of whole stacks, one by one."""
+        """Return the loader of pairs of whole stacks, one by one, with their names and conditions."""
         return self._loader(self.parts["test"], **ONE_BY_ONE)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return whole stacks, one by one, with their paths and names."""
+        """Return the loader of whole stacks, one by one, with their paths and names."""
         return self._loader(self.parts["predict"], **ONE_BY_ONE)
 
     def inputs(self) -> list[Path]:
@@ -132,7 +134,10 @@ class StackPairs(Loading):
         total = len(self.parts["train"])  # type: ignore[arg-type]
         held = round(total * HELD_OUT)
         if not 0 < held < total:
-            raise FolderError(f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.")
+            raise FolderError(
+                f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.\n"
+                "  fix: more stacks, or a folder val beside train."
+            )
         whole = self.parts["train"]
         self.parts["train"] = Subset(whole, range(total - held))
         self.parts["val"] = Subset(whole, range(total - held, total))
@@ -141,7 +146,9 @@ class StackPairs(Loading):
         """Read the npz file of a folder, or draw patches from its TIFF files, shuffled over all of them."""
         files = [folder] if folder.is_file() else sorted(folder.glob("*.npz"))
         if len(files) > 1:
-            raise FolderError(f"StackPairs: {folder} has {len(files)} npz files; fix: one, or one as --data.root.")
+            raise FolderError(
+                f"StackPairs: {folder} has {len(files)} npz files; fix: keep one, or give one of them as --data.root."
+            )
         if files:
             return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
         parts = []
@@ -154,7 +161,7 @@ class StackPairs(Loading):
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
-        """Read a stack and its clean counterpart, which has the same size, or one plane of it."""
+        """Read and check a stack and its clean counterpart, which has the same size, or one plane."""
         spatial_dims = len(self.patch)
         stack, truth = (
             checked(source, stack_of(source, spatial_dims, self.axes)),
@@ -163,7 +170,7 @@ class StackPairs(Loading):
         return stack, checked(target, fitting(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
-        """List the pairs of the test folder."""
+        """Return the pairs of the test folder, read on access as source, target, name and condition."""
         folder = self._folder("test", "test_data")
         if folder is None:
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
@@ -184,13 +191,13 @@ class StackPairs(Loading):
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:
-        """List the stacks to restore, each with its path and its name."""
+        """Return the stacks to restore, read on access, each with its path and its name."""
         files = [self.root] if self.root.is_file() else stacks_in(self.root)
         test = None if files else self._folder("test", "test_data")
         if test is not None:
             files = [path for source in self.sources for path in stacks_in(test / source)]
         if not files:
-            raise FolderError(f"StackPairs: {self.root} has no TIFF files to restore.")
+            raise FolderError(f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff.")
         check_depths(files)
         above = test or (self.root.parent if self.root.is_file() else self.root)
         return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
@@ -216,7 +223,11 @@ class Listed(Dataset[Any]):
 
 
 def target_of(path: Path, spatial_dims: int, axes: str | None) -> NDArray[Any]:
-    """Open a clean stack, or the image of a projection."""
+    """Open a clean stack or, if it is not a stack, the image of a projection.
+
+    Raises:
+        FolderError: If it is neither; the error is that of the stack.
+    """
     try:
         return stack_of(path, spatial_dims, axes)
     except FolderError:
@@ -230,7 +241,12 @@ def target_of(path: Path, spatial_dims: int, axes: str | None) -> NDArray[Any]:
 
 
 def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
-    """Check that a clean stack has the size of its source; return a single plane as an image.
+    """Return a clean stack, or its only plane as an image, after checking that it fits its source.
+
+    Args:
+        name: Name of the pair, for the error.
+        stack: The source.
+        truth: The clean stack, or the image of a projection.
 
     Raises:
         FolderError: If the sizes differ.
@@ -239,7 +255,7 @@ def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:
         raise FolderError(
-            f"StackPairs: {name} has the size {stack.shape}, its clean counterpart {truth.shape}; they must be equal "
-            "but for a projection, whose counterpart is (y, x)."
+            f"StackPairs: {name} has the size {stack.shape}, its clean counterpart {truth.shape}; fix: crop both to "
+            "the same size, or for a projection to the same y and x."
         )
     return truth

@@ -24,15 +24,15 @@ class Draw(NamedTuple):
 class EpochSampler(DistributedSampler[Draw]):
     """Shuffle the samples by seed and epoch, and give each a seed of its own.
 
-    A `DistributedSampler` of one replica gives the ordinary shuffled order. As it is one, Lightning does not wrap it
-    when a run has several processes, and calls its `set_epoch` before every epoch.
+    Because this class is a `DistributedSampler`, Lightning does not wrap it when a run has several processes, and calls
+    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order.
 
     Args:
         samples: The dataset; only its length is used.
         seed: Seed of the run.
         ranks: Number of processes that share the samples.
         rank: Number of this process.
-        draws: Samples per epoch and replica, drawn from repeated shuffles of all samples; None for every sample once.
+        draws: Samples per epoch and process, drawn from repeated shuffles of all samples; None for every sample once.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EpochSampler(DistributedSampler[Draw]):
             self.num_samples = draws
 
     def __iter__(self) -> Iterator[Draw]:
-        """Yield the draws of this replica for the epoch that was set last."""
+        """Yield the draws of this process for the epoch that `set_epoch` set last."""
         if self.draws is None:
             order: Iterator[Any] = super().__iter__()
             for place in order:
@@ -60,7 +60,7 @@ class EpochSampler(DistributedSampler[Draw]):
 
 
 class DrawnSamples(Dataset[Any]):
-    """Index a dataset by `Draw`: each sample is read with the random generator seeded by its draw.
+    """Index a dataset by `Draw`: each sample is read with torch's random generator seeded by its draw.
 
     Args:
         samples: Any dataset with `__len__` and `__getitem__`.
@@ -74,7 +74,7 @@ class DrawnSamples(Dataset[Any]):
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, draw: Draw) -> Any:
-        """Read one sample; the random state of the process is restored afterwards."""
+        """Read one sample; the state of torch's random generator is restored afterwards."""
         # With no loader workers this runs between two training steps, where dropout uses the same generator.
         state = torch.get_rng_state()
         try:

@@ -36,21 +36,22 @@ class VOCFolders(Loading):
     their original size; to predict, it is one whole image with its path, its name and its original size.
 
     Args:
-        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
-        train: Name of the training list, or a path to one, or the folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`),
-            whose masks and VOC's are train_aug, 10,582 images.
+        root: The folder. It is not read, and may be left out, where `predict` is given and predicted.
+        train: Name of the training list, or a path to one, or the folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`).
+            With SBD the training images are the 10,582 of train_aug, with VOC's masks, or SBD's where VOC has none.
         crop: Height and width of the training images, in pixels.
         scales: Range of the random factor by which a training image is resized before it is cropped.
         jitter: Largest relative change of brightness, contrast and saturation of a training image; 0 as in the papers.
-        shorter_side: Length to which the shorter side of every image is resized first, in pixels; None leaves it.
+        shorter_side: Length to which the shorter side of every image is resized first, in pixels; None for no resizing.
         batch_size: Training images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
-        FolderError: In `prepare_data` and `setup`: no folder or list, an empty one, missing or damaged files, masks of
-            another size than their image, with colours, or with labels that are no class; the error names the files.
+        FolderError: If neither `root` nor `predict` is given, or `scales` is out of range. In `prepare_data` and
+            `setup`: no folder, no list or an empty one, missing or damaged files, masks of another size than their
+            image, with colours, or with labels that are no class; the error names the files.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class VOCFolders(Loading):
     ) -> None:
         super().__init__(batch_size, workers, seed=0)
         if root is None and predict is None:
-            raise FolderError("VOCFolders: give root, a folder in VOC's layout, or predict, one of images.")
+            raise FolderError("VOCFolders: give root, a folder in VOC's layout, or predict, a folder of images.")
         if not 0 < scales[0] <= scales[1]:
             raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
         self.root = None if root is None else Path(root)
@@ -80,13 +81,13 @@ class VOCFolders(Loading):
 
     @property
     def folder(self) -> Path:
-        """The root, which must be there."""
+        """The root; `FolderError` if it does not exist."""
         if self.root is None or not self.root.is_dir():
             raise FolderError(f"VOCFolders: there is no folder {self.root}.")
         return self.root
 
     def prepare_data(self) -> None:
-        """Check that all lists and files are there and decode them; runs in one process of each machine."""
+        """Check that all lists and files exist, and decode the files; runs in one process of each machine."""
         if self.predict is not None:
             check_images([self.predict], self.check, "VOCFolders")
         else:
@@ -115,19 +116,19 @@ class VOCFolders(Loading):
             self.parts["predict"] = UnlabelledImages(folder, paths, self.shorter_side)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation images, one per batch."""
+        """Return the loader of the validation images, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test images, one per batch."""
+        """Return the loader of the test images, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the images to predict, one per batch."""
+        """Return the loader of the images to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a whole image, and its labels at their original size."""
+        """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
         return normalized(shortened(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
@@ -145,7 +146,7 @@ class VOCFolders(Loading):
 
 
 class RandomView:
-    """Resize by a random factor, crop at random, mirror with probability 1/2.
+    """Resize an image and its labels by a random factor, crop at random, mirror with probability 1/2.
 
     An image smaller than the crop is padded at the bottom and on the right, with the mean colour, which is 0 after
     normalising, and its labels with void.
@@ -154,7 +155,7 @@ class RandomView:
         crop: Height and width of the result, in pixels.
         scales: Range of the factor, from which it is drawn uniformly.
         jitter: Largest relative change of brightness, contrast and saturation.
-        shorter_side: Length to which the shorter side is resized first, in pixels; None leaves it.
+        shorter_side: Length to which the shorter side is resized first, in pixels; None for no resizing.
 
     Reference:
         KAN §4.1; Chen et al. 2017
@@ -172,7 +173,7 @@ class RandomView:
         self.jitter = ColorJitter(jitter, jitter, jitter)
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one random view of a `uint8` image as floating point, and of its labels."""
+        """Return one random view of a `uint8` image, normalised, and of its labels."""
         factor, mirrored = float(torch.empty(()).uniform_(*self.scales)), bool(torch.rand(()) < 0.5)
         if self.shorter_side is not None:
             factor *= self.shorter_side / min(image.shape[1:])
@@ -188,7 +189,7 @@ class RandomView:
 
 
 class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images with their labels, through a view."""
+    """Pairs of image and labels, each transformed by `view` on access."""
 
     def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.pairs, self.view = pairs, view
@@ -224,7 +225,7 @@ def read(path: Path) -> Tensor:
 
 
 def shortened(image: Tensor, side: int | None) -> Tensor:
-    """Resize the shorter side of an image; None leaves it."""
+    """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 
 

@@ -20,14 +20,14 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
 
     Args:
         labels: The class of each sample.
-        fraction: Share of the second part, or its number of samples if it is an int.
+        fraction: Share of the samples in the second part, or, as an int, their number.
         seed: The same seed gives the same parts.
 
     Returns:
         The indices of both parts, sorted.
 
     Raises:
-        FolderError: If a class is too small to be split.
+        FolderError: If a class, or one of the parts, is too small.
 
     Example:
         >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
@@ -38,7 +38,8 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
         parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
     except ValueError as error:
         raise FolderError(
-            f"data.classify: {len(labels)} images cannot be split, {fraction:g} held out: {error}"
+            f"data.classify: {len(labels)} images cannot be split, {fraction:g} held out: {error}\n"
+            "  fix: more images of each class, a larger subset, or folders train and val."
         ) from error
     return np.sort(parts[0]), np.sort(parts[1])
 
@@ -47,15 +48,17 @@ def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
     """Draw a number of samples with the same share of each class; return their indices, sorted.
 
     Raises:
-        FolderError: If there are fewer samples than that.
+        FolderError: If there are fewer samples than `number`, or a class has too few.
     """
     if number > len(labels):
-        raise FolderError(f"data.classify: subset={number} of {len(labels)} training images; give at most that many.")
+        raise FolderError(
+            f"data.classify: subset={number} of {len(labels)} training images; fix: a subset of {len(labels)} at most."
+        )
     return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
 
 
 class Images(Dataset[Any]):
-    """Images held in memory, each with its label or name."""
+    """Images held in memory, transformed on access, each with its label or name."""
 
     def __init__(
         self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
@@ -84,7 +87,7 @@ class ClassFolders(ImageFolder):
         is_valid_file: Any = None,
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
-        """List the images of each class; torchvision's own version does not end where links form a circle."""
+        """List images and labels of all classes; torchvision's own version does not end where links form a circle."""
         return [
             (str(path), place)
             for name, place in sorted(class_to_idx.items())
@@ -93,13 +96,13 @@ class ClassFolders(ImageFolder):
         ]
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """List the class folders, without hidden ones."""
+        """Return the class folders, without hidden ones, and their labels."""
         names = classes_of(Path(directory))
         return names, {name: place for place, name in enumerate(names)}
 
 
 class NamedImages(Dataset[Any]):
-    """Image files, each with its path."""
+    """Images read from files and transformed on access, each with its path."""
 
     def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
         self.paths, self.transform = paths, transform

@@ -24,15 +24,16 @@ UNKNOWN = float("inf")
 class StereoFrames(Loading):
     """Read pairs and their disparities from a folder of Scene Flow, KITTI, Middlebury, or of your own.
 
-    The layouts are those of `frames.LAYOUTS`; the folder may hold several of them, in any folders. `test` uses the
-    frames below a folder of test pairs (`TEST`, `testing`, ...), `validate` the scenes of `held_out`; if one of the two
-    has no frames, both use the other's. All other frames are trained on.
+    The layouts are those of `data.readers.stereo.LAYOUTS`; the folder may hold several of them, at any depth. `test`
+    uses the frames below a folder of test pairs (`TEST`, `testing`, ...), unless none of them has disparities;
+    `validate` uses the scenes of `held_out`. If one of the two has no frames, both use the same frames. All frames that
+    are neither test pairs nor held out are trained on.
 
     A training batch is `(left, right, disparity)` of one size, disparities `inf` where they are not known. In
     evaluation a batch is one whole pair with its disparities; to predict, it is one whole pair with its path and name.
 
     Args:
-        root: The folder. Not read, and may be left out, where `predict` is given and predicted.
+        root: The folder. It is not read, and may be left out, where `predict` is given and predicted.
         held_out: Names of scenes, or of single frames, for validation and not for training: folders in the path of the
             left image, or its name without suffix.
         crop: Height and width of the training crops, in pixels.
@@ -45,8 +46,9 @@ class StereoFrames(Loading):
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
 
     Raises:
-        FolderError: In `prepare_data` and `setup`: no folder or pairs, missing or damaged files, images or disparities
-            of another size than the left image, unknown scenes; the error names the files.
+        FolderError: If neither `root` nor `predict` is given, or `crop` is out of range. In `prepare_data` and `setup`:
+            no folder or pairs, missing or damaged files, images or disparities of another size than the left image,
+            unknown scenes; the error names the files.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class StereoFrames(Loading):
     ) -> None:
         super().__init__(batch_size, workers, seed=0)
         if root is None and predict is None:
-            raise FolderError(f"{CALLER}: give root, a folder of stereo pairs, or predict, one to predict.")
+            raise FolderError(f"{CALLER}: give root, a folder of stereo pairs, or predict, a folder of such pairs.")
         if min(crop) < 1:
             raise FolderError(f"{CALLER}: crop must be a height and a width in pixels, got {tuple(crop)}.")
         self.root = None if root is None else Path(root)
@@ -74,7 +76,7 @@ class StereoFrames(Loading):
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
 
     def prepare_data(self) -> None:
-        """Check that all files exist and decode them; runs in one process of each machine."""
+        """Check that all files exist, and decode them; runs in one process of each machine."""
         if self.predict is not None:
             check_frames(frames_in(self.predict), self.predict, self.check)
         elif self.root is not None:
@@ -93,15 +95,15 @@ class StereoFrames(Loading):
         self.parts["predict"] = Unmeasured(frames["test"])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the validation pairs, one per batch."""
+        """Return the loader of the validation pairs, one per batch."""
         return self._loader(self.parts["val"], batch_size=1)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test pairs, one per batch."""
+        """Return the loader of the test pairs, one per batch."""
         return self._loader(self.parts["test"], batch_size=1)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the pairs to predict, one per batch."""
+        """Return the loader of the pairs to predict, one per batch."""
         return self._loader(self.parts["predict"], batch_size=1)
 
     def _frames(self) -> dict[str, list[Frame]]:
@@ -114,7 +116,7 @@ class StereoFrames(Loading):
         if strange:
             raise FolderError(
                 f"{CALLER}: {self.root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
-                "  fix: names of folders, or of left images without suffix."
+                "  fix: names of folders in the paths of left images, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
         # KITTI and Middlebury do not publish the disparities of their test pairs, which can only be predicted.
@@ -130,7 +132,10 @@ class StereoFrames(Loading):
 def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     """Refuse parts without pairs, and pairs without disparities."""
     if not parts["train"]:
-        raise FolderError(f"{CALLER}: {root} has no pairs to train on: all are tests or held out.")
+        raise FolderError(
+            f"{CALLER}: {root} has no pairs to train on: all are tests or held out.\n"
+            "  fix: add pairs outside the folders of test pairs, or hold out fewer, --data.held_out."
+        )
     if not parts["val"]:
         raise FolderError(
             f"{CALLER}: {root} has no pairs to validate on: no test pairs with disparities.\n"
@@ -139,7 +144,10 @@ def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
     if missing:
         shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(f"{CALLER}: {len(missing)} pairs in {root} have no disparities.\n  {shown}")
+        raise FolderError(
+            f"{CALLER}: {len(missing)} pairs in {root} have no disparities.\n  {shown}\n"
+            "  fix: add their disparities, or move these pairs to another folder."
+        )
 
 
 class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
@@ -159,7 +167,7 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return normalized(left), normalized(right), disparity
 
     def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair as `uint8` images, and its disparities."""
+        """Read one pair as `uint8` images, and its disparities, infinite where they are not known."""
         frame = self.frames[index]
         # Some renderers write disparities as negative shifts to the left.
         disparity = np.abs(read_disparity(self.truths[index]))
@@ -168,19 +176,23 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 class Cropped(Measured):
-    """Random crops of pairs, normalised, with their disparities."""
+    """Pairs with their disparities, cropped at random and normalised on access."""
 
     def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
         super().__init__(frames, zero_is_unknown)
         self.crop = crop
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one crop."""
+        """Read one pair and crop it."""
         return self.crop(*self.raw(index))
 
 
 class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
-    """Pairs to predict: the normalised images, the left one's path, and its name below the folder."""
+    """Pairs to predict: the normalised images, the left one's path, and its name below the folder.
+
+    Raises:
+        FolderError: If the outputs of two pairs would be one file.
+    """
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.frames = frames
@@ -217,7 +229,7 @@ class RandomCrop:
         self.size = (height, width)
 
     def __call__(self, left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one random crop."""
+        """Return one random crop of left image, right image and disparities."""
         height, width = self.size
         top, start = (
             int(torch.randint(max(0, own - side) + 1, ())) for own, side in zip(disparity.shape, self.size, strict=True)

@@ -22,7 +22,7 @@ from farfield.data.sampler import Draw, DrawnSamples
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # Label of ignored tokens, as in transformers and torch.
 IGNORED = -100
-# Number of characters, the most frequent ones, that a trained tokenizer knows; words with others are unknown.
+# Number of characters, the most frequent ones, of a trained tokenizer; words with other characters become [UNK].
 CHARACTERS = 1000
 # Number of pieces that are tokenised at a time.
 MANY = 8192
@@ -30,7 +30,7 @@ MANY = 8192
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
-    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; deterministic.
+    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; without random numbers.
 
     Args:
         lines: The text.
@@ -69,7 +69,14 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
 
 
 def from_text(text: str, special: dict[str, str]) -> Any:
-    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words."""
+    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words.
+
+    If the text has no post-processor, the tokenizer gets one that puts the first and the last word around each text.
+
+    Args:
+        text: The JSON text.
+        special: The special words, as from `special_words`.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -87,37 +94,40 @@ def saved_tokenizer(folder: Path) -> Any:
     """Load a tokenizer that `save_pretrained` wrote; nothing is downloaded.
 
     Raises:
-        FolderError: If there is none, or it has no mask, padding, first or last word.
+        FolderError: If the folder has no tokenizer, or the tokenizer lacks one of the special words: padding, unknown,
+            first, last and mask.
     """
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}.")
+        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}; fix: a folder that save_pretrained wrote.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
     # transformers and tokenizers raise all kinds of errors for damaged files, even a plain Exception.
     except Exception as error:
-        raise FolderError(f"{CALLER}: {folder} holds no tokenizer: {error}") from error
+        raise FolderError(
+            f"{CALLER}: {folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
+        ) from error
     missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise FolderError(
             f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
-            f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or leave it out to have one trained."
+            f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or none, so that one is trained."
         )
     return tokenizer
 
 
 def special_words(tokenizer: Any) -> dict[str, str]:
-    """The special words of a tokenizer, by transformers' names for them."""
+    """Return the special words of a tokenizer, by transformers' names for them, such as `mask_token`."""
     return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
-    """Texts of one length, padded.
+    """Samples of tokens, padded to the length of the longest.
 
     Attributes:
-        words: `(b, n)`, numbers of the vocabulary, some of them masked.
+        words: `(b, n)`, ids of words, some of them replaced by the mask or by a random word.
         mask: `(b, n)`, True where a token is valid.
         labels: `(b, n)`, the original words where they are to be predicted, elsewhere -100.
         names: The names of the samples.
@@ -130,13 +140,13 @@ class Batch(NamedTuple):
 
 
 class Collate:
-    """Pad samples to the longest of a batch."""
+    """Pad samples to the longest of a batch, with the id `padding`."""
 
     def __init__(self, padding: int) -> None:
         self.padding = padding
 
     def __call__(self, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
-        """Return the batch."""
+        """Return the batch of some samples `(words, labels, name)`."""
         words, labels, names = zip(*samples, strict=True)
         lengths = torch.tensor([len(each) for each in words])
         return Batch(
@@ -150,11 +160,11 @@ class Collate:
 class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
     """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
 
-    `DataCollatorForLanguageModeling` of transformers masks: `share` of the tokens, of which 80 % become the mask, 10 %
-    a random word, and 10 % stay.
+    `DataCollatorForLanguageModeling` of transformers chooses `share` of the tokens for prediction: 80 % of them become
+    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`.
 
     Args:
-        tokens: All tokens, `int32`.
+        tokens: The ids of all tokens, `int32`.
         bounds: Start and end of each sample, the end exclusive.
         names: The names of the samples.
         tokenizer: A tokenizer of transformers.
@@ -199,7 +209,11 @@ class Fixed(Dataset[Any]):
 
 
 class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
-    """Lines of a user that contain masks to fill in; without labels."""
+    """Lines of text with mask tokens to fill in; all labels are -100.
+
+    Raises:
+        FolderError: If a line has no mask token, or has more than `length` tokens.
+    """
 
     def __init__(self, lines: Sequence[TextPiece], tokenizer: Any, length: int) -> None:
         self.lines = lines
@@ -231,11 +245,12 @@ def tokenised(
         pieces: Pieces of the texts, in order.
         tokenizer: A tokenizer of transformers.
         length: Largest number of tokens of a sample, the first and the last word included.
-        unit: `"blocks"` join the pieces of a file, and all but its last are full; otherwise a piece is a sample.
-        too_long: What happens to a piece that is longer, except for blocks: `"split"` or `"refuse"`.
+        unit: With `"blocks"` the pieces of a file are joined and cut into samples of `length`, of which the last may be
+            shorter; otherwise a piece is a sample.
+        too_long: What happens to a piece that is longer than a sample, except for blocks: `"split"` or `"refuse"`.
 
     Returns:
-        All tokens, the bounds of the samples, and their names.
+        The ids of all tokens, the start and the end of each sample, and the names of the samples.
 
     Raises:
         FolderError: For a piece that is too long, with `"refuse"`.
@@ -267,7 +282,11 @@ def tokenised(
 
 
 def check_lengths(pieces: Sequence[TextPiece], lengths: Sequence[int], length: int) -> None:
-    """Refuse pieces of more tokens than a sample has room for."""
+    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word.
+
+    Raises:
+        FolderError: If there are any; the error names the first few.
+    """
     longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
     if longer:
         shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer[:SHOWN]]
@@ -279,5 +298,5 @@ def check_lengths(pieces: Sequence[TextPiece], lengths: Sequence[int], length: i
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Format the first few numbers of a list."""
+    """Join the first few numbers with commas."""
     return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

@@ -22,21 +22,22 @@ EPSILON, DEVIATION = 1e-12, 0.02
 
 
 class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask"):
-    """Encode words; return a logit for each token and word of the vocabulary, or one vector for each text.
+    """Encode texts; return a logit for each token and word of the vocabulary, or one vector for each text.
 
     `tokens = norm(words + positions + types)`, `layers` times `nn.TransformerLayer`, then the head
 
-    The shapes are BERT's for every operator: a factorized BERT loads the weights of a conventional one, whose queries
-    and keys become coefficients and basis (`weights`, `models.load_hugging_face`). It then computes another function
-    and needs training. The word head is tied: it multiplies by the embedding of the words.
+    The weights have BERT's shapes for every operator except siamese and siamese_local, which also have score vectors.
+    So a factorized BERT loads the weights of a conventional one, whose queries and keys become coefficients and basis
+    (`weights` of `bert_base`, or `models.load_hugging_face`). It then computes another function and needs training. The
+    word head is tied: it multiplies by the embedding of the words.
 
     Args:
-        model: The name under which it is saved: `"bert_base"`, `"bert_large"` or `"bert_small"`.
+        model: The name under which the network is saved: `"bert_base"`, `"bert_large"` or `"bert_small"`.
         operator: A name of `ops.OPERATORS` or an `Operator`. Products under a softmax are divided by the square root
-            of a head's channels, as in transformers; others are not.
+            of a head's channels, as in transformers; other products are not.
         head: `"words"`, for masked language models, or `"pooled"`, a linear layer and tanh of the first token.
         vocabulary: Number of words.
-        positions: Maximal number of tokens of a text.
+        positions: Largest number of tokens of a text.
         channels: Channels of each token; the feed-forward layers have four times as many.
         layers: Number of layers.
         heads: Heads of the attention.
@@ -46,7 +47,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
     Raises:
         LookupError: For an unknown operator or head.
         ShapeError: If heads do not divide the channels.
-        ValueError: For a number out of range.
+        ValueError: For a number out of range, or attention dropout with an operator that cannot have it.
 
     Reference: Devlin et al. 2019, FA Figure 5.
 
@@ -97,10 +98,10 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as BERT, from a normal distribution truncated at two deviations; attention draws its own.
+        """Draw weights as BERT, normal with deviation 0.02 and truncated at two deviations; attention draws its own.
 
         With a deviation of 0.02 a projection scales its input by about a half at 768 channels and by a fifth at 128;
-        attention, which is up to cubic in its projections, would output nearly nothing.
+        the response of attention, which is up to cubic in its projections, would be nearly 0.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -117,9 +118,10 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
     def encode(
         self, words: Int[Tensor, "b n"], *, mask: Bool[Tensor, "b n"] | None = None, types: Tensor | None = None
     ) -> Float[Tensor, "b n c"]:
-        """Return the last layer's output for each token; `types` is 0 or 1, for the first or second text."""
+        """Return the last layer's output for each token; the arguments are those of `forward`."""
         if words.dim() != 2 or words.is_floating_point():
-            raise shape_error(self.name, "words must be whole numbers (batch, tokens).", "words[None].", words=words)
+            fix = "words[None] adds a batch, words.long() makes whole numbers."
+            raise shape_error(self.name, "words must be whole numbers (batch, tokens).", fix, words=words)
         longest = self.positions.num_embeddings
         if words.shape[1] > longest:
             problem = f"{words.shape[1]} tokens are more than the network's {longest} positions."
@@ -144,16 +146,17 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
 
         Args:
             words: Indices into the vocabulary.
-            mask: True where a token is valid; the words at other positions change nothing.
+            mask: True where a token is valid; words at other positions do not change the results of valid tokens.
             types: Which of two texts a token is in, 0 or 1; 0 by default.
-            chosen: Where logits are computed, everywhere by default. Training needs them at the masked tokens only, a
-                seventh of the work and memory. The pooled head ignores it and uses the first token.
+            chosen: True where logits are computed; everywhere by default. Training needs them at the masked tokens
+                only: a seventh of the head's work and memory. The pooled head ignores this argument.
 
         Returns:
             `(b, n, vocabulary)`, or `(tokens chosen, vocabulary)`; with the pooled head `(b, channels)`.
 
         Raises:
-            ShapeError: If there are more tokens than positions.
+            ShapeError: If words are not whole numbers (batch, tokens), if there are more tokens than positions, or if
+                the mask does not fit.
         """
         tokens = self.encode(words, mask=mask, types=types)
         if isinstance(self.head, Pooled):
@@ -182,7 +185,7 @@ class Pooled(nn.Module):
         self.dense = nn.Linear(channels, channels)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return `(b, channels)`."""
+        """Return the vector of each text, `(b, channels)`, from tokens `(b, n, channels)`."""
         return self.dense(tokens[:, 0]).tanh()
 
 
@@ -199,7 +202,7 @@ def bert_base(
     """Build BERT base, with 12 layers and 768 channels, and any operator.
 
     The arguments are those of `Bert`, and `weights`: a weights file of Hugging Face's BERT (`model.safetensors`,
-    `pytorch_model.bin`) or of a farfield `Bert`; None draws them at random.
+    `pytorch_model.bin`) or of a saved `Bert`; None draws the weights at random.
 
     Reference: Devlin et al. 2019.
 

@@ -12,7 +12,7 @@ from farfield.models.storage import read_weights
 
 Network = TypeVar("Network", bound=nn.Module)
 
-# Parts of the names in `Bert` -> those of Hugging Face.
+# Parts of names in `Bert` -> the same parts of Hugging Face's names.
 EMBEDDINGS = {
     "words": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -41,18 +41,22 @@ OLD = {".gamma": ".weight", ".beta": ".bias"}
 def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network:
     """Copy the weights of Hugging Face's `BertForMaskedLM`, `BertForPreTraining` or `BertModel` into a network.
 
-    For a factorized operator queries, keys and values become coefficients, basis and values. Entries of the state dict
-    that this network does not have are ignored: the other head, the tied copy of the embedding.
+    With a factorized operator the projections of queries, keys and values become those of coefficients, basis and
+    values. Entries of the state dict that the network does not have are ignored: a head of the other kind, and the
+    word head's copy of the word embedding.
 
     Args:
-        net: The network, a `Bert`, changed in place.
-        state_dict: The state dict of the model, or the contents of its weights file.
+        net: The network, a `Bert`, changed in place. The shapes do not depend on its number of heads, which must be
+            that of the model for the same outputs.
+        state_dict: The state dict of the model, or the contents of its weights file. Only `BertForMaskedLM` and
+            `BertForPreTraining` have the word head, and only `BertModel` and `BertForPreTraining` the pooled one.
 
     Returns:
         The network.
 
     Raises:
-        ValueError: If a tensor is missing or has another shape; nothing is copied then.
+        ValueError: If a tensor of the network is missing or has another shape; nothing is copied then. The score
+            vectors of siamese and siamese_local are missing in every BERT.
 
     Example:
         >>> import transformers
@@ -79,14 +83,15 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"load_hugging_face: for {net.name} the state dict must be that of a BERT of its sizes: "
-            f"{'; '.join(problems[:3])}{more}. fix: the vocabulary, positions, channels and layers of its config."
+            f"{'; '.join(problems[:3])}{more}. fix: a Bert with the vocabulary, positions, channels and layers of the "
+            f"model's config, and with a head that the model has."
         )
     net.load_state_dict(tensors)
     return net
 
 
 def modernize_name(name: str) -> str:
-    """Return a name of Hugging Face without its model prefix, as in current versions."""
+    """Return a name in Hugging Face's model without its prefix "bert." and with `weight` and `bias` for old names."""
     name = name.removeprefix("bert.")
     for old, new in OLD.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
@@ -94,7 +99,7 @@ def modernize_name(name: str) -> str:
 
 
 def source_of(name: str) -> str:
-    """Return the name of Hugging Face for a name in `Bert`."""
+    """Return Hugging Face's name for a state-dict entry of `Bert`."""
     if name == "head.bias":
         return "cls.predictions.bias"
     module, _, leaf = name.rpartition(".")
@@ -105,11 +110,11 @@ def source_of(name: str) -> str:
 
 
 def fill_from_file(net: Network, path: Path) -> Network:
-    """Copy a file's weights into a network: Hugging Face's, or a `model.safetensors` of farfield.
+    """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or from another network.
+        ValueError: If the file is damaged, or lacks weights of the network, or has them in other shapes.
     """
     tensors = read_weights(cast(str, net.name), path)
     if set(tensors) == set(net.state_dict()):

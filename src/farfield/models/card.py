@@ -32,12 +32,12 @@ def write_card(
         net: A network of the configuration; the values of its weights are not used.
         config: The model's name and arguments.
         header: The card's metadata, as YAML.
-        image_size: Side length of the image or volume, or number of tokens of the text, whose MACs are counted.
-        training_data: What it was trained on, None if unknown.
+        image_size: Size of the input whose MACs are counted; see `Stored.generate_model_card`.
+        training_data: What the model was trained on, None if unknown.
         metrics: Name -> measured value, None if unknown.
 
     Returns:
-        The text with a check sum, by which `is_edited` detects changes.
+        The text with a check sum at its end, by which `is_edited` detects changes.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]
@@ -70,19 +70,19 @@ def write_card(
 
 
 def operators_of(net: nn.Module) -> list[str]:
-    """Names of the operators of a network's attention, in order, each once."""
+    """Return the names of the operators of a network's attention, in order, each once."""
     return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
 
 
 def seal(text: str) -> str:
-    """Append the check sum of a text, which distinguishes an edited card from one that can be overwritten."""
+    """Append the check sum of a text, by which `is_edited` distinguishes edited cards from those to be overwritten."""
     return (
         f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
     )
 
 
 def is_edited(path: Path) -> bool:
-    """Whether there is a card that was changed since it was written."""
+    """Return whether there is a card that was changed after `seal`; a file without a check sum counts as changed."""
     if not path.exists():
         return False
     content = path.read_bytes()

@@ -22,7 +22,7 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class Builder(Protocol):
-    """The signature of every function in `CLASSIFIERS`, all arguments optional; see `CompactNet`."""
+    """The signature that the functions in `CLASSIFIERS` share; the arguments are those of `CompactNet`."""
 
     __name__: str
 
@@ -50,7 +50,12 @@ class Catalog(dict[str, T]):
 
 
 def builder(name: str, what: str) -> Builder:
-    """Make the builder of one entry of `VARIANTS`: a function that pickles and that YAML can name."""
+    """Make the builder of one entry of `VARIANTS`: a function that pickles and that YAML can name.
+
+    Args:
+        name: The entry, and the name of the function in this module.
+        what: What the function builds, with a full stop, for its docstring.
+    """
 
     def build(
         *,
@@ -111,9 +116,9 @@ def sanet(
     strides: Sequence[int] | None = None,
     dropout: float = 0.2,
 ) -> CompactNet:
-    """Build SANet, with any operator in its attention blocks: the architecture of KANet with another default.
+    """Build SANet, with any operator in its attention blocks: the architecture of KANet with another default operator.
 
-    The other arguments are `CompactNet`'s.
+    `operator` is a name of `ops.OPERATORS` or an `Operator`. The other arguments are `CompactNet`'s.
 
     Reference: SAN Table 9.
 
@@ -161,7 +166,7 @@ def senet(
     dropout: float = 0.2,
     reduction: int = 2,
 ) -> CompactNet:
-    """Build SENet (SAN Table 4), squeeze-excite of ρ = `reduction` where SANet has attention.
+    """Build SENet (SAN Table 4), with squeeze-excite of ρ = `reduction` where SANet has attention.
 
     The other arguments are `CompactNet`'s.
     """
@@ -211,7 +216,7 @@ MODELS: dict[str, Callable[..., Any]] = Catalog(
     mask_rcnn=mask_rcnn,
     faster_rcnn=faster_rcnn,
 )
-# Name in a saved configuration -> the class that takes the configuration.
+# Name of a model in a saved configuration -> the class whose arguments the configuration has.
 FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
 FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
 FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
@@ -234,20 +239,20 @@ def from_pretrained(
 ) -> nn.Module:
     """Rebuild a model saved by `save_pretrained` from its name, arguments and weights; in eval mode, on the CPU.
 
-    No code from the files is executed: the name is looked up in `MODELS`, the weights are safetensors.
+    No code from the files is executed: the name must be that of a network of farfield, the weights are safetensors.
 
     Args:
         path_or_repo: A folder, or a repository of the Hugging Face Hub.
         revision: Branch, tag or commit of the repository.
-        cache_dir: Where downloads are kept.
-        token: For private repositories.
+        cache_dir: Folder in which downloads are kept; the Hub's cache by default.
+        token: Access token for private repositories; by default that of `hf auth login`.
         local_files_only: Whether to use only files downloaded before.
         force_download: Whether to download again.
 
     Raises:
-        OSError: If the files are missing.
+        OSError: If the files are missing or cannot be downloaded.
         ValueError: If one of them is damaged, or they belong to different models.
-        LookupError: If the model's name is unknown.
+        LookupError: If the name of the model or of a part, such as its operator, is unknown.
 
     Example:
         >>> import tempfile
@@ -300,7 +305,7 @@ def register_timm() -> list[str]:
 
 
 def timm_entry(name: str) -> Callable[..., nn.Module]:
-    """Make timm's entry point for a name, with timm's argument names."""
+    """Make the entry point of a `CompactNet` for timm, which takes timm's argument names."""
 
     def build(
         *, in_chans: int = 3, drop_rate: float = 0.2, drop_path_rate: float = 0.0, **arguments: Any

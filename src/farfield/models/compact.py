@@ -23,7 +23,10 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class Stage(NamedTuple):
-    """One row of the papers' architecture table."""
+    """One row of the papers' architecture table: r, out, n, s, and which block of a `Variant` it has.
+
+    `kind` is "base" or "attention".
+    """
 
     r: int
     out: int
@@ -47,7 +50,7 @@ STAGES = (
 # Channels of the 3x3 convolution before the stages (stride 2) and of the 1x1 convolution after them.
 STEM, HEAD = 32, 1280
 STRIDES = (2, *(stage.s for stage in STAGES if stage.s > 1))
-# The rows of `STAGES` before each halving of the size, and the last: their grids are the pyramid.
+# Indices of the rows of `STAGES` before each halving of the size, and of the last row: their grids are the pyramid.
 PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
 
 
@@ -100,7 +103,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         strides: Strides of the five places where the papers halve the size: the stem and the rows that reach 24, 32,
             64 and 160 channels. Default (2, 2, 2, 2, 2). At 32 pixels this gives attention grids of 4², 2² and 1²,
             too small to be useful; (1, 1, 2, 2, 2) gives 16², 8² and 4².
-        dropout: Probability before the classifier.
+        dropout: Probability of the dropout before the classifier.
         reduction: ρ of squeeze-excite; used by senet only.
         global_pool: Pooling of the last grid, by timm's names: "avg", "max", "avgmax", "catavgmax", or "" for none,
             which requires num_classes=0.
@@ -109,7 +112,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     Raises:
         LookupError: For an unknown model, operator or pooling.
-        ValueError: For a number out of range, or an operator where the variant has no attention.
+        ValueError: For a number out of range, an operator where the variant has no attention, or no pooling with a
+            classifier.
 
     Reference: KAN Table 1, SAN Table 9.
 
@@ -176,7 +180,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     def enter(self, image: Tensor) -> Tensor:
         """Return the grid of the stem."""
-        check_image(self.name, image, self.in_channels, ", or build the net with in_channels")
+        check_image(self.name, image, self.in_channels, ", or build it with other in_channels")
         return self.stem(image)
 
     def forward_head(
@@ -187,7 +191,10 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         return pooled if pre_logits else self.classifier(pooled)
 
     def pyramid(self, image: Float[Tensor, "b c h w"]) -> list[Tensor]:
-        """Return the grids before each halving and the last: strides 2 to 32, channels 16, 24, 32, 96 and 320."""
+        """Return the grids before each halving of the size, and the last one.
+
+        By default their strides are 2, 4, 8, 16 and 32, and their channels 16, 24, 32, 96 and 320.
+        """
         return cast(list[Tensor], self.forward_intermediates(image, intermediates_only=True))
 
     @property
@@ -217,7 +224,11 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
         Args:
             num_classes: Number of classes; 0 omits the classifier.
-            global_pool: Pooling before it, see the class; None leaves it as it is.
+            global_pool: Pooling before the classifier, see the class; None leaves it as it is.
+
+        Raises:
+            LookupError: For an unknown pooling.
+            ValueError: For a number below 0, or no pooling with a classifier.
         """
         check_whole(self.name, "num_classes", num_classes, 0)
         pool = self.global_pool if global_pool is None else global_pool
@@ -232,7 +243,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
 
 def find_variant(model: str, operator: str | Operator | None) -> Variant:
-    """Return an entry of `VARIANTS`; refuse an operator where it has no attention."""
+    """Return an entry of `VARIANTS`; refuse an operator if the entry has no attention."""
     if model not in VARIANTS:
         raise unknown("models.CompactNet", "model", model, VARIANTS)
     variant = VARIANTS[model]
@@ -306,7 +317,7 @@ def check_arguments(model: str, num_classes: int, in_channels: int, width: float
 def check_strides(
     model: str, strides: Sequence[int] | None, output_stride: int | None
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the five strides, by default the papers', and those under `output_stride`, each with its dilation."""
+    """Return the five strides, by default the papers', and the result of `limit_strides` for them."""
     strides = STRIDES if strides is None else strides
     if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
         raise ValueError(
@@ -325,10 +336,10 @@ def check_image(model: str, image: Tensor, channels: int, other: str = "") -> No
         model: The network that the error names.
         image: The image.
         channels: The channels that the network reads.
-        other: Another fix, for a network that can be built for other channels.
+        other: Text of another fix, for a network that can be built for other channels.
 
     Raises:
-        ShapeError: If it has other axes, another number of channels, or an axis of length 0.
+        ShapeError: If the image has another number of dims or channels, or a dim of size 0.
         TypeError: If its dtype is not floating point.
     """
     if image.dim() != 4 or image.shape[1] != channels:
@@ -340,7 +351,7 @@ def check_image(model: str, image: Tensor, channels: int, other: str = "") -> No
         problem = f"the image must be (batch, {channels}, height, width)."
         raise shape_error(model, problem, fix, image=image)
     if 0 in image.shape:
-        raise shape_error(model, "the image is empty.", "its height and width must be at least 1.", image=image)
+        raise shape_error(model, "the image is empty.", "batch, height and width of 1 at least.", image=image)
     if not image.is_floating_point():
         fix = "fix: image.float() / 255, then the normalization it was trained with."
         raise TypeError(f"{model}: the image must be floating point, got {image.dtype}; {fix}")

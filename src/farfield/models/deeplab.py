@@ -27,7 +27,7 @@ OUTPUTS = ("aspp", "plain", *OPERATORS)
 ATROUS = (6, 12, 18, 24)
 # Output stride -> dilations of the 3x3 convolutions after the last two strides of a network.
 DILATIONS = {8: (2, 4), 16: (1, 2), 32: (1, 1)}
-# The rows of `STAGES` with these two strides.
+# Indices of the rows of `STAGES` with these two strides.
 LATE_ROWS = (4, 7)
 
 
@@ -59,7 +59,7 @@ class ASPP(nn.ModuleList):
 
 
 class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-segmentation"):
-    """Segment images with a backbone whose last strides are dilations and an output layer of class logits per position.
+    """Segment images with a backbone that has dilations in place of its last strides and a layer of class logits.
 
     `logits = classify(attention(reduce(backbone(image))))`, of the image's size over the output stride, rounded up
 
@@ -71,27 +71,30 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
     `replace_stride_with_dilation` gives the first block of each stage the dilation of the stage before.
 
     Args:
-        model: The name under which it is saved: `"deeplab_v2"` or `"deeplab_compact"`.
+        model: The name under which the network is saved: `"deeplab_v2"` or `"deeplab_compact"`.
         backbone: `"resnet101"`, `"resnet50"`, or, for machines without a GPU, a name of `models.VARIANTS`.
         output: The output layer: `"aspp"`, `"plain"` for one 1x1 convolution, or attention: a name of
             `ops.OPERATORS` or an `Operator`.
         num_classes: Number of classes.
-        channels: D; this and the next two are used by attention only.
+        channels: D; only attention uses this argument and the next two.
         heads: Heads of the attention.
-        residual: Whether the attention's input is added to its response. The published layer does not; without it the
-            responses of siamese operators differ between positions by one factor per head, too little for many classes.
+        residual: Whether the attention's input is added to its response. The published layer does not add it; but the
+            responses of siamese operators alone differ between positions only by one factor per head, which is too
+            little for many classes.
         width: Factor on the channels of a compact backbone.
         output_stride: 8 (as in the papers), 16 or 32: the size of the image over that of the grid of logits.
         weights: A file with the backbone's weights: a state dict of torchvision's ResNet or segmentation networks
-            (`.pth`), or `model.safetensors` of a compact network. None draws them at random.
+            (`.pth`), or `model.safetensors` of a saved `CompactNet` or `DeepLab`. None draws them at random.
 
     Raises:
         LookupError: For an unknown backbone or output layer.
+        ShapeError: If heads do not divide the channels.
         ValueError: For a number out of range, or weights of another network.
         FileNotFoundError: If the weights file does not exist.
 
     Cost:
-        At 321x321 pixels 73 billion MACs, all but 0.3 billion of them in ResNet-101.
+        At 321x321 pixels 73 billion MACs with attention of linear cost, all but 0.3 billion of them in ResNet-101; ASPP
+        takes 2.6 billion.
 
     Reference: KAN §4.6; Chen et al. 2017.
 
@@ -197,7 +200,10 @@ def deeplab_compact(
 
 
 def build_backbone(model: str, backbone: str, width: float, output_stride: int) -> tuple[nn.Sequential, int]:
-    """Build a backbone with the parameter names of its own weights; return it and its number of channels."""
+    """Build a backbone; return it and its output channels.
+
+    Its parameters have the names that they have in torchvision's ResNet or in `CompactNet`.
+    """
     strides = [1 if dilation > 1 else 2 for dilation in DILATIONS[output_stride]]
     if backbone in RESNETS:
         if width != 1.0:
@@ -233,7 +239,10 @@ def dilate(stage: nn.Module, dilation: int) -> None:
 def build_head(
     features: int, output: str | Operator, num_classes: int, channels: int, heads: int, residual: bool
 ) -> nn.Module:
-    """Build the output layer: weights of the classifier from N(0, 0.01), those before it Glorot, biases 0."""
+    """Build the output layer on a grid with `features` channels; the other arguments are those of `DeepLab`.
+
+    Weights of the classifier are normal with deviation 0.01, those before it Glorot uniform, and biases 0.
+    """
     head: nn.Module
     if output == "aspp":
         head = ASPP(features, num_classes)
@@ -254,7 +263,7 @@ def build_head(
 
 
 def draw_classifier(convolution: nn.Conv2d) -> None:
-    """Initialize a convolution that returns logits: weights from N(0, 0.01), bias 0."""
+    """Initialize a convolution that returns logits: normal weights of deviation 0.01, bias 0."""
     nn.init.normal_(convolution.weight, std=0.01)
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
@@ -262,19 +271,29 @@ def draw_classifier(convolution: nn.Conv2d) -> None:
 
 def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     """Copy a file's weights into a backbone; the file may have weights of other parts too."""
-    # torchvision's segmentation networks and `DeepLab` itself name their backbone so.
+    # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
     fill(model, path, backbone, tensors)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights into all of a part of a network, except into modules that were inserted into it."""
+    """Copy weights into a part of a network; modules that were inserted into it are unchanged.
+
+    Args:
+        model: The network that errors name.
+        path: The file of the weights, for errors.
+        part: The part, changed in place.
+        tensors: Its state dict, which may have other entries too.
+
+    Raises:
+        ValueError: If a weight is missing or of another shape; nothing is copied then.
+    """
     own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:
         raise ValueError(
-            f"{model}: {path} holds the weights of another backbone: {len(wrong)} of {len(own)} are missing or of "
-            f"another shape, {listed(wrong)}; fix: the same backbone and width as it was trained with."
+            f"{model}: {path} holds the weights of another network: {len(wrong)} of {len(own)} are missing or of "
+            f"another shape, {listed(wrong)}; fix: the options, such as backbone and width, that it was trained with."
         )
     part.load_state_dict({name: tensors[name] for name in own}, strict=False)
 

@@ -6,27 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Largest configuration file, in bytes; those of the recipes have 3,000.
+# Largest size of a configuration file, in bytes; the recipes have about 3,000.
 LONGEST = 2**20
-# Largest number of values in it, counting repeated references, and largest depth of nesting.
+# Largest number of values in a file, counting repeated references, and largest depth of nesting.
 VALUES, DEPTH = 10_000, 20
 # Largest length of one list argument, such as strides or places of attention.
 LISTED = 100
-# Largest value of a number by argument, and of all other arguments; the papers' networks stay far below. Those in
-# BOUNDS repeat or enlarge parts of a network, which takes time before anything can be compared with the weights.
+# Largest absolute value of a number: BOUNDS for the arguments in it, BOUND for all others. The papers' networks stay
+# far below. Arguments in BOUNDS repeat or enlarge parts of a network, which takes time before its shapes can be
+# compared with the weights.
 BOUNDS = {"width": 64, "depth": 16, "layers": 512, "kernel": 99, "image_size": 8192}
 BOUND = 2**20
 # The "format" of a config.json; version 0.1 wrote none, which is format 1.
 FORMAT = 2
-# Argument -> its values in format 1 -> their current names, where these differ.
+# Argument -> its values in format 1 that have other names now -> their current names.
 MEANT_IN_1 = {
     "operator": {"kronecker_qkv": "kronecker_qkv_literal"},
     "output": {"kronecker_qkv": "kronecker_qkv_literal"},
     "backbone": {"kanet": "kanet_qkv_literal", "kanet_qkv": "kanet_qkv_literal"},
 }
-# Argument in format 1 -> its current name.
+# Name of an argument in format 1 -> its current name.
 CALLED_IN_1 = {"rank": "spatial_dims"}
-# Argument -> its default in format 1, by model.
+# Argument -> model -> the argument's default in format 1, where it is another one now.
 DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
     "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
     "scale": dict.fromkeys(("psmnet_stacked", "psmnet_basic", "video_resnet", "mask_rcnn", "faster_rcnn"), 1.0),
@@ -37,7 +38,8 @@ DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of version 0.1 to the current names and defaults.
 
-    There, kronecker_qkv was the operator as printed in the paper, and the default scale of products was 1.0.
+    In version 0.1 kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and
+    U-Nets and SAGAN did not normalize before or in their attention.
     """
     translated = {
         CALLED_IN_1.get(name, name): MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
@@ -53,7 +55,7 @@ def read_text(path: Path) -> str:
     """Read a configuration file.
 
     Raises:
-        ValueError: If it is too long, or not UTF-8.
+        ValueError: If the file is too long, or not UTF-8. The text begins with the file.
     """
     size = path.stat().st_size
     if size > LONGEST:
@@ -70,7 +72,8 @@ def check_values(file: Path, values: Any) -> None:
     A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
 
     Raises:
-        ValueError: If so; the text has the file and the place in it.
+        ValueError: If there is another value, a key that is not a string, or too many values or levels. The text has
+            the file and, for one value, its place in the file.
     """
     left, seen = [("", values, 0)], 0
     while left:
@@ -95,17 +98,19 @@ def check_values(file: Path, values: Any) -> None:
 
 
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments from a file that are not plain values, or numbers out of bounds.
+    """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds.
 
     Raises:
-        ValueError: If so; the text has the file, the argument, and the way to build the network anyway.
+        ValueError: If there is such an argument. The text has the file and the argument, and for one out of bounds how
+            to build the network anyway.
     """
     check_values(file, dict(arguments))
     for name, value in arguments.items():
         if isinstance(value, dict):
             if "class_path" in value:
                 raise ValueError(
-                    f"{file}: {name} names a class, {value['class_path']!r}; fix: only the network has one."
+                    f"{file}: {name} names a class, {value['class_path']!r}, which only a network may; "
+                    f"fix: a plain value."
                 )
             check_arguments(file, value)
         values = value if isinstance(value, list) else [value]

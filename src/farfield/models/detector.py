@@ -24,7 +24,7 @@ from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
-# Layers whose shape depends on the number of classes; they are not loaded from a file with other classes.
+# Layers whose shape depends on the number of classes; they are not loaded from a file with another number of them.
 PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 
@@ -34,13 +34,15 @@ class Setup:
 
     Attributes:
         channels: Channels of the pyramid and of the mask head; the box head has four times as many.
-        frozen: Whether the backbone is pretrained: its norms are constants and its first two stages are not trained.
-            If False, the whole backbone is trained, with group norms in place of batch norms.
+        frozen: For a pretrained backbone: whether its norms are constants and its first convolution and `layer1` are
+            not trained. If False, the whole backbone is trained, with group norms in place of batch norms.
         shorter_side: Length to which the shorter side of an image is resized, in pixels.
         longer_side: Largest length of the longer side after resizing, in pixels.
-        anchors: Side of the anchors of the finest level, in pixels; twice as long at each level above.
-        proposals: Regions per image that are passed to the heads in evaluation; twice as many in training.
-        regions: How many of these regions are sampled for the loss.
+        anchors: Height and width of the square anchors of the finest level, in pixels; twice as large at each coarser
+            level.
+        proposals: Largest number of regions per image that are passed to the heads in evaluation; twice as many are
+            proposed in training.
+        regions: How many of the proposed regions are sampled per image for the loss.
         detections: Largest number of objects returned for an image.
     """
 
@@ -69,8 +71,9 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
     and the pyramid.
 
     Args:
-        model: The name under which it is saved: `"mask_rcnn"`, or `"faster_rcnn"`, which predicts boxes without masks.
-        backbone: `"resnet50"`, `"resnet101"`, `"resnext101_32x8d"`, or for machines without a GPU `"resnet18"`.
+        model: `"mask_rcnn"`, or `"faster_rcnn"`, which predicts boxes without masks.
+        backbone: `"resnet50"`, `"resnet101"`, `"resnext101_32x8d"`, `"resnet34"`, or for machines without a GPU
+            `"resnet18"`.
         attention: Places of attention: any of `"res1"` to `"res4"` and `"fpn1"` to `"fpn5"`, or `"fpn_all"`; see
             `farfield.insertion.detector_places`.
         operator: A name of `ops.OPERATORS` or an `Operator`. Operators that compare every query with every key need
@@ -81,18 +84,18 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         setup: Sizes and limits: a `Setup`, or a mapping with its fields.
         weights: A file to start from: a state dict of torchvision's ResNet, which fills the backbone, or of its Mask
             or Faster R-CNN, which fills everything except attention, and except the predictors if it has another
-            number of classes. None initializes all weights at random.
+            number of classes. It needs a frozen setup. None initializes all weights at random.
         scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
 
     Raises:
         LookupError: For an unknown backbone, place or operator.
         ShapeError: If heads do not divide the channels.
-        ValueError: For a number out of range, or weights of another network.
+        ValueError: For a number out of range, weights of another network, or weights without a frozen setup.
         FileNotFoundError: If the file of weights does not exist.
 
     Cost:
-        At 800x1344 pixels the backbone and pyramid of ResNet-50 take 148 billion MACs; attention at all five
-        levels adds 4 % to them, attention also at both last stages 6 %.
+        At 800x1344 pixels the backbone and pyramid of ResNet-50 take 148 billion MACs; attention at all five levels
+        adds 4 % to them, and attention at these and the last two stages 6 %.
 
     Reference: FA Table 1.
 
@@ -142,21 +145,22 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
             fill_rcnn(model, self.rcnn, Path(weights), setup)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the image whose MACs a model card counts: channels, height, width."""
+        """Return the shape of the image whose MACs a model card counts: channels, height, width."""
         return (3, side, side)
 
     def card_part(self) -> nn.Module:
-        """Module whose MACs a model card counts: the backbone, as the work of the heads depends on the detections."""
+        """Return the module whose MACs a model card counts: the backbone, as the heads' depend on the detections."""
         return self.rcnn.get_submodule("backbone")
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Return the losses in training, and boxes, labels, scores and masks of each image in evaluation.
+        """Return the losses by name in training, and boxes, labels, scores and any masks of each image in evaluation.
 
         Args:
             images: Images of any sizes, with values from 0 to 1.
-            targets: In training, for each image `boxes` (objects, 4) as x, y, x, y, `labels` from 1 and `masks`.
+            targets: In training, for each image `boxes` (objects, 4), which are left, top, right and bottom in pixels,
+                `labels` (objects) from 1 and, for Mask R-CNN, `masks` (objects, height, width).
         """
         return self.rcnn(images, targets)
 
@@ -200,7 +204,7 @@ def faster_rcnn(
     setup: Setup = PAPER,
     weights: str | Path | None = None,
 ) -> Detector:
-    """Build Faster R-CNN with a feature pyramid, for annotations without masks: it predicts boxes alone.
+    """Build Faster R-CNN with a feature pyramid, for annotations without masks: it predicts no masks.
 
     The arguments are those of `Detector`.
 
@@ -216,7 +220,7 @@ def faster_rcnn(
 
 
 def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
-    """Build a ResNet and its pyramid; `detector_places` returns the names of its places with the prefix "backbone."."""
+    """Build a ResNet and its pyramid; paths in it are those of `detector_places` without the prefix "backbone."."""
     if backbone not in RESNETS:
         raise unknown(model, "backbone", backbone, RESNETS)
     from torchvision.models import resnet
@@ -262,7 +266,15 @@ def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -
 
 
 def fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    """Copy weights from a file into a detector: those of a ResNet fill its backbone, those of a detector all of it."""
+    """Copy weights from a file into a detector; attention is unchanged.
+
+    The weights of a ResNet fill the backbone. Those of a detector fill all of it, except the predictors if the number
+    of classes is another one.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is damaged or of another network, or the setup is not frozen.
+    """
     tensors = read_weights(model, path)
     if not setup.frozen:
         raise ValueError(

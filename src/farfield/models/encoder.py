@@ -22,12 +22,12 @@ BEFORE = 99999
 
 
 def average(grid: Tensor) -> Tensor:
-    """The mean of each channel."""
+    """Return the mean of each channel."""
     return F.adaptive_avg_pool2d(grid, 1).flatten(1)
 
 
 def largest(grid: Tensor) -> Tensor:
-    """The largest value of each channel."""
+    """Return the largest value of each channel."""
     return grid.amax((2, 3))
 
 
@@ -42,13 +42,18 @@ POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 def check_pool(model: str, global_pool: str, num_classes: int) -> str:
-    """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same."""
+    """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same.
+
+    Raises:
+        LookupError: If there is no such pooling.
+        ValueError: If there is no pooling before a classifier.
+    """
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
     if name not in POOLS:
         raise unknown(model, "global_pool", global_pool, POOLS)
     if name == "" and num_classes:
         raise ValueError(
-            f'{model}: global_pool="" leaves the grid, which no classifier of {num_classes} classes reads; '
+            f'{model}: global_pool="" keeps all positions, but a classifier of {num_classes} classes needs one vector; '
             f'fix: num_classes=0, or global_pool="avg".'
         )
     return name
@@ -87,7 +92,11 @@ class Encoder(nn.Module):
         """Set stochastic depth: training skips residual blocks for some samples, later blocks more often.
 
         Args:
-            drop_path_rate: Probability of block i of n is `drop_path_rate · i / n`, i from 0.
+            drop_path_rate: From 0 to below 1; block i of n, i from 0, is skipped with probability
+                `drop_path_rate · i / n`.
+
+        Raises:
+            ValueError: If the rate is out of range.
         """
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"{self.name}: drop_path_rate must be a probability below 1, got {drop_path_rate!r}.")
@@ -117,19 +126,24 @@ class Encoder(nn.Module):
 
         Args:
             image: `(b, c, h, w)`.
-            indices: Indices of the grids in the pyramid, or the number of last grids; all by default.
+            indices: Indices of the chosen grids in the pyramid, or how many of its last grids; all by default.
             norm: An argument of timm, for networks with a final norm of tokens; no effect here.
-            stop_early: Whether to stop after the last of these grids; needs `intermediates_only`.
+            stop_early: Whether to stop after the last chosen grid; needs `intermediates_only`.
             output_fmt: Only "NCHW".
-            intermediates_only: Whether to leave the last grid out.
+            intermediates_only: Whether to return the chosen grids alone, without the grid of the head.
+
+        Returns:
+            The grid of the head and the list of the chosen grids, in the order of the rows; or that list alone.
 
         Raises:
-            ValueError: If there is no such grid, or for another output format.
+            ValueError: If there is no such grid, for another output format, or for `stop_early` without
+                `intermediates_only`.
         """
         if output_fmt != "NCHW" or (stop_early and not intermediates_only):
             raise ValueError(
                 f"{self.name}.forward_intermediates: grids are NCHW, and stop_early needs intermediates_only=True; "
-                f"got {output_fmt=}, {stop_early=}, {intermediates_only=}."
+                f"got {output_fmt=}, {stop_early=}, {intermediates_only=}; "
+                f'fix: output_fmt="NCHW", and stop_early=False or intermediates_only=True.'
             )
         taken = self.take(indices)
         wanted = [self.feature_rows[index] for index in taken]
@@ -154,7 +168,10 @@ class Encoder(nn.Module):
             prune_head: Whether to remove the head's convolution and classifier also if no row is removed.
 
         Returns:
-            The indices of the chosen grids, from 0.
+            The indices of the chosen grids, counted from 0.
+
+        Raises:
+            ValueError: If there is no such grid.
         """
         taken = self.take(indices)
         end = self.feature_rows[max(taken)] + 1
@@ -166,7 +183,7 @@ class Encoder(nn.Module):
         return taken
 
     def take(self, indices: int | Sequence[int] | None) -> list[int]:
-        """Return indices into the pyramid, counted from 0."""
+        """Return the indices of chosen grids in the pyramid, counted from 0; see `forward_intermediates`."""
         count = len(self.feature_rows)
         if indices is None or isinstance(indices, int):
             last = count if indices is None else indices
@@ -175,8 +192,8 @@ class Encoder(nn.Module):
             taken = list(indices)
         if not taken or not all(-count <= index < count for index in taken) or len(taken) > count:
             raise ValueError(
-                f"{self.name}: {indices=} are no grids of the pyramid, which has {count}; fix: indices from 0 to "
-                f"{count - 1}, or how many of the last."
+                f"{self.name}: {indices=} are no grids of the pyramid, which has {count}; fix: a list of indices from "
+                f"0 to {count - 1}, or how many of the last grids, from 1 to {count}."
             )
         return [index % count for index in taken]
 
@@ -188,7 +205,7 @@ class Encoder(nn.Module):
             yield grid
 
     def run(self, rows: nn.Module, grid: Tensor) -> Tensor:
-        """Run rows, a row or a block; with checkpointing block by block."""
+        """Run all rows, one row or one block on a grid; with gradient checkpointing block by block."""
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return cast(Tensor, rows(grid))
         if isinstance(rows, nn.Sequential):
@@ -216,7 +233,10 @@ def statistics_of_once(block: nn.Module) -> Iterator[None]:
 
 
 def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tuple[int, int]]:
-    """Return strides whose product is at most the output stride, each with the dilation of the layers after it."""
+    """Return strides whose product is at most the output stride, each with the dilation of the layers after it.
+
+    Strides beyond the output stride become 1 and multiply the dilation. None keeps all strides, with dilation 1.
+    """
     total, dilation, limited = 1, 1, []
     for stride in strides:
         if output_stride is not None and total * stride > output_stride:
@@ -227,9 +247,15 @@ def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tup
 
 
 def dilate_blocks(row: Iterable[nn.Module], first: int, others: int) -> None:
-    """Dilate the 3x3 convolutions of a row's first block, which may have lost its stride, and those of the others.
+    """Dilate the 3x3 convolutions of a row of blocks whose first block may have lost its stride.
 
-    The positions of the strided grid are then a subset of the dilated one, with the same weights (timm, torchvision).
+    With the same weights, the grid of the row with its stride is then a part of the positions of its grid without it,
+    as in timm and torchvision.
+
+    Args:
+        row: The blocks, changed in place.
+        first: Dilation of the first block.
+        others: Dilation of the other blocks.
     """
     for index, block in enumerate(row):
         convolution, dilation = cast(Any, block).depthwise.convolution, others if index else first

@@ -18,7 +18,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.norm import norm_of
 from farfield.ops.table import OPERATORS, Operator
 
-# Side of the generator's first grid and of the discriminator's last one; the generator doubles it up to the image.
+# Height and width of the generator's first grid and the discriminator's last one; blocks double them up to the image.
 SMALLEST = 4
 
 
@@ -27,13 +27,14 @@ class GatedAttention(nn.Module):
 
     Queries and keys have an eighth of the channels, values half; all projections have spectral norm and no biases.
     `softmax_pooled` pools positions before their projection; the published network projects first. Spectral norm bounds
-    the projections, which makes products of several of them small: without a norm of the coefficients the response of
-    some operators begins at less than a hundredth of the grid.
+    the projections, which makes products of several of them small: without a `CoefficientNorm` the response of some
+    operators, before the gate, begins at less than a hundredth of the grid.
 
     Args:
         channels: Channels of the grid.
         operator: A name of `ops.OPERATORS` or an `Operator`.
-        normalized: Whether the Kronecker operators and `factorized_gaussian` normalize their coefficients.
+        normalized: Whether the attention has the `CoefficientNorm` of `nn.norm.norm_of`, if its operator needs one: the
+            Kronecker operators for their products, `factorized_gaussian` for its responses.
 
     Reference: Zhang et al. 2019.
 
@@ -61,7 +62,7 @@ class GatedAttention(nn.Module):
 
 
 class ConditionalNorm(nn.Module):
-    """Batch norm with a scale and a shift for each class; without classes, batch norm.
+    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm.
 
     Args:
         channels: Channels of the grid.
@@ -109,12 +110,14 @@ class GeneratorBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Residual block: two 3x3 convolutions after ReLU plus a 1x1 convolution of the input; half the size if `halve`.
+    """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`.
+
+    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept.
 
     Args:
         channels: Channels of the grid.
         out_channels: Channels of the result.
-        activate: Whether ReLU is applied to the input; not for the first block, whose input is an image.
+        activate: Whether ReLU is applied before the first convolution; False for the block whose input is an image.
         halve: Whether the size is halved, by average pooling.
     """
 
@@ -141,8 +144,8 @@ class Generator(nn.Module):
     Args:
         operator: Operator of the attention; None leaves attention out.
         normalized: See `GatedAttention`.
-        side: Side of the images, in pixels.
-        attention_at: Side of the grid on which attention is computed.
+        side: Height and width of the images, in pixels.
+        attention_at: Height and width of the grid on which attention is computed.
         num_classes: Number of classes; 0 for none.
         noise_channels: Length of an image's noise vector.
         channels: Channels of the last block.
@@ -172,7 +175,7 @@ class Generator(nn.Module):
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
-        """Return images with pixels between -1 and 1; without labels the classes are drawn at random."""
+        """Return images with values between -1 and 1; without labels the classes are drawn at random."""
         if noise.dim() != 2 or noise.shape[1] != self.noise_channels:
             fix = f"torch.randn(batch, {self.noise_channels})."
             raise shape_error("sagan", f"noise must be (batch, {self.noise_channels}).", fix, noise=noise)
@@ -190,13 +193,13 @@ class Discriminator(nn.Module):
     """Score images, high for real ones: blocks that halve the size and double the channels, then a sum over positions.
 
     With classes the score has a second term: the dot product of the features and an embedding of the class (the
-    projection discriminator).
+    projection discriminator), so labels are needed.
 
     Args:
         operator: Operator of the attention; None leaves attention out.
         normalized: See `GatedAttention`.
-        side: Side of the images, in pixels.
-        attention_at: Side of the grid on which attention is computed.
+        side: Height and width of the images, in pixels.
+        attention_at: Height and width of the grid on which attention is computed.
         num_classes: Number of classes; 0 for none.
         channels: Channels of the first block.
     """
@@ -227,7 +230,7 @@ class Discriminator(nn.Module):
         """Return the score of each image; with classes, its score as an image of its label."""
         if images.dim() != 4 or images.shape[1:] != (3, self.side, self.side):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
-            fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network for another side."
+            fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
             raise shape_error("sagan", problem, fix, images=images)
         grid = images
         for place, block in enumerate(self.blocks):
@@ -240,25 +243,25 @@ class Discriminator(nn.Module):
 
 
 class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditional-image-generation"):
-    """Generator and discriminator of the self-attention GAN, for images of 16, 32, 64, 128 … pixels a side.
+    """Generator and discriminator of the self-attention GAN, for images of 16x16, 32x32, 64x64 … pixels.
 
     At 128 pixels and 64 channels these are the published networks: from 4x4 positions the generator has 1024, 1024,
-    512, 256, 128 and 64 channels, and the discriminator 64, 128, 256, 512, 1024 and 1024. Each halving of the image
-    side removes the widest level. The published code has attention on a grid of 32x32 positions; with an operator of
+    512, 256, 128 and 64 channels, and the discriminator 64, 128, 256, 512, 1024 and 1024. Images of half the size have
+    one level less, the widest. The published code has attention on a grid of 32x32 positions; with an operator of
     linear cost a grid of 64x64 is possible, where the discriminator has 64 channels: the example of FA.
 
     Args:
         model: `"sagan"`.
         operator: Operator of the attention in both networks: a name of `ops.OPERATORS` or an `Operator`; None leaves
             attention out.
-        side: Side of the images, a power of two from 16.
-        attention_at: Side of the grid on which attention is computed, from 8 to half that of the images.
+        side: Height and width of the images in pixels, a power of two from 16.
+        attention_at: Height and width of the grid on which attention is computed, a power of two from 8 to side / 2.
         num_classes: Number of classes; 0 for an unconditional network.
         noise_channels: Length of an image's noise vector.
         generator_channels: Channels of the generator's last block.
         discriminator_channels: Channels of the discriminator's first block.
-        normalized: Whether the Kronecker operators and `factorized_gaussian` normalize their coefficients. They did not
-            in version 0.1, and their response was too small at first to have an effect.
+        normalized: See `GatedAttention`; it was False in version 0.1, where the response of these operators was too
+            small at first to have an effect.
 
     Raises:
         LookupError: For an unknown operator.
@@ -307,11 +310,11 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
-        """Return images of the generator, pixels between -1 and 1; without labels the classes are drawn at random."""
+        """Return images of the generator, values between -1 and 1; without labels the classes are drawn at random."""
         return self.generator(noise, labels)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the noise whose MACs a model card counts; the network fixes the side of its images."""
+        """Return the shape of the noise whose MACs a model card counts; `side` is unused, as images have one size."""
         return (self.noise_channels,)
 
 
@@ -349,7 +352,7 @@ def sagan(
 
 
 def check_arguments(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    """Refuse unknown models and operators, and image lengths that the networks cannot have."""
+    """Refuse unknown models and operators, and sizes of images or grids that the networks cannot have."""
     if model != "sagan":
         raise unknown("models.SAGAN", "model", model, ["sagan"])
     if isinstance(operator, str) and operator not in OPERATORS:
@@ -371,17 +374,17 @@ def attend(channels: int, operator: str | Operator | None, normalized: bool) -> 
 
 
 def bound_weight(layer: nn.Conv2d | nn.Linear) -> nn.Module:
-    """Set the bias to 0 and add spectral norm: a power iteration divides the weight by its largest singular value."""
+    """Set the bias to 0 and add spectral norm: the weight over its largest singular value, from a power iteration."""
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return spectral_norm(layer)
 
 
 def double_size(grid: Tensor) -> Tensor:
-    """Double height and width: repeat each position four times."""
+    """Double height and width: repeat each position twice along both."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")
 
 
 def halvings(side: int) -> int:
-    """Return how often a side is halved to reach the smallest one: 5 for 128."""
+    """Return how often a height or width is halved until it is `SMALLEST`: 5 times for 128."""
     return (side // SMALLEST).bit_length() - 1

@@ -1,6 +1,7 @@
 """PSMNet: the disparity of every pixel of a stereo pair, with attention by any operator after the last feature stage.
 
-Letters: D largest disparity, h and w height and width of the grids of features, a quarter of those of the images.
+Letters: D number of disparities, which are 0 to D - 1 pixels; h and w height and width of the grids of features, a
+quarter of those of the images; i disparity in positions of these grids.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("psmnet_stacked", "psmnet_basic")
-# Lengths of the square windows of spatial pyramid pooling, in the order in which its branches are concatenated.
+# Height and width of the windows of spatial pyramid pooling, in the order in which its branches are concatenated.
 POOLS = (8, 16, 32, 64)
 # Of the four stages: channels in units of those of the first, number of blocks, first stride, dilation.
 STAGES = ((1, 3, 1, 1), (2, 16, 2, 1), (4, 3, 1, 1), (4, 3, 1, 2))
-# Strides of the grids of features and of the smallest grids in the hourglasses.
+# Strides of the grids of features and of the smallest grids in the hourglasses, relative to the images.
 FEATURE_STRIDE, WHOLE_STRIDE = 4, 16
 
 
@@ -32,16 +33,16 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
     """Predict the disparity of each left pixel: how many pixels further left the right image shows the same point.
 
     `disparity = Σ_d d · softmax_d(enlarge(classify(convolve_3d(volume))))`, d = 0 … D - 1,
-    `volume[:, i, y, x] = (left features at (y, x), right features at (y, x - i))`, 0 where x < i
+    `volume[:, :, i, y, x] = (left features at (y, x), right features at (y, x - i))`, 0 where x < i
 
     Both images pass through one network of 2-D convolutions with pooling at four scales, to a quarter of height and
-    width. A network of 3-D convolutions over disparity, height and width compares them: three hourglasses that share
-    skips, each with its own output (`"psmnet_stacked"`), or four residual blocks (`"psmnet_basic"`). Attention, if
-    there is any, follows the last stage, `layer4`, so that pooling and comparison both use its response; it starts as
-    the identity.
+    width. A network of 3-D convolutions over disparity, height and width compares their features: three hourglasses
+    that share skips, each with its own output (`"psmnet_stacked"`), or four residual blocks (`"psmnet_basic"`).
+    Attention, if there is any, follows the last stage, `layer4`, so that pooling and comparison both use its response;
+    it starts as the identity.
 
     All interpolation has half-pixel centres (`align_corners=False`). In training mode the network returns the
-    disparities of all outputs, the last of which is its prediction; in eval mode that one alone.
+    disparities of all outputs, the last of which are its prediction; in eval mode it returns the last alone.
 
     Args:
         model: `"psmnet_stacked"` or `"psmnet_basic"`.
@@ -55,10 +56,11 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
 
     Raises:
         LookupError: For an unknown model or operator.
+        ShapeError: If heads do not divide the channels of queries or values.
         ValueError: For a number out of range.
 
     Cost:
-        "psmnet_stacked" has 5,224,768 parameters; 185 billion MACs at 256x512 pixels and D = 192.
+        "psmnet_stacked" without attention has 5,224,768 parameters, and 185 billion MACs at 256x512 pixels and D = 192.
 
     Reference: FA §4.2; Chang and Chen 2018.
 
@@ -69,7 +71,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         torch.Size([1, 1, 32, 48])
     """
 
-    # Number of input images, for the model card, and the multiples that height and width must be of.
+    # The number of input images, for the model card; the numbers that height and width must be multiples of.
     images, multiples = 2, (WHOLE_STRIDE, WHOLE_STRIDE)
 
     def __init__(
@@ -106,11 +108,16 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of each image for which a model card counts MACs: channels, height, width."""
+        """Return the shape of each image whose MACs a model card counts: channels, height, width."""
         return (3, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def forward(self, left: Float[Tensor, "b 3 y x"], right: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b k y x"]:
-        """Return disparities of the left image, one channel per output, the best last; in eval mode only the last."""
+        """Return disparities of the left image in pixels, one channel per output; in eval mode only the last output.
+
+        Raises:
+            ShapeError: If the images are not two batches of one shape, with 3 channels and a size in multiples of 16.
+            TypeError: If they are not floating point.
+        """
         self.check_pair(left, right)
         # One after the other, so that batch norm has separate statistics for left and right images.
         volume = cost_volume(self.features(left), self.features(right), self.max_disparity // FEATURE_STRIDE)
@@ -120,7 +127,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         return torch.cat([regress(cost, self.max_disparity, left.shape[2:]) for cost in costs], 1)
 
     def check_pair(self, left: Tensor, right: Tensor) -> None:
-        """Refuse inputs that are not two batches of images of one size that the strides divide."""
+        """Refuse inputs that are not two batches of images of one size, a multiple of the strides."""
         check_image(self.name, left, 3)
         check_image(self.name, right, 3)
         if left.shape != right.shape:
@@ -220,14 +227,14 @@ class Features(nn.Module):
         size = late.shape[2:]
         pooled = []
         for side, pool in zip(POOLS, self.pools, strict=True):
-            # The window is at most the grid.
+            # A window is at most as large as the grid.
             branch = pool(F.avg_pool2d(late, [min(side, own) for own in size]))
             pooled.append(F.interpolate(branch, size, mode="bilinear", align_corners=False))
         return self.last(torch.cat([early, late, *pooled], 1))
 
 
 class Hourglasses(nn.Module):
-    """Compare by three stacked hourglasses; the output of each adds to that of the previous one.
+    """Score disparities from the volume by three stacked hourglasses; the scores of each add to the previous ones.
 
     Args:
         channels: Channels of the features; the volume has twice as many.
@@ -243,7 +250,7 @@ class Hourglasses(nn.Module):
         self.classifiers = nn.ModuleList(classifier(channels) for _ in range(3))
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
-        """Return the scores of all disparities, one grid per hourglass."""
+        """Return the scores of the volume's disparities, one grid per hourglass."""
         entered = self.enter(volume)
         start = entered + self.residual(entered)
         grid, way_down, way_up = start, None, None
@@ -259,7 +266,7 @@ class Hourglasses(nn.Module):
 
 
 class ResidualBlocks(nn.Module):
-    """Compare by four residual blocks and one output: the "basic" network.
+    """Score disparities from the volume by four residual blocks and one output: the "basic" network.
 
     Args:
         channels: Channels of the features; the volume has twice as many.
@@ -274,7 +281,7 @@ class ResidualBlocks(nn.Module):
         self.classify = classifier(channels)
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
-        """Return the scores of all disparities, as a list of one grid, like `Hourglasses`."""
+        """Return the scores of the volume's disparities in a list of one grid, as `Hourglasses` does."""
         grid = self.enter(volume)
         for block in self.blocks:
             grid = grid + block(grid)
@@ -307,7 +314,7 @@ def cost_volume(
 
 
 def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[int, ...]) -> Float[Tensor, "b 1 y x"]:
-    """Interpolate scores to all disparities and pixels, and return the mean disparity under their softmax."""
+    """Interpolate scores to all disparities and pixels, and return each pixel's mean disparity under their softmax."""
     # In float32 or wider, and without a matrix product, which autocast would round: bfloat16 cannot represent 129.5.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     enlarged = F.interpolate(scores, (disparities, *size), mode="trilinear", align_corners=False)[:, 0]
@@ -316,7 +323,7 @@ def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[in
 
 
 def attention_of(operator: str | Operator, channels: int, heads: int, options: dict[str, Any]) -> GridAttention:
-    """Build residual attention with projections of its inputs and of its response; it is the identity at first."""
+    """Build residual attention with projections of queries, keys, values and responses; it starts as the identity."""
     if isinstance(operator, str) and operator not in OPERATORS:
         raise unknown("models.PSMNet", "operator", operator, OPERATORS)
     entry = OPERATORS[operator] if isinstance(operator, str) else operator

@@ -35,7 +35,7 @@ class BasicBlock(nn.Module):
 
 
 class Hourglass(nn.Module):
-    """Halve the size twice and double it twice; grids of an earlier hourglass at half the size are added.
+    """Halve the size twice and double it twice; grids of earlier hourglasses, at half the size, are added.
 
     Args:
         channels: Channels of the grid; inside there are twice as many.
@@ -57,9 +57,10 @@ class Hourglass(nn.Module):
         """Return the result, and the grids at half the size on the way down and on the way up.
 
         Args:
-            grid: `(b, c, i, h, w)`.
-            way_down: Grid of the first hourglass, added on the way up; None to add its own.
-            way_up: Grid of the previous hourglass, added on the way down; None to add nothing.
+            grid: `(b, c, i, h, w)`, i being the disparity.
+            way_down: The first hourglass's grid on the way down, added on the way up; None in the first hourglass,
+                which adds its own.
+            way_up: The previous hourglass's grid on the way up, added on the way down; None in the first hourglass.
         """
         down = self.down(grid)
         down = F.relu(down if way_up is None else down + way_up)
@@ -91,7 +92,7 @@ def transposed_norm(before: int, after: int) -> list[nn.Module]:
 
 
 def residual(channels: int) -> nn.Sequential:
-    """Build the residual branch of a block of 3-D convolutions."""
+    """Build two 3-D convolutions with their batch norms, whose result is added to their input."""
     return nn.Sequential(
         *conv_norm_relu(channels, channels, spatial_dims=3), *conv_norm(channels, channels, spatial_dims=3)
     )
@@ -105,7 +106,7 @@ def classifier(channels: int) -> nn.Sequential:
 
 
 def initialize(net: nn.Module) -> nn.Module:
-    """Draw convolutions from N(0, 2 / (kernel size · output channels)); transposed ones keep torch's initialization."""
+    """Draw convolutions from N(0, 2 / (kernel positions · output channels)); transposed ones keep torch's values."""
     for module in net.modules():
         if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
             nn.init.normal_(module.weight, std=math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels)))

@@ -25,7 +25,8 @@ from farfield.models.card import is_edited, operators_of, write_card
 from farfield.models.description import FORMAT, check_arguments, read_text, translate_format_1
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-# Config entries stored in the weights' metadata too, where both must agree; others follow from shapes or do not matter.
+# Config entries that are also in the metadata of the weights; both must agree. The shapes of the weights are compared
+# too, and other entries are not checked.
 IDENTITY = ("model", "operator", "output")
 
 
@@ -33,13 +34,14 @@ class Stored(PyTorchModelHubMixin):
     """Save and load a model whose `config` holds its name, under the key "model", and its arguments.
 
     Files and methods are those of `huggingface_hub.PyTorchModelHubMixin`. Files are written to a temporary folder in
-    the target and then moved, so that a full disk or a killed process leaves the previous files unchanged.
+    the target folder and then moved: a full disk leaves the previous files unchanged, and after a killed process each
+    file is the old or the new one.
     """
 
     config: dict[str, Any]
 
     def card_part(self) -> Any:
-        """Module whose MACs a model card counts: the whole network."""
+        """Return the module whose MACs a model card counts: the whole network."""
         return self
 
     def save_pretrained(  # type: ignore[override]
@@ -62,11 +64,11 @@ class Stored(PyTorchModelHubMixin):
             model_card_kwargs: Arguments of `generate_model_card`: training_data, metrics, image_size, license.
 
         Returns:
-            The address of the upload, None without one.
+            The address of the commit on the Hub, None without an upload.
 
         Raises:
             OSError: If the folder cannot be written to; the previous files are unchanged.
-            ValueError: If the model cannot be rebuilt from its configuration.
+            ValueError: If the model cannot be rebuilt from its configuration, or `config` is given.
             LookupError: For an unknown key of `model_card_kwargs`.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
@@ -89,8 +91,8 @@ class Stored(PyTorchModelHubMixin):
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the files that `save_pretrained` writes; a model that cannot be saved creates no repository.
 
-        See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the repository's own;
-        `ignore_patterns="README.md"` keeps the latter.
+        See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the README.md of the
+        repository, also an edited one; with `ignore_patterns="README.md"` it is not uploaded.
         """
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
@@ -103,16 +105,21 @@ class Stored(PyTorchModelHubMixin):
         image_size: int = 224,
         license: str | None = None,
     ) -> ModelCard:
-        """Write the model's card: operator, weights, MACs and arguments, and the information passed here.
+        """Return the model's card: operator, weights, MACs and arguments, and the information passed here.
 
         Args:
             training_data: Description of the training data.
             metrics: Name -> measured value.
-            image_size: Side of the square image whose MACs are counted; by default that of the papers.
+            image_size: Size of the input whose MACs are counted: height and width of an image or a clip's frames, each
+                axis of a volume, or number of tokens of a text. A network whose input must have certain multiples
+                rounds it down to them; SAGAN does not use it. 224 is the image size of the papers' classifiers.
             license: License of the weights, by its identifier on the Hub, e.g. "cc-by-4.0".
 
         Returns:
             The card; `print(card)` shows it.
+
+        Raises:
+            ValueError: If the model cannot be rebuilt from its configuration.
         """
         net = self.rebuilt()
         data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
@@ -136,7 +143,12 @@ class Stored(PyTorchModelHubMixin):
         }
 
     def rebuilt(self) -> nn.Module:
-        """Build the model of the configuration on the meta device; refuse weights that are no longer of that model."""
+        """Build the model of the configuration, in eval mode on the meta device.
+
+        Raises:
+            ValueError: If the configuration has an operator without a name or arguments that `from_pretrained` refuses,
+                or if the names or shapes of its weights are not this model's.
+        """
         caller = f"{self.config['model']}.save_pretrained"
         fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model restores them."
         if None in (self.config[key] for key in IDENTITY if key in self.config):
@@ -166,7 +178,7 @@ class Stored(PyTorchModelHubMixin):
         local_files_only: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Rebuild a saved model. See `models.from_pretrained`, which also finds the class."""
+        """Rebuild a saved model of this class; the arguments are those of `models.from_pretrained`, for any class."""
         caller = f"{cls.__name__}.from_pretrained"
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
@@ -176,8 +188,19 @@ class Stored(PyTorchModelHubMixin):
 def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
 
-    It is first built on the meta device and compared with the weights, so that a configuration that does not fit them
-    allocates no memory.
+    The model is first built on the meta device and compared with the weights, so that a configuration that does not fit
+    them allocates no memory.
+
+    Args:
+        caller: The function that errors name.
+        source: The folder or the repository.
+        build: Builds the model of a configuration.
+        hub: Options of `hf_hub_download`.
+
+    Raises:
+        OSError: If the files are missing.
+        ValueError: If one of them is damaged, or they belong to different models.
+        LookupError: If the model or one of its parts has an unknown name.
     """
     config_file, weights_file = find_files(caller, source, hub)
     saved = read_config(caller, config_file)
@@ -187,7 +210,10 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
         with torch.device("meta"):
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{caller}: {config_file} does not describe a model of this version: {error}") from error
+        fix = "models.from_pretrained, which finds the class, or the version of farfield that saved the model."
+        raise ValueError(
+            f"{caller}: {config_file} does not describe a model of this version: {error}\n  fix: {fix}"
+        ) from error
     check_weights(caller, saved, metadata, differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
@@ -195,7 +221,12 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
 
 
 def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
-    """Return the paths of configuration and weights, downloaded if the source is a repository."""
+    """Return the paths of configuration and weights; download both if the source is a repository.
+
+    Raises:
+        FileNotFoundError: If there is no such folder or repository, or it lacks one of the files.
+        NotADirectoryError: If the source is a file.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         for name in (CONFIG, WEIGHTS):
@@ -219,7 +250,8 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
         config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (CONFIG, WEIGHTS))
     except (OSError, HFValidationError) as error:
         raise FileNotFoundError(
-            f'{caller}: "{source}" is no folder here, and the Hub did not give its {CONFIG} and {WEIGHTS}: {error}'
+            f'{caller}: "{source}" is no folder here, and the Hub did not give its {CONFIG} and {WEIGHTS}: {error}\n'
+            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection."
         ) from error
     return config, weights
 
@@ -227,7 +259,8 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
 def is_path(source: str) -> bool:
     """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
 
-    A repository is an owner, a slash and a name. If the owner is the name of a local folder, the source is a path.
+    A repository is an owner, a slash and a name. The source is a path if it has another form, if the owner is a local
+    folder or begins with "." or "~", or if the name ends like a file of weights or a configuration.
     """
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
@@ -236,7 +269,11 @@ def is_path(source: str) -> bool:
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
+    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
+
+    Raises:
+        ValueError: If the file is damaged, too large, of a newer format, or has other content.
+    """
     try:
         config = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -274,7 +311,18 @@ def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tens
 
 
 def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
-    """Refuse weights of another model."""
+    """Refuse weights of another model.
+
+    Args:
+        caller: The function that errors name.
+        config: The configuration, as saved.
+        metadata: The metadata of the weights.
+        problems: What differs between the model and the weights, from `differences`.
+        path: The file of the weights.
+
+    Raises:
+        ValueError: If metadata and configuration disagree, or there are problems.
+    """
     for key in IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
             raise ValueError(
@@ -284,7 +332,7 @@ def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, st
     if problems:
         raise ValueError(
             f"{caller}: {path} holds the weights of another model than the {config['model']} its {CONFIG} describes: "
-            f"{problems}."
+            f"{problems}. fix: keep the two files of one save together."
         )
 
 
@@ -293,7 +341,7 @@ def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or is not a state dict.
+        ValueError: If the file is damaged, or holds something else.
     """
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
@@ -313,11 +361,11 @@ def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
     """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
 
     Raises:
-        ValueError: If it is damaged or holds other content. The caller puts the file name before the text.
+        ValueError: If it is damaged or holds other content. The text lacks the path, which the caller adds.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    # A damaged pickle is a program that can raise any error.
+    # Reading a damaged pickle can raise any error.
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             text = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
@@ -331,7 +379,15 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
 
 
 def differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describe the first three differences in names and shapes of two state dicts; an empty text if there are none."""
+    """Describe the first three differences in names and shapes of two state dicts, and count the rest.
+
+    Args:
+        expected: The state dict of the model.
+        given: The state dict that is compared with it, which the text calls "it".
+
+    Returns:
+        The text, empty if there are no differences.
+    """
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

@@ -17,7 +17,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         whole: Entries that were copied entirely.
-        part: Entries of which the expanded channels, which come first, were copied; the rest is unchanged.
+        part: Entries of which only the expanded channels, which come first, were copied.
         kept: Entries without a counterpart, which are unchanged.
     """
 
@@ -27,12 +27,12 @@ class Loaded(NamedTuple):
 
 
 class Counterpart(NamedTuple):
-    """Counterpart of an entry in torchvision's state dict.
+    """The entry of torchvision's state dict that is copied into an entry of a network.
 
     Attributes:
         name: Name in torchvision's state dict.
-        dimension: Dimension of the expanded channels; None if the entry has none.
-        shared: Number of expanded channels, the first ones, with the same meaning in both networks.
+        dimension: Index of the dim with the expanded channels; None if the entry has none.
+        shared: How many of these channels, the first ones, have the same meaning in both networks.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Counterpart(NamedTuple):
     shared: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of an entry that has the same meaning in both networks."""
+        """Return the part of an entry, of either network, that has the same meaning in both."""
         return tensor if self.dimension is None or tensor.dim() == 0 else tensor.narrow(self.dimension, 0, self.shared)
 
 
@@ -62,7 +62,7 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
         The names of the entries that were copied entirely, in part, and not at all.
 
     Raises:
-        ValueError: If it is not the state dict of a MobileNetV2 of this width; then nothing is copied.
+        ValueError: If the state dict is not that of a MobileNetV2 of the network's width; then nothing is copied.
 
     Example:
         >>> import torchvision
@@ -100,7 +100,7 @@ def find_sources(net: CompactNet) -> Iterator[tuple[str, Counterpart]]:
 
 
 def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
-    """Yield each module's path, its path in torchvision, the dimension of expanded channels, how many are shared."""
+    """Yield each module's path in the network and in torchvision's, and `dimension` and `shared` of `Counterpart`."""
     yield "stem.convolution", "features.0.0", None, 0
     yield "stem.norm", "features.0.1", None, 0
     parts = net.rows.named_modules(prefix="rows")
@@ -119,7 +119,7 @@ def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
 
 
 def is_replaceable(net: CompactNet, name: str) -> bool:
-    """Return whether the shape of an entry depends on the data: number of classes, image channels."""
+    """Return whether an entry of another shape is kept: the classifier's, and the stem's for other than 3 channels."""
     return name.startswith("classifier.") or (name == "stem.convolution.weight" and net.in_channels != 3)
 
 
@@ -131,17 +131,17 @@ def check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
         problem = f"it lacks {lacking[0]}" if lacking else f"it has {strange[0]}"
         raise ValueError(
             f"load_torchvision: for {net.name} the state dict must be that of torchvision.models.mobilenet_v2; "
-            f"{problem} ({len(lacking)} lacking, {len(strange)} unknown). fix: its .state_dict()."
+            f"{problem} ({len(lacking)} lacking, {len(strange)} unknown). fix: mobilenet_v2(...).state_dict()."
         )
 
 
 def check_shape(net: CompactNet, name: str, source: Counterpart, mine: Tensor, other: Tensor) -> None:
-    """Refuse an entry of a network of another width."""
+    """Refuse an entry of torchvision's, `other`, whose shape does not fit the network's entry, `mine`."""
     fits = mine.dim() == other.dim() and (
         not source.shared or mine.dim() == 0 or other.shape[source.dimension or 0] >= source.shared
     )
     if not fits or source.of(mine).shape != source.of(other).shape:
         raise ValueError(
             f"load_torchvision: {name} of {net.name} is {tuple(mine.shape)}, {source.name} is {tuple(other.shape)}; "
-            f"fix: networks of one width, {net.config['width']=}."
+            f"fix: torchvision's network with width_mult={net.config['width']}."
         )

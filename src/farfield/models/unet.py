@@ -37,26 +37,27 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     `unet_care` is the network of CARE: two convolutions with ReLU per block, max pooling, nearest-neighbour upsampling;
     996,769 parameters in 3-D at d = 2. `unet_residual` has residual blocks, strided and transposed convolutions and no
-    biases; 2,140,032 parameters. There are no norms, so a position of the output depends on its neighbourhood (`halo`)
-    and, with attention, on all positions. Attention starts as the identity: before training the network computes the
-    same as without it.
+    biases; 2,140,032 parameters. There are no norms between the convolutions, so a position of the output depends
+    only on the input within `halo` of it; with attention it depends on all positions. Attention starts as the identity:
+    before training the network computes the same as without it.
 
     Args:
         model: `"unet_care"` or `"unet_residual"`.
         operator: Operator of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
-        spatial_dims: Number of spatial dims: 2 for images, 3 for volumes.
+        spatial_dims: Number of spatial dims: 1 for signals, 2 for images, 3 for volumes.
         depth: d.
         first_channels: f; the channels double with each level.
-        kernel: Side of the convolutions' kernels, odd.
+        kernel: Size of the convolutions' kernels along each axis, odd.
         heads: Number of attention heads.
         in_channels: Channels of the grid and of the restored grid.
-        probabilistic: Whether a scale is predicted for each value; the output then has twice the channels: first the
-            means, then the scales.
+        probabilistic: Whether the mean and scale of a Laplace distribution are predicted for each value; the output
+            then has twice the channels: first the means, then the scales.
         normalized: Whether the input of attention is normalized over the channels of each position. It was not in
             version 0.1, where the features were so small at first that attention had almost no effect.
 
     Raises:
         LookupError: For an unknown model or operator.
+        ShapeError: If heads do not divide the channels of a level with attention.
         ValueError: For a number out of range.
 
     Reference: SAN §4.5, Weigert et al. 2018.
@@ -140,8 +141,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     @property
     def halo(self) -> int:
-        """Radius of the receptive field of convolutions and pooling, in positions; attention sees all positions."""
-        # The reach depends on where a position lies in a pooling window: the maximum over its 2^d possible places.
+        """Radius of the receptive field without attention, in positions; attention extends it to all positions."""
+        # The reach depends on the place of a position in its pooling window of length 2^d: the maximum over the places.
         radius = self.kernel // 2
         care = self.name == "unet_care"
         spans = [
@@ -152,7 +153,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         return stem + max(max(place - low, high - place) for place, (low, high) in spans)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the grid whose MACs a model card counts: channels, then size."""
+        """Return the shape of the grid whose MACs a model card counts: channels, then size."""
         return (self.in_channels, *(max(1, side // multiple) * multiple for multiple in self.multiples))
 
     def check_grid(self, grid: Tensor) -> None:
@@ -161,22 +162,27 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
 
 class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
-    """Restore an image from a stack: the weighted sum over its first axis, then a 2-D U-Net.
+    """Restore an image from a stack: a weighted sum over its depth for each pixel, then a 2-D U-Net.
 
     `unet(Σ_z softmax_z(select(stack))_z · stack_z)`
 
-    A small network (14,329 parameters) scores all positions of the stack, and thereby selects for each pixel the depths
-    from which it is taken; the U-Net restores the selected image.
+    `select`, a small network with 14,329 parameters, scores all positions of the stack. The softmax of the scores over
+    the depth weights the depths that each pixel is taken from.
 
     Args:
         model: `"unet_projection"`.
         operator: Operator of the U-Net's attention: a name of `ops.OPERATORS` or an `Operator`; None leaves it out.
         depth: Number of levels of the U-Net above its bottom.
         first_channels: Channels of its first level.
-        kernel: Side of its kernels, odd.
+        kernel: Size of its kernels along each axis, odd.
         heads: Number of attention heads.
         probabilistic: See `UNet`.
         normalized: See `UNet`.
+
+    Raises:
+        LookupError: For an unknown model or operator.
+        ShapeError: If heads do not divide the channels of a level with attention.
+        ValueError: For a number out of range.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -225,12 +231,12 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         return self.unet(self.project(stack))
 
     def project(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b 1 y x"]:
-        """Return the image selected from the stack."""
+        """Return the weighted sum of the stack over its depth, which the U-Net restores."""
         check_stack("unet_projection", stack, 1, 3, self.multiples)
         return (self.select(stack).softmax(2) * stack).sum(2)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the stack whose MACs a model card counts: channels, depth, height, width."""
+        """Return the shape of the stack whose MACs a model card counts: channels, depth, height, width."""
         side = max(1, side // self.multiples[1]) * self.multiples[1]
         return 1, 16, side, side
 

@@ -1,4 +1,4 @@
-"""UNetParts of the U-Nets: blocks, the layers between them, and their receptive field."""
+"""Parts of the U-Nets: blocks, the layers between them, and their receptive field."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class PreActivated(nn.Module):
 class PreNormalized(PreActivated):
     """Attention for networks without norms: `grid + attention(normalize(relu(grid)))`.
 
-    The channels of each position get mean 0 and variance 1, and the attention normalizes its coefficients if its
-    operator needs that. After convolutions without norms features are about 0.03 at first, and the response of
-    attention, up to their cube, would be too small to have an effect.
+    `normalize` gives the channels of each position mean 0 and variance 1. For some operators the attention has a norm
+    of its own (`nn.norm.norm_of`). After convolutions without norms the features are about 0.03 at first; the response
+    of attention, which is up to cubic in them, would be too small to have an effect.
     """
 
     _version = 2  # of the state dict; version 1 had no norm
@@ -78,7 +78,7 @@ def refuse_version_1(
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, each after a ReLU6, plus the input, with a 1x1 convolution of it if the channels change."""
+    """Two convolutions, each after a ReLU6, plus the input, or plus its 1x1 convolution if the channels change."""
 
     def __init__(self, spatial_dims: int, kernel: int, channels: int, out_channels: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class UNetParts(NamedTuple):
 
     Attributes:
         stem: Module before the first level.
-        encoder: One block per level, from the top.
+        encoder: One block per level above the bottom, from the top.
         down: Modules that halve the size, one after each encoder block.
         attending: The bottom block and the decoder blocks, from the bottom, each with its output channels.
         up: Modules that double the size, one before each decoder block.
@@ -115,7 +115,14 @@ class UNetParts(NamedTuple):
 
 
 def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
-    """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above."""
+    """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above.
+
+    Args:
+        spatial_dims: Number of spatial dims.
+        kernel: Size of the kernels along each axis.
+        channels: Channels of the input.
+        widths: Channels of each level, from the top to the bottom.
+    """
     convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
 
     def block(*sizes: int) -> nn.Module:
@@ -135,7 +142,7 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
 
 
 def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
-    """Build the parts of the U-Net of residual blocks."""
+    """Build the parts of the U-Net of residual blocks; the arguments are those of `build_care`."""
     convolution, transposed = (
         layers("unet_residual", spatial_dims).convolution,
         layers("unet_residual", spatial_dims).transposed,
@@ -158,7 +165,7 @@ def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[i
 
 
 def build_selection(levels: int, channels: int) -> nn.Sequential:
-    """Build the network that scores every position of a stack; it pools height and width and keeps the depth."""
+    """Build the network that scores every position of a stack; it pools height and width, but not the depth."""
     step = (1, 2, 2)
 
     def convolved(before: int) -> list[nn.Module]:
@@ -176,12 +183,21 @@ def build_selection(levels: int, channels: int) -> nn.Sequential:
 def append_attention(
     block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool, normalized: bool
 ) -> nn.Module:
-    """Append attention to a block, with projections of queries, keys, values and response; at first the identity."""
+    """Append attention, with projections of queries, keys, values and responses, to a block; it starts as the identity.
+
+    Args:
+        block: The block.
+        channels: Channels of its output.
+        operator: Operator of the attention; None appends nothing.
+        heads: Number of attention heads.
+        activated: Whether the block ends with a ReLU.
+        normalized: Whether the attention is a `PreNormalized`.
+    """
     if operator is None:
         return nn.Sequential(OrderedDict(block=block))
     entry = OPERATORS[operator] if isinstance(operator, str) else operator
     project = "qkvo" if entry.reads_keys else "qvo"
-    # As in version 0.1, without a ReLU before attention if the block ends with one.
+    # As in version 0.1: no ReLU before attention without normalization if the block ends with one.
     alone = activated and not normalized
     options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(entry) if normalized else False}
     attention = GridAttention(channels, operator, heads=heads, project=project, residual=alone, **options)
@@ -208,6 +224,9 @@ def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> t
         levels: Number of levels below this one.
         block: Reach of a block: the sum of the radii of its convolutions.
         radius: Radius of strided and transposed convolutions; None for pooling and nearest-neighbour upsampling.
+
+    Returns:
+        The two positions, which may lie outside the grid.
     """
     low, high = low - block, high + block
     if not levels:
@@ -229,7 +248,12 @@ def name_of(operator: str | Operator | None) -> str | None:
 def check_arguments(
     model: str, operator: str | Operator | None, depth: int, first_channels: int, kernel: int, in_channels: int
 ) -> None:
-    """Refuse arguments from which no network can be built."""
+    """Refuse arguments from which no `UNet` can be built.
+
+    Raises:
+        LookupError: For an unknown model or operator.
+        ValueError: For a number out of range.
+    """
     if model not in VARIANTS:
         raise unknown("models.UNet", "model", model, VARIANTS)
     if isinstance(operator, str) and operator not in OPERATORS:
@@ -242,16 +266,23 @@ def check_arguments(
 
 
 def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, multiples: tuple[int, ...]) -> None:
-    """Refuse inputs that are not a floating-point batch of grids whose size is a multiple of `multiples`."""
+    """Refuse inputs that are not a floating-point batch of grids whose size is a multiple of `multiples`.
+
+    Raises:
+        ShapeError: For another number of dims or channels, or another size.
+        TypeError: For another dtype.
+    """
     names = ", ".join(("z", "y", "x")[3 - spatial_dims :])
     if grid.dim() != spatial_dims + 2 or grid.shape[1] != channels:
-        fix = f"pass (batch, {channels}, {names}), or build the net with other spatial_dims and in_channels."
+        fix = f"pass (batch, {channels}, {names}), or build a UNet with other spatial_dims and in_channels."
         if grid.dim() == spatial_dims + 1:
-            fix = "add the batch: grid.unsqueeze(0)."
+            fix = "add the batch, grid.unsqueeze(0), or the channel, grid.unsqueeze(1)."
         raise shape_error(model, f"the grid must be (batch, {channels}, {names}).", fix, grid=grid)
     if not grid.is_floating_point():
-        raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), normalised.")
+        raise TypeError(
+            f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), scaled as in training."
+        )
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
-        problem = f"the size ({names}) must be multiples of {multiples}."
+        problem = f"the size ({names}) must be multiples of {multiples}, above 0."
         fix = "pad the grid; farfield.tasks.restore_stack.restore pads and crops again."
         raise shape_error(model, problem, fix, grid=grid)

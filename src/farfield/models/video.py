@@ -56,8 +56,9 @@ class NonLocalBlock(nn.Module):
 
     `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
 
-    Products are divided by the square root of the inner channels. `softmax_pooled`, the published block, pools keys and
-    values over windows of (1, 2, 2) positions of (time, height, width); the other operators are unchanged.
+    Products under a softmax are divided by the square root of the inner channels. With `softmax_pooled`, the published
+    block, keys and values are pooled over windows of (1, 2, 2) positions of (time, height, width); the other operators
+    are those of `ops.OPERATORS`.
 
     Args:
         channels: Channels of the grid.
@@ -90,7 +91,7 @@ class NonLocalBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of convolutions over time, over the frame, and 1x1x1, each with its batch norm.
+    """Residual block of three convolutions, over time, over height and width, and 1x1x1, each with its batch norm.
 
     The module names are those of torchvision's ResNet, whose weights `inflate` loads; `attention`, if any, comes last.
     """
@@ -113,7 +114,7 @@ class Bottleneck(nn.Module):
         self.attention = nn.Identity() if operator is None else NonLocalBlock(out, operator)
 
     def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b d t y x"]:
-        """Return the residual sum, after attention if there is any."""
+        """Return the residual sum after a ReLU and, if there is any, attention."""
         out = torch.relu(self.bn1(self.conv1(grid)))
         out = torch.relu(self.bn2(self.conv2(out)))
         shortcut = grid if self.downsample is None else self.downsample(grid)
@@ -171,7 +172,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
-        """Return the score of each class."""
+        """Return the logit of each class."""
         check_clip("i3d_resnet50", clip, frames=2)
         grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
         grid = self.pool2(self.layer1(grid))
@@ -179,7 +180,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         return self.fc(self.dropout(grid.mean((2, 3, 4))))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the clip whose MACs a model card counts: channels, frames, height, width."""
+        """Return the shape of the clip whose MACs a model card counts: channels, frames, height, width."""
         return 3, 8, side, side
 
 
@@ -187,13 +188,14 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
     """Classify clips by a video ResNet of torchvision, with attention inserted after some of its layers.
 
     `layer(grid) + attention(layer(grid))`; the output projection starts at zero, so that the untrained network computes
-    the same as torchvision's, bit for bit. Its weights load with `.network.load_state_dict(…, strict=False)`.
+    the same as torchvision's, bit for bit. torchvision's weights load with
+    `net.network.load_state_dict(weights, strict=False)`.
 
     Args:
         model: `"video_resnet"`.
         backbone: `"r3d_18"`, `"mc3_18"` or `"r2plus1d_18"`.
         operator: Operator of the attention: a name of `ops.OPERATORS` or an `Operator`; None leaves attention out.
-        where: Paths of the layers, as for `insert`.
+        where: Paths of the layers that attention follows, as for `insert`.
         channels: Channels of queries and keys.
         num_classes: Number of classes.
         scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
@@ -237,12 +239,12 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
             insert(self.network, list(where), make, example=torch.zeros(1, 3, 4, 32, 32))
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
-        """Return the score of each class."""
+        """Return the logit of each class."""
         check_clip("video_resnet", clip)
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
-        """Shape of the clip whose MACs a model card counts: channels, frames, height, width."""
+        """Return the shape of the clip whose MACs a model card counts: channels, frames, height, width."""
         return 3, 16, side, side
 
 
@@ -285,7 +287,7 @@ def build_stage(stage: VideoStage, channels: int, operator: str | Operator | Non
 
 
 def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
-    """Fill I3D with the weights of a ResNet-50 for images: each kernel repeated over time and divided by its length.
+    """Fill I3D with the weights of a ResNet-50: each kernel is repeated over time and divided by its length in time.
 
     Attention and classifier are unchanged.
 
@@ -294,7 +296,7 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
         tensors: The state dict of torchvision's `resnet50`.
 
     Raises:
-        ValueError: If a weight is missing or of another shape.
+        ValueError: If a weight is missing or of another shape; nothing is copied then.
 
     Reference: Wang et al. 2018.
 
@@ -322,7 +324,10 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
 
 
 def configuration(model: str, operator: str | Operator | None) -> dict[str, Any]:
-    """Return the first entries of a saved configuration; an operator of None has no name."""
+    """Return the first entries of a saved configuration.
+
+    Without attention there is no entry "operator"; for a user's own operator, which has no name, it is None.
+    """
     return {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
 
 
@@ -337,6 +342,6 @@ def check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
     """Refuse inputs that are not a batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""
-        fix = "clip[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
+        fix = "pass such clips; image[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
         problem = f"clips must be (batch, 3, frames, height, width){least}."
         raise shape_error(caller, problem, fix, clip=clip)

@@ -24,9 +24,9 @@ class AttentionCall(NamedTuple):
     """One call of an attention.
 
     Attributes:
-        grid: Its input.
-        attention: The module.
-        summary: Bytes of its summary.
+        grid: The input of the call.
+        attention: The module that is called.
+        summary: Bytes of the summary, and of the query sums if there are any.
     """
 
     grid: NetworkGrid
@@ -38,8 +38,8 @@ class Output(NamedTuple):
     """The network's output.
 
     Attributes:
-        grid: How it scales with the volume.
-        channels: Its channels.
+        grid: The output's shape, and how it scales with the volume.
+        channels: Number of its channels.
         dtype: Its dtype.
     """
 
@@ -55,11 +55,11 @@ class StreamingPlan:
     Attributes:
         layout: Axes of the volume.
         size: Size of the volume, padded.
-        padding: Positions padded before and after each spatial axis.
+        padding: How many positions are padded before and after each spatial axis.
         tile: Size of the tiles that are written.
         least: Smallest size that a tile reads.
-        calls: Calls of attentions, in order.
-        passes: Summary passes, and the last pass, which writes.
+        calls: Calls of attentions, in the order of the forward pass.
+        passes: The passes that summarize, then the pass that writes.
         output: The network's output.
         macs: MACs of the network on the whole volume.
         tile_bytes: Memory of a tile, about: bytes of the grids held at once.
@@ -78,7 +78,7 @@ class StreamingPlan:
 
     @property
     def cores(self) -> list[Region]:
-        """The own positions of each tile, which it writes."""
+        """The own positions of each tile, in the padded volume: those that it writes, without halo."""
         return cores(self.size, self.tile)
 
     @property
@@ -101,7 +101,7 @@ class StreamingPlan:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Size of the part of the output that a tile writes."""
+        """Size of the part of the output that the first tile writes; no tile writes a larger one."""
         return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.size))
 
     def lines(self) -> list[str]:
@@ -145,8 +145,10 @@ def plan_whole(
         The plan; `plan.lines()` are the lines that are printed.
 
     Raises:
-        TypeError: If tile or halo have numbers that are no integers.
-        ValueError: If the network cannot be run in tiles.
+        TypeError: If tile or halo have numbers that are no integers, or the network does not return one grid.
+        ValueError: If the model is in training mode, does not take the volume's size, cannot be run in tiles, or has an
+            attention whose summary takes too much memory; if shapes do not fit (`ShapeError`).
+        LookupError: If `pad` is unknown.
 
     Example:
         >>> from torch import nn
@@ -200,7 +202,7 @@ def plan_whole(
 
 
 def spatial_dims_of(model: nn.Module, tile: object) -> int:
-    """Return the spatial dims of a model's input: as many as `tile` has numbers, or those of its first convolution."""
+    """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     dims_by_kind = {
@@ -223,20 +225,24 @@ def spatial_dims_of(model: nn.Module, tile: object) -> int:
     if spatial_dims is None:
         name = type(model).__name__
         raise ValueError(
-            f"predict_whole: {name} has no convolution that tells the number of spatial dims; "
-            f"fix: tile with one number per spatial dim."
+            f"predict_whole: the number of spatial dims is unknown, because {name} has no convolution; fix: tile with "
+            f"one number per spatial dim."
         )
     return spatial_dims
 
 
 def split_padding(length: int, multiple: int, pad: str | None) -> Span:
-    """Return the positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
+    """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
     missing = -length % multiple if pad is not None else 0
     return missing // 2, missing - missing // 2
 
 
 def trace_volume(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
-    """Trace the network on the whole volume; if it does not take that size, the error gives sizes that it takes."""
+    """Trace the network on the whole volume.
+
+    Raises:
+        ValueError: If the network does not take its size; the text has sizes that it takes if the strides are why.
+    """
     try:
         trace_or_raise(model, channels, size)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A whole network over a volume in tiles: passes that summarize for its attentions, and one pass that writes."""
+"""A whole network over a volume in tiles: passes that summarize for its attentions, then one pass that writes."""
 
 from __future__ import annotations
 
@@ -49,41 +49,46 @@ def predict_whole(
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
-            is the number of integers in `tile`, or else that of the model's first convolution.
+            is the length of `tile` if it is a sequence, or else that of the model's first convolution.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows.
-        halo: Positions that a tile reads on each side of what it writes; by default found by running the model on
-            small grids.
+        halo: Positions of the volume that a tile reads before and after its own: one number, or one per spatial dim;
+            rounded up to multiples of the strides; by default found by running the model on small grids.
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
         out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
-            array must have a dtype that can hold the result, and must not share memory or a file with the volume.
-        overwrite: Whether an existing or unfinished file at the path is replaced: a file, or a folder that is one zarr
-            array and nothing else.
+            array must have the result's shape and a dtype that can hold it, and must not share memory or a file with
+            the volume.
+        overwrite: Whether what exists at the path is replaced (a file, or a folder that is one zarr array and nothing
+            else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
 
     Returns:
-        The result, with the volume's axes (several channels always have an axis): an array of the volume's kind, the
-        user's array, or the file at the path, opened for reading.
+        The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
+        volume's device if the volume is a tensor, else an array of NumPy; otherwise the user's array, or the file at
+        the path, opened for reading.
 
     Raises:
-        ValueError: If the model is in training mode, has a layer other than attention that needs the whole grid, or
-            gets a number that is not finite as input of an attention; if the volume changes meanwhile; if out shares
-            memory or a file with the volume; if the unfinished file at the path belongs to another call, or its
-            progress is damaged.
-        TypeError: If the volume is no array, tile or halo have numbers that are no integers, or out has a dtype to
-            which the result cannot be cast.
-        FileExistsError: If the path exists, or is a link; if the folder for the unfinished file was not made by
-            farfield.
+        ValueError: If the model is in training mode, does not take the volume's size, has a layer other than attention
+            that needs the whole grid, or gets a number that is not finite as input of an attention; if the summary of
+            an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
+            if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
+            at the path belongs to another call, or its progress is damaged.
+        TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
+            integers, the model does not return one grid, or out has a dtype to which the result cannot be cast.
+        LookupError: If `pad` is unknown.
+        FileNotFoundError: If the folder of the path does not exist.
+        FileExistsError: If the path exists and `overwrite` is False, or is a link or a folder that is not replaced; if
+            the folder for the unfinished file was not made by farfield.
         BlockingIOError: If another process is writing to the path.
-        PermissionError: If its folder is not writable.
+        PermissionError: If the folder of the path is not writable.
         OSError: If the disk is full, or the volume's file became shorter; finished tiles are kept.
 
     Cost:
-        `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile. The summary of softmax
-        or softmax_pooled attention is its grid, which must fit in half of the free memory; dot attention runs as
-        factorized attention, which is equal.
+        `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
+        The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
+        attention runs as factorized attention, which is equal.
 
     Example:
         >>> import torch
@@ -102,7 +107,7 @@ def predict_whole(
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:
         check_path("predict_whole", path, overwrite)
-        tile = saved_tile("predict_whole", path, overwrite) if tile is None else tile
+        tile = saved_tile("predict_whole", path, overwrite, model, {"volume": volume}) if tile is None else tile
     plan = plan_whole(model, volume.shape, tile=tile, halo=halo, pad=pad)
     if not quiet:
         print("\n".join(plan.lines()), file=sys.stderr)
@@ -113,7 +118,8 @@ def predict_whole(
     axes = plan.layout.axes(plan.output.channels, len(plan.kept))
     spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), axes, plan.written)
     output = output_for("predict_whole", out, spec, volume, overwrite)
-    identity = partial(compute_identity, model, [volume], (plan.tile, plan.passes, plan.padding, pad, str(path)))
+    settings = (plan.tile, plan.passes, plan.padding, pad, str(path))
+    identity = partial(compute_identity, model, {"volume": volume}, settings)
     progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
     return Prediction(
         model, plan, Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
@@ -121,28 +127,35 @@ def predict_whole(
 
 
 class Prediction:
-    """A network's passes over the tiles of a volume.
+    """Runs a network's passes over the tiles of a volume; `run` starts them.
 
     Args:
         model: The network.
-        plan: The plan.
-        stream: Input, output and progress.
+        plan: Its tiles and passes.
+        stream: Reads the volume, writes the output, and saves the progress.
     """
 
     def __init__(self, model: nn.Module, plan: StreamingPlan, stream: Stream) -> None:
         self.model, self.plan, self.stream = model, plan, stream
         if len(plan.passes) > 1:
-            stream.merged = [MergedSummary(call.attention, call.grid.name) for call in plan.calls]
+            stream.merged = [MergedSummary(call.attention, f"predict_whole: {call.grid.name}") for call in plan.calls]
         self.summaries: dict[int, tuple[Summary, Gathered | None]] = {}
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
     def run(self, quiet: bool) -> Any:
-        """Run the remaining passes."""
+        """Run the remaining passes, and return the finished output."""
         passes = [("volume", partial(self.run_tile, each.calls, each.halo)) for each in self.plan.passes]
         return self.stream.run(passes, quiet)
 
     def run_tile(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
-        """Run a tile as far as the pass needs, and write the result in the last pass."""
+        """Run the network on a tile as far as the pass needs, and write the result in the last pass.
+
+        Args:
+            calls: Indices of the attention calls that the pass summarizes; empty in the last pass.
+            halo: Halo of the pass.
+            index: Index of the tile.
+            core: The tile's own positions.
+        """
         self.core, self.call = core, 0
         self.region = enlarge_region(self.plan.least, halo.around(core, self.plan.size), self.plan.size)
         grid = self.stream.read("volume", index, self.region)
@@ -155,7 +168,14 @@ class Prediction:
             return
 
     def run_with_summaries(self, grid: Tensor, calls: Sequence[int]) -> Tensor:
-        """Run the network: each attention responds to its summary, or is summarized if that is what the pass is for."""
+        """Run the network on what a tile reads, and return its output.
+
+        An attention in `calls` is summarized. Any other responds to its summary, or by zeros if an earlier pass has not
+        summarized it: then no attention in `calls` depends on it.
+
+        Raises:
+            EnoughError: When the last attention in `calls` is summarized.
+        """
 
         def forward(path: str, attention: GridAttention, own: Tensor, mask: Tensor | None) -> Tensor:
             call, self.call = self.call, self.call + 1
@@ -171,7 +191,7 @@ class Prediction:
             return self.model(grid)
 
     def summarize(self, call: int, grid: Tensor, mask: Tensor | None) -> None:
-        """Add a tile's own positions to the summary of an attention."""
+        """Add a tile's own positions, without the halo, to the summary of an attention call."""
         network_grid, merged = self.plan.calls[call].grid, self.stream.merged[call]
         part = network_grid.part(self.core, self.plan.size)
         if not count_positions(part):
@@ -183,7 +203,7 @@ class Prediction:
         merged.add_query_sums(own, valid, origin, network_grid.size)
 
     def respond(self, call: int, grid: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute the response of all positions that a tile reads to the summary of the whole."""
+        """Return the response of all positions that a tile reads, halo included, to the summary of the whole."""
         network_grid, merged = self.plan.calls[call].grid, self.stream.merged[call]
         if call not in self.summaries:
             self.summaries[call] = merged.whole(grid.device)
@@ -194,7 +214,7 @@ class Prediction:
         )
 
     def write(self, output: Tensor) -> None:
-        """Write a tile's own positions, without padding."""
+        """Write the output at a tile's own positions, without those that stand for padding alone."""
         plan, own = self.plan, self.plan.output.grid.part(self.core, self.plan.size)
         kept = zip(own, plan.kept, strict=True)
         part = tuple((max(start, low), min(stop, high)) for (start, stop), (low, high) in kept)

@@ -1,4 +1,4 @@
-"""One attention layer over a grid in tiles: one pass summarizes, one responds."""
+"""One attention layer over a grid in tiles: one pass summarizes, the last responds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farfield._checks import ShapeError
+from farfield._checks import ShapeError, shape_error
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
@@ -26,7 +26,7 @@ from farfield.streaming.summaries import MergedSummary, has_grid_summary, summar
 from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
 from farfield.streaming.trace import device_of, dtype_of, response_channels
 
-# Bytes of a tile by default; its response takes a few times as much.
+# Bytes of a tile by default; computing its response takes a few times as much memory.
 TILE = 2**24
 
 
@@ -48,37 +48,42 @@ def respond_whole(
 
     Args:
         layer: The attention.
-        grid: Anything with `shape` and slicing, `(channels, *size)` or `(batch, channels, *size)`. `tile` decides which
-            if it has one number per spatial dim; otherwise the axis with the layer's channels does, the second first.
+        grid: Anything with `shape` and slicing, `(channels, *size)` or `(batch, channels, *size)`. If `tile` is a
+            sequence, its length is the number of spatial dims; otherwise channels are the second axis if that has as
+            many as the layer, or else the first.
         context: Where keys and values come from, as in `layer(grid, context)`; with batch and channels as `grid`.
         mask: True at the valid positions of the grid; its shape is that of the grid without channels.
         context_mask: The same for the context.
-        tile: Size of the tiles: one number, or one per spatial dim, None for those that are not cut; by default slabs
-            of 16 MiB.
+        tile: Size of the grid's tiles: one number, or one per spatial dim, None for those that are not cut; rounded up
+            to multiples of the windows of pooled keys; by default slabs of 16 MiB, as always for a context.
         out: A path ending in .npy, .zarr, .tif or .tiff that does not exist yet, an array that takes slices, or None:
-            an array in memory. A call with a path that was killed resumes when it is repeated. An array must have a
-            dtype that can hold the response, and must not share memory or a file with an input.
+            an array in memory. A call with a path that was killed resumes when it is repeated. An array must have the
+            response's shape and a dtype that can hold it, and must not share memory or a file with an input.
         quiet: Whether to show no progress on standard error.
 
     Returns:
-        The response, with the grid's axes: the array, or the opened file.
+        The response, with the grid's axes. Without `out` a tensor on the grid's device if the grid is a tensor, else an
+        array of NumPy; otherwise the user's array, or the file at the path, opened for reading.
 
     Raises:
-        ShapeError: If the shapes of grid, context, masks and output do not fit.
+        ShapeError: If the shapes of grid, context, masks, tile and output do not fit.
         ValueError: If the layer's norm is in training mode, or an input is not finite; if the summary, which for
-            softmax and softmax_pooled is the grid, takes more than half of the free memory; if out shares memory or a
-            file with an input; if the unfinished file at the path belongs to another call, or its progress is damaged.
-        TypeError: If an input is no array, tile has numbers that are no integers, or out has a dtype to which the
-            response cannot be cast.
+            softmax and softmax_pooled is the grid, takes more than half of the free memory; if there is a
+            `context_mask` and no context; if an input changes meanwhile; if out shares memory or a file with an input,
+            or is a path with another suffix; if the unfinished file at the path belongs to another call, or its
+            progress is damaged.
+        TypeError: If an input is no array of booleans, integers or floats, tile has numbers that are no integers, or
+            out has a dtype to which the response cannot be cast.
+        FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists, or is a link; if the folder for the unfinished file was not made by
             farfield.
         BlockingIOError: If another process is writing to the path.
-        PermissionError: If its folder is not writable.
+        PermissionError: If the folder of the path is not writable.
         OSError: If the disk is full, or an input file became shorter; finished tiles are kept.
 
     Cost:
-        Two reads of the grid and one write (one more read with a context if queries come from sums); the MACs of
-        `layer(grid)`; the memory of a tile and a summary.
+        Two reads of the grid and one write; with a context one read of each, and one more of the grid if queries come
+        from sums; the MACs of `layer(grid)`, or `layer(grid, context)`; the memory of a tile and a summary.
 
     Example:
         >>> import numpy as np, torch
@@ -90,17 +95,17 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
-    inputs = {"grid": grid, "context": context, "mask": mask, "mask of the context": context_mask}
-    for name, given in inputs.items():
-        if given is not None or name == "grid":
-            check_volume("respond_whole", name, given)
+    inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
+    given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
+    for name, volume in given.items():
+        check_volume("respond_whole", name, volume)
     if tile is not None:
         tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
     path = Path(out) if isinstance(out, str | Path) else None
     if path is not None:
         check_path("respond_whole", path, None)
-        tile = saved_tile("respond_whole", path, None) if tile is None else tile
+        tile = saved_tile("respond_whole", path, None, layer, given) if tile is None else tile
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
     query_volume = Volume(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")
@@ -110,6 +115,14 @@ def respond_whole(
         key_volume = Volume(
             layer, context, context_mask, parse_layout("respond_whole", context.shape, spatial_dims), None, "context"
         )
+        if key_volume.source.batch != query_volume.source.batch:
+            raise shape_error(
+                "respond_whole",
+                "grid and context must have the same batch.",
+                "repeat the smaller one.",
+                grid=grid,
+                context=context,
+            )
     elif context_mask is not None:
         raise ValueError(
             "respond_whole: got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
@@ -124,8 +137,7 @@ def respond_whole(
         query_volume.positions,
     )
     output = output_for("respond_whole", out, spec, grid, None)
-    read = [each for each in (grid, context, mask, context_mask) if each is not None]
-    identity = partial(compute_identity, layer, read, (query_volume.positions, key_volume.positions, str(path)))
+    identity = partial(compute_identity, layer, given, (query_volume.positions, key_volume.positions, str(path)))
     progress = make_progress("respond_whole", output, identity, query_volume.positions, None)
     volumes = {**query_volume.tiled_volumes(), **key_volume.tiled_volumes()}
     merged = [MergedSummary(layer, "respond_whole")]
@@ -133,7 +145,11 @@ def respond_whole(
 
 
 def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
-    """Find the axes of a grid from the length of `tile`, or else from the axis that has the layer's channels."""
+    """Find the axes of a grid from the length of `tile`, or else from the axis that has the layer's channels.
+
+    Raises:
+        ShapeError: If there is no such axis, or the grid's number of axes does not fit `tile`.
+    """
     shape = tuple(grid.shape)
     if isinstance(tile, Sequence):
         return parse_layout("respond_whole", shape, len(tile))
@@ -142,7 +158,8 @@ def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
             return parse_layout("respond_whole", shape, len(shape) - leading)
     raise ShapeError(
         f"respond_whole: a grid is (channels, *size) or (batch, channels, *size) with the layer's {layer.channels} "
-        f"channels, got shape {shape}; fix: another layer, or a view of the grid."
+        f"channels, got shape {shape}; fix: a layer of the grid's channels, or channels in that place, e.g. by "
+        f"numpy.moveaxis(grid, -1, 0)."
     )
 
 
@@ -152,10 +169,13 @@ class Volume:
     Args:
         layer: The attention.
         array: The grid.
-        mask: Its valid positions.
+        mask: Array that is True at its valid positions, or None.
         layout: Its axes.
-        tile: The argument of `respond_whole`.
-        name: Name of the grid, for errors.
+        tile: The argument of `respond_whole`; None for slabs.
+        name: "grid" or "context"; errors name it.
+
+    Raises:
+        ShapeError: If the grid's channels or the mask's shape do not fit.
     """
 
     def __init__(
@@ -173,14 +193,15 @@ class Volume:
             raise ShapeError(
                 f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
                 f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
-                f"spatial dim."
+                f"spatial dim of the grid, or a {name} of {layer.channels} channels."
             )
         self.mask: VolumeSource | None = None
         if mask is not None:
             expected = (*array.shape[: layout.batch], *self.source.size)
             if tuple(mask.shape) != expected:
                 raise ShapeError(
-                    f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}."
+                    f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
+                    f"fix: one value per position, without channels."
                 )
             self.mask = VolumeSource(
                 mask, AxisLayout(layout.batch, False, layout.spatial_dims), self.source.device, torch.bool
@@ -199,7 +220,10 @@ class Volume:
 def tile_positions(
     layer: GridAttention, source: VolumeSource, tile: int | Sequence[int | None] | None
 ) -> tuple[int, ...]:
-    """Return the size of the tiles: by default slabs of the first axis; if one slice is too large, of the next too."""
+    """Return the size of the tiles, rounded up to the windows of pooled keys.
+
+    By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
+    """
     pool = layer.operator.keys_from.gather
     windows = (1,) * source.layout.spatial_dims
     if isinstance(pool, Pool):
@@ -269,10 +293,18 @@ class Response:
         self.stream.write(box_index(shape, core), response.reshape(shape))
 
     def check_size(self, tiles: int) -> None:
-        """Refuse an attention whose summary is its grid if that is too large."""
+        """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
+
+        Args:
+            tiles: The number of tiles of the keys, by which the summary of the first is multiplied.
+
+        Raises:
+            ValueError: If the summary takes more than SUMMARY_SHARE of it.
+        """
         size, free = summary_bytes(self.merged.parts[0], None) * tiles, free_bytes(self.query_volume.source.device)
         if has_grid_summary(self.merged.attention) and size > SUMMARY_SHARE * free:
             raise ValueError(
                 f"respond_whole: the summary of {self.merged.attention.operator_name} is its grid, about "
-                f"{size:,} bytes, and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+                f"{size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an operator that "
+                f"compresses, such as factorized_gaussian."
             )

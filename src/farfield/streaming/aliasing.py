@@ -17,7 +17,7 @@ from farfield.streaming.sink import unfinished_folder
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12
-# Whether two strided arrays share a byte is decided exactly up to this much work; beyond it they count as shared.
+# Whether two strided arrays share a byte is decided exactly up to this much work; beyond it they count as sharing one.
 TRIALS = 10**5
 
 
@@ -26,7 +26,8 @@ class StorageLocation(NamedTuple):
 
     Attributes:
         space: Key of the memory, file or store.
-        part: The bytes in it, as an array of these addresses that is never read, or the object in it; None for all.
+        part: Which part of the space: bytes, as an array at their addresses that is never read; or the name or number
+            of an object in it; None for all.
         file: Path of the file, if there is one.
     """
 
@@ -44,20 +45,19 @@ def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
         inputs: Name -> array that is read, or None.
 
     Raises:
-        ValueError: If it does; the text names the input and what is shared.
+        ValueError: If the output shares any with an input; the text names the input and what is shared.
     """
     for name, array in inputs.items():
         shared = None if out is None or array is None else find_shared(out, array)
         if shared is not None:
             raise ValueError(
-                f"{caller}: out and the {name} are both in {shared}, so tiles would read what other "
-                f"tiles have written; "
-                f"fix: another out, such as out=None or another path."
+                f"{caller}: out and the {name} are both in {shared}, so tiles would read what other tiles have "
+                f"written; fix: another out, such as out=None or another path."
             )
 
 
 def find_shared(out: Any, array: Any) -> str | None:
-    """Name the memory or file that an output and an input share; None if they share nothing."""
+    """Return a text that names the memory or file that an output and an input share; None if they share nothing."""
     if isinstance(out, str | Path):
         replaced = {Path(out).resolve(), unfinished_folder(Path(out)).resolve()}
         files = [place.file.resolve() for place in places(array) if place.file is not None]
@@ -70,7 +70,7 @@ def find_shared(out: Any, array: Any) -> str | None:
 
 
 def parts_overlap(one: Any, other: Any) -> bool:
-    """Whether two parts of the same space overlap."""
+    """Whether two parts of the same space overlap, or may overlap."""
     if one is None or other is None:
         return True
     if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
@@ -82,7 +82,7 @@ def parts_overlap(one: Any, other: Any) -> bool:
 
 
 def places(array: Any) -> Iterator[StorageLocation]:
-    """List where the numbers of an array are stored; nothing for unknown kinds of arrays."""
+    """Yield where the numbers of an array are stored; nothing for unknown kinds of arrays."""
     kinds = {"h5py": ("Dataset", hdf5_places), "zarr": ("Array", zarr_places)}
     for package, (kind, find) in kinds.items():
         module = sys.modules.get(package)  # if it is not imported, there are no such arrays
@@ -94,7 +94,7 @@ def places(array: Any) -> Iterator[StorageLocation]:
 
 
 def memory_places(array: np.ndarray | Tensor) -> Iterator[StorageLocation]:
-    """Places of an array in memory: the memory and, if it is mapped from a file, the file."""
+    """Yield where an array in memory is stored: the memory and, if that is mapped from a file, the file."""
     device = "cpu" if isinstance(array, np.ndarray) else str(array.device)
     if isinstance(array, np.ndarray):
         address, strides, size = array.__array_interface__["data"][0], array.strides, array.itemsize
@@ -118,13 +118,13 @@ class ByteAddresses:
 
     @classmethod
     def view(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """Return an array at an address; its content is never read."""
+        """Return an array of items of `size` bytes at an address; its content is never read."""
         interface = {"data": (address, True), "typestr": f"|V{size}", "shape": shape, "strides": strides, "version": 3}
         return np.asarray(cls(interface))
 
 
 def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | None:
-    """Return the file that memory is mapped from, and the offset of an address in it; None if there is none."""
+    """Return the file that an address is mapped from, and its offset in that file; None if there is no such file."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             span, _, offset, _, inode, *name = line.split(maxsplit=5)
@@ -142,7 +142,11 @@ def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, in
 
 
 def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
-    """Places of an HDF5 dataset: the address of its header, the same for every name and handle, in its file."""
+    """Yield where an HDF5 dataset is stored.
+
+    Its place is the address of its header in its file, the same for every name and handle. A virtual dataset is also in
+    the files of its sources; a contiguous one is also in the bytes of its file, which can be mapped into memory.
+    """
     file, header = Path(str(dataset.file.filename)), h5py.h5o.get_info(dataset.id)
     key = ("hdf5", file_key(file) if file.exists() else header.fileno)
     if dataset.is_virtual:
@@ -151,12 +155,12 @@ def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
             yield StorageLocation(("hdf5", file_key(own)), None, own)
     yield StorageLocation(key, header.addr, file)
     offset = dataset.id.get_offset()
-    if offset is not None:  # contiguous: its bytes can be mapped into memory too
+    if offset is not None:  # contiguous
         yield StorageLocation(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 
 def zarr_places(array: Any, zarr: ModuleType) -> Iterator[StorageLocation]:
-    """Places of a zarr array: its folder, its file, or the name of its store."""
+    """Yield where a zarr array is stored: in its folder, in its file, or in a store that is known only by name."""
     store = array.store
     while isinstance(getattr(store, "_store", None), zarr.abc.store.Store):  # a store that wraps another
         store = store._store
@@ -175,7 +179,7 @@ def zarr_places(array: Any, zarr: ModuleType) -> Iterator[StorageLocation]:
 
 
 def file_key(file: Path) -> Hashable:
-    """Return a key that identifies a file, whatever its path."""
+    """Return a key that is the same for all paths of one file; the path itself if there is no file."""
     try:
         status = os.stat(file)
     except OSError:

@@ -13,17 +13,17 @@ from farfield._checks import ShapeError
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse objects that are no arrays, such as lists and paths.
+    """Refuse an object that is no array, such as a list or a path.
 
     Raises:
-        TypeError: If it has no shape, or takes no slices.
+        TypeError: If the object has no shape, or takes no slices.
     """
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         return
     if isinstance(volume, str | bytes) or hasattr(volume, "__fspath__"):
         fix = 'open it first, e.g. numpy.load(path, mmap_mode="r"), zarr.open_array(path) or tifffile.memmap(path)'
     else:
-        fix = f"numpy.asarray({name})"
+        fix = "numpy.asarray(…)"
     raise TypeError(
         f"{caller}: {name} must be an array, with a shape and slices, got {type(volume).__name__}; fix: {fix}."
     )
@@ -42,11 +42,11 @@ def parse_positions(
         optional: Whether None is allowed in a sequence.
 
     Returns:
-        An int for a number of any type, a tuple for a sequence of any type.
+        An int if one integer is given, of any integer type; a tuple if a sequence, 1-D array or tensor is given.
 
     Raises:
-        TypeError: If it is neither.
-        ShapeError: If a number is too small.
+        TypeError: If neither is given, or a number is a boolean or no integer.
+        ShapeError: If a number is below `least`.
     """
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
@@ -62,7 +62,7 @@ def parse_positions(
 
 
 def parse_integer(given: Any) -> int:
-    """Return an int for any integer type; raise TypeError for booleans and for numbers with a fraction."""
+    """Return an int for any integer type; raise TypeError for booleans and for floats, even whole ones."""
     if isinstance(given, bool | np.bool_):
         raise TypeError
     return operator.index(given)

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-# Bytes of a chunk of a zarr array, which is one file, at most if its axes can be halved so far.
+# Most bytes of a chunk of a zarr array, which is one file. Only axes of even length are halved, so a chunk whose axes
+# all have odd lengths may be larger.
 CHUNK = 2**24
 
 
@@ -19,7 +20,7 @@ class OutputSpec(NamedTuple):
         shape: Shape of the array.
         dtype: Its dtype.
         axes: Letters of its axes, as TIFF files name them.
-        tile: Size of the tiles that are written.
+        tile: Size of the tiles that are written, one number per spatial dim.
     """
 
     shape: tuple[int, ...]
@@ -48,14 +49,14 @@ def make_tiff(path: Path, spec: OutputSpec) -> Any:
 
 
 def open_tiff(path: Path, mode: Literal["r", "r+"]) -> Any:
-    """Open such a TIFF file as a memory map."""
+    """Open an uncompressed TIFF file as a memory map."""
     import tifffile
 
     return tifffile.memmap(path, mode=mode)
 
 
 def make_zarr(path: Path, spec: OutputSpec) -> Any:
-    """Make a zarr array of version 3 with chunks no larger than a tile, so that few chunks are written twice."""
+    """Make a zarr array of version 3; chunks are no larger than a tile, so that few chunks are written twice."""
     import zarr
 
     leading = len(spec.shape) - len(spec.tile)

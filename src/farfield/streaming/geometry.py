@@ -15,7 +15,7 @@ class AxisScale(NamedTuple):
     """How an axis of a network's grid scales with a spatial axis of the volume.
 
     Attributes:
-        axis: Axis of the grid; can be 1 if a layer works on channels last.
+        axis: Index of the grid's axis; it can be 1 if a layer works on channels last.
         ratio: Positions of the grid per position of the volume: 1/4 after two strides of 2.
     """
 
@@ -30,7 +30,7 @@ class NetworkGrid(NamedTuple):
         name: Path of the module that returns it, or of the attention that it is the input of.
         attends: Whether it is the input of an attention.
         shape: Its shape.
-        axis_scales: How it scales with each spatial axis of the volume; None where it does not.
+        axis_scales: For each spatial axis of the volume: how the grid scales with it, None if it does not.
     """
 
     name: str
@@ -47,7 +47,7 @@ class NetworkGrid(NamedTuple):
         return self.shape[2:]
 
     def part(self, region: Region, whole: Sequence[int]) -> Region:
-        """Return where a region of the volume lies in this grid."""
+        """Return where a region of a volume of size `whole` lies in this grid."""
         spans = [(0, length) for length in self.size]
         for axis_scale, span, length in zip(self.axis_scales, region, whole, strict=True):
             if axis_scale is not None:
@@ -55,9 +55,10 @@ class NetworkGrid(NamedTuple):
         return tuple(spans)
 
     def span(self, axis_scale: AxisScale, span: Span, length: int) -> Span:
-        """Return where a span of an axis of the volume lies in this grid; the end of the volume is the end of the grid.
+        """Return where a span of an axis of the volume, of `length` positions, lies in this grid.
 
-        After convolutions without padding a grid is shorter, and a span near the end may contain nothing of it.
+        The end of the volume is the end of the grid. After convolutions without padding a grid is shorter, and a span
+        near the end may contain nothing of it.
         """
         start, stop = (min(int(index * axis_scale.ratio), self.shape[axis_scale.axis]) for index in span)
         return start, self.shape[axis_scale.axis] if span[1] == length else stop
@@ -83,7 +84,7 @@ class Halo(NamedTuple):
 
 
 def cores(size: Sequence[int], tile: Sequence[int]) -> list[Region]:
-    """Return the own positions of each tile; every position of the volume is in exactly one tile."""
+    """Return the own positions of each tile, without halo; every position of the volume is in exactly one tile."""
     spans = [
         [(start, min(start + positions, length)) for start in range(0, length, positions)]
         for length, positions in zip(size, tile, strict=True)
@@ -98,6 +99,9 @@ def enlarge_region(least: Sequence[int], region: Region, whole: Sequence[int]) -
         least: Smallest size that the network takes, with the remainders of the volume's size modulo the strides.
         region: The region to read.
         whole: Size of the volume.
+
+    Returns:
+        A region that contains `region` and has at least that size, or that of the volume if the volume is smaller.
     """
     result = []
     for (start, stop), positions, length in zip(region, least, whole, strict=True):
@@ -114,15 +118,15 @@ def count_positions(region: Region) -> int:
 
 
 def read_ratio(size: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
-    """Return how many positions all tiles read, per position of the volume."""
+    """Return how many positions all tiles with their halos read, per position of the volume."""
     return sum(count_positions(halo.around(core, size)) for core in cores(size, tile)) / math.prod(size)
 
 
 def index_within(part: Region, read: Region) -> tuple[Any, ...]:
-    """Return the index of a part in the grid that was read for a region."""
+    """Return the index that selects the region `part` from a grid that was read for the region `read`."""
     return (..., *(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, read, strict=True)))
 
 
 def round_up(number: int | Fraction, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Round a number up to the next multiple of `multiple`."""
     return math.ceil(Fraction(number) / multiple) * multiple

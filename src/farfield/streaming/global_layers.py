@@ -38,7 +38,7 @@ def aligns_corners(module: nn.Module) -> bool:
 
 
 BATCH_NORM = "batch norm with running statistics"
-# Type -> whether a module of it is global, what it does with the whole grid, the layer to use in its place.
+# Type -> function that returns whether a module of that type is global; what such a module does; what to use instead.
 GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
     nn.GroupNorm: (always, "normalizes by the statistics of the whole grid", BATCH_NORM),
     _InstanceNorm: (has_no_running_statistics, "normalizes by the statistics of the whole grid", BATCH_NORM),
@@ -57,7 +57,11 @@ GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Refuse a model in training mode: running statistics would change, and dropout would be active."""
+    """Refuse a model in training mode: running statistics would change, and dropout would be active.
+
+    Raises:
+        ValueError: If any module is in training mode; the text names one, a batch norm if there is one.
+    """
     training = [(path, module) for path, module in model.named_modules() if module.training]
     training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
     for path, module in training[:1]:
@@ -65,13 +69,17 @@ def refuse_training(model: nn.Module) -> None:
 
 
 def refuse_global(model: nn.Module) -> None:
-    """Refuse layers of known types that need the whole grid, whatever the tiles."""
+    """Refuse a model with a layer of a known type that needs the whole grid, whatever the tiles.
+
+    Raises:
+        NotLocalError: If the model has such a layer; the text names the first.
+    """
     for path, module in model.named_modules():
         for kind, (is_global, what, instead) in GLOBAL.items():
             if isinstance(module, kind) and is_global(module):
                 raise NotLocalError(
-                    f"predict_whole: {describe_module(path, module)} {what}, which no tile has; fix: {instead} in its "
-                    f"place, or model(volume) where the volume fits in memory."
+                    f"predict_whole: {describe_module(path, module)} {what}; tiles would not give the result of the "
+                    f"whole; fix: {instead} in its place, or model(volume) where the volume fits in memory."
                 )
 
 

@@ -1,6 +1,6 @@
 """Run a network on small grids to find its strides, its receptive field and the order of its attentions.
 
-Attention is replaced by a positionwise function meanwhile: what remains is the overlap that tiles need.
+Meanwhile a positionwise function replaces attention: then the receptive field is the overlap that tiles need.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, p
 
 # A length that all common strides divide: 2^6 · 3^3 · 5 · 7.
 DIVISIBLE = 60480
-# Largest half length of a probe, in positions.
+# Largest half of the length of a small grid along the axis that is probed, in positions.
 LONGEST = 4096
-# Largest product of the other lengths of a probe.
+# Largest product of the lengths of a small grid along the other axes.
 WIDEST = 2**14
 
 
@@ -34,9 +34,9 @@ class Scale(NamedTuple):
     """How the grids of a network scale with the volume.
 
     Attributes:
-        axis_scales: For each step: how its grid scales with each spatial axis of the volume.
-        strides: Least common multiple of the strides along each axis.
-        multiple: The same with the windows of pooled attentions; tiles start at multiples of it.
+        axis_scales: For each step: how its grid scales with each spatial axis of the volume, None if it does not.
+        strides: Least common multiple of the strides, along each axis.
+        multiple: The same of the strides and the windows of pooled attentions; tiles start at multiples of it.
     """
 
     axis_scales: list[tuple[AxisScale | None, ...]]
@@ -48,7 +48,9 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     """Find the strides of a network from how the shapes of its grids change when the volume grows along one axis.
 
     Raises:
-        ValueError: If the network takes neither a large grid nor one of this size.
+        ValueError: If the network takes neither a large grid nor one of this size, or none that is longer on one axis.
+        NotLocalError: If other layers run on the longer grid.
+        TypeError: If the network does not return one grid.
     """
     spatial_dims = len(size)
     try:
@@ -62,7 +64,10 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     for axis in range(spatial_dims):
         grown = trace_or_raise(model, channels, replace_length(base, axis, base[axis] + DIVISIBLE))
         if [step.name for step in grown.steps] != [step.name for step in first.steps]:
-            raise NotLocalError("predict_whole: the network takes other steps for other sizes; fix: one that does not.")
+            raise NotLocalError(
+                "predict_whole: the network runs other layers on a longer grid, so tiles would not give the result of "
+                "the whole; fix: model(volume) where the volume fits in memory."
+            )
         ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.attentions)
         for scales, before, after in zip(axis_scales, first.steps, grown.steps, strict=True):
             scales.append(find_axis_scale(before, after))
@@ -76,7 +81,7 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
 
 
 def trace_or_raise(model: nn.Module, channels: int, size: Sequence[int]) -> Trace:
-    """Trace a grid; raise ValueError if the network does not take this size."""
+    """Trace the network on one sample of this size; raise ValueError if the network does not take it."""
     try:
         return trace(model, (1, channels, *size))
     except TypeError:
@@ -93,7 +98,7 @@ def replace_length(size: Sequence[int], axis: int, length: int) -> tuple[int, ..
 
 
 def find_axis_scale(before: Step, after: Step) -> AxisScale | None:
-    """Return how a grid scales with the axis that has grown; None if it does not, or along more than one axis."""
+    """Return how a grid scales with the axis of the volume that has grown; None unless exactly one of its axes does."""
     changed = [axis for axis, (one, other) in enumerate(zip(before.shape, after.shape, strict=True)) if one != other]
     if len(changed) != 1 or changed[0] == 0:
         return None
@@ -101,7 +106,7 @@ def find_axis_scale(before: Step, after: Step) -> AxisScale | None:
 
 
 def drop_shared_axes(axis_scales: Sequence[AxisScale | None]) -> tuple[AxisScale | None, ...]:
-    """Remove axes of the volume that share an axis of the grid, as all do in a flattened grid."""
+    """Set the scales of axes of the volume that share an axis of the grid to None, as of all in a flattened grid."""
     axes = [axis_scale.axis for axis_scale in axis_scales if axis_scale is not None]
     return tuple(
         None if axis_scale is None or axes.count(axis_scale.axis) > 1 else axis_scale for axis_scale in axis_scales
@@ -109,7 +114,10 @@ def drop_shared_axes(axis_scales: Sequence[AxisScale | None]) -> tuple[AxisScale
 
 
 def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
-    """Yield by how much each axis of each operation's output grows, per position of the axis that has grown."""
+    """Yield by how much each axis of each operation's output grows, per position by which the volume has grown.
+
+    Yield nothing if the two runs have different numbers of operations.
+    """
     if len(first.shapes) == len(grown.shapes):
         for before, after in zip(first.shapes, grown.shapes, strict=True):
             if len(before) == len(after):
@@ -117,7 +125,7 @@ def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
 
 
 def window_ratios(attention: GridAttention, axis_scale: AxisScale | None) -> list[Fraction]:
-    """Return the windows per position of the volume if an attention pools its keys and values."""
+    """Return the windows per position of the volume if an attention pools its keys and values, else an empty list."""
     pool = attention.operator.keys_from.gather
     if axis_scale is None or not isinstance(pool, Pool):
         return []
@@ -126,13 +134,17 @@ def window_ratios(attention: GridAttention, axis_scale: AxisScale | None) -> lis
 
 # ---- with numbers ----------------------------------------------------------------------------------------------------
 class Probe:
-    """A network on small grids.
+    """Runs a network on small random grids.
 
     Args:
         model: The network.
         channels: Channels of its input.
         size: Size of the volume.
         scale: The network's strides.
+
+    Attributes:
+        least: The smallest size that the network takes, see `smallest`.
+        small: Size of the small grids, from `least`; `grow` enlarges it.
     """
 
     def __init__(self, model: nn.Module, channels: int, size: Sequence[int], scale: Scale) -> None:
@@ -141,22 +153,26 @@ class Probe:
         self.small = self.least = self.smallest()
 
     def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
-        """Run the network with positionwise functions in place of its attentions."""
+        """Run the network with positionwise functions in place of its attentions; return its steps, see `record`."""
         return record(self.model, partial(self.model, grid), last_call=last_call)
 
     @cached_property
     def labels(self) -> bool:
-        """Whether the dtype of any step is not floating-point: labels."""
+        """Whether any step has a dtype that is not floating-point, as labels have."""
         return not all(step.dtype.is_floating_point for step in self.run(self.draw(self.small)))
 
     def draw(self, size: Sequence[int], samples: int = 1) -> Tensor:
-        """Draw a random grid."""
+        """Draw a random grid `(samples, channels, *size)` of the network's device and dtype."""
         # The generator is on the CPU; the default device can be another one.
         grid = torch.randn(samples, self.channels, *size, generator=self.generator, device="cpu")
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
-        """Return the smallest size that the network takes, with the same remainders as the volume's size."""
+        """Return the smallest size that the network takes and that has the remainders of the volume's size.
+
+        Remainders are those modulo the strides. If the network takes none of the sizes that are tried, this is the size
+        of the volume.
+        """
         for factor in (1, 2, 4, 8, 16, 32):
             pairs = zip(self.whole, self.scale.multiple, strict=True)
             size = tuple(length % multiple + factor * multiple for length, multiple in pairs)
@@ -171,8 +187,12 @@ class Probe:
     def reach(self, axis: int) -> list[tuple[int, int]]:
         """Find the positions that each step needs before and after a tile's own along an axis, by how far NaN spreads.
 
+        Returns:
+            For each step, positions of the volume (before, after) a tile's own.
+
         Raises:
-            NotLocalError: If a layer sees further than any probe, or the whole axis.
+            NotLocalError: If the output of a layer depends on positions further away than half of the longest small
+                grid, or on the whole axis.
         """
         multiple = self.scale.multiple[axis]
         half = 16 * multiple
@@ -193,7 +213,7 @@ class Probe:
             if not any(span is not None and span.everywhere for span in spans):
                 pairs = zip(spans, self.scale.axis_scales, strict=True)
                 halos = [self.needed_halo(span, scales[axis], half, multiple) for span, scales in pairs]
-                # Integers cannot be NaN: they get the largest halo of all steps before them, which is checked later.
+                # Integers cannot be NaN: such a step gets the largest halo of all steps before it; it is checked later.
                 return [
                     each if step.dtype.is_floating_point else tuple(map(max, *halos[: index + 1], (0, 0)))
                     for index, (step, each) in enumerate(zip(steps, halos, strict=True))
@@ -206,9 +226,10 @@ class Probe:
                 raise not_local_error(self.model, name, axis, f"sees further than {half // 2} positions")
 
     def grow(self, axis: int) -> bool:
-        """Enlarge the small grids along the other axes, up to the volume's size; return False if they are large enough.
+        """Enlarge the small grids along the other axes, at most to the volume's size; return whether they have grown.
 
-        In grids smaller than the dilation of a convolution, some of its windows contain nothing but padding.
+        In grids smaller than the dilation of a convolution, some of its windows contain nothing but padding, where NaN
+        is lost.
         """
         doubled = tuple(
             own if other == axis else min(own + round_up(own, multiple), max(own, length))
@@ -224,7 +245,14 @@ class Probe:
     def needed_halo(
         self, span: NanSpan | None, axis_scale: AxisScale | None, half: int, multiple: int
     ) -> tuple[int, int]:
-        """Return the halo, given the span of NaN in a step after NaN in `multiple` positions of the input at `half`."""
+        """Return the halo (before, after) of a step, in positions of the volume.
+
+        Args:
+            span: The span of NaN in the step if the input is NaN in `multiple` positions from `half` on.
+            axis_scale: How the step scales with the axis.
+            half: The first of these positions.
+            multiple: How many they are.
+        """
         if span is None or axis_scale is None:
             return 0, 0
         before = Fraction(span.stop) / axis_scale.ratio - (half + multiple)
@@ -233,7 +261,7 @@ class Probe:
 
     @cached_property
     def levels(self) -> list[int]:
-        """The level of each attention: one more than the highest level of the attentions that it depends on."""
+        """The level of each attention call: one more than the highest of those that it depends on, 0 without any."""
         grid = self.draw(self.small)
         count = sum(step.attends for step in self.run(grid))
         levels = [0] * count
@@ -253,7 +281,13 @@ class Probe:
 
 
 class NanSpan(NamedTuple):
-    """The span of NaN in a grid along an axis, and whether it has no limits."""
+    """The span of NaN in a grid along an axis.
+
+    Attributes:
+        start: The first index.
+        stop: The index after the last.
+        everywhere: Whether the span has no limits that are known: it reaches an end, or the grid has no such axis.
+    """
 
     start: int
     stop: int
@@ -261,7 +295,7 @@ class NanSpan(NamedTuple):
 
 
 def find_nan_span(step: Step, axis_scale: AxisScale | None) -> NanSpan | None:
-    """Find the span of NaN; it is everywhere if it reaches an end, or a grid that does not scale with the axis."""
+    """Return the span of NaN in a step along an axis of the volume; None if there is no NaN."""
     nan = cast(Tensor, step.grid).isnan()
     if axis_scale is None:
         return NanSpan(0, 0, True) if nan.any() else None
@@ -273,7 +307,7 @@ def find_nan_span(step: Step, axis_scale: AxisScale | None) -> NanSpan | None:
 
 
 def not_local_error(model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
-    """Return the error for a layer beside attention that is not local."""
+    """Return the error for a layer other than attention that is not local; `what` describes what it does."""
     layer = describe_module(name, model.get_submodule(name)) if name != OUTPUT else type(model).__name__
     return NotLocalError(
         f"predict_whole: {layer} {what}, along spatial axis {axis} of the volume, so tiles would not give the result "
@@ -285,7 +319,7 @@ def not_local_error(model: nn.Module, name: str, axis: int, what: str) -> NotLoc
 def plain_kernels() -> Iterator[None]:
     """Use convolution kernels in which NaN spreads exactly by the window, and is not clamped away."""
     with (
-        warnings.catch_warnings(action="ignore"),  # about precisions that devices here do not have
+        warnings.catch_warnings(action="ignore"),  # of these flags, about precisions that this device lacks
         torch.backends.mkldnn.flags(enabled=False),
         torch.backends.nnpack.flags(enabled=False),
         torch.backends.cudnn.flags(enabled=False),

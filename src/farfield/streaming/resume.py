@@ -8,7 +8,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._files import open_replacement
-from farfield.streaming.sink import FileOutput, overwrite_fix, unfinished_folder
+from farfield.streaming.sink import FULL_DISK, FileOutput, overwrite_fix, unfinished_folder
 
 STATE = "progress.zip"
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -34,7 +34,7 @@ FIELDS = {
     "summaries": list,
     "written": list,
 }
-# Saving takes at most about 1/SHARE of the time.
+# Within a pass the progress is saved again only after SHARE times the seconds that the last save took.
 SHARE = 20
 
 
@@ -68,7 +68,7 @@ class Progress:
 
     Args:
         folder: Folder to save it in; None to not save it.
-        identity: Name -> fingerprint; all must be the same to resume.
+        identity: Name -> fingerprint of what the result depends on; all must be the same to resume.
         positions: Size of the tiles.
     """
 
@@ -81,7 +81,7 @@ class Progress:
         self.saved, self.took = 0.0, 0.0
 
     def advance(self, summaries: list[dict[str, Any]]) -> None:
-        """Go on to the next tile; save rarely enough to take little time."""
+        """Go on to the next tile with these summaries; save if SHARE times the seconds of the last save have passed."""
         self.tile, self.summaries = self.tile + 1, summaries
         if time.monotonic() - self.saved >= SHARE * self.took:
             self.save()
@@ -92,7 +92,7 @@ class Progress:
         self.save()
 
     def rewind(self) -> None:
-        """Go back to the state before the first box was written."""
+        """Go back to the pass and tile that wrote the first box, if there is one; the summaries stay."""
         if self.written:
             self.stage, self.tile = self.written[0].stage, self.written[0].tile
             self.written = []
@@ -118,10 +118,17 @@ def begin(
 ) -> Progress:
     """Lock the output, and begin a prediction or resume an unfinished one with the same identity.
 
+    Args:
+        caller: The function that errors name.
+        output: The file to write.
+        identity: Name -> fingerprint of what the result depends on.
+        positions: Size of the tiles.
+        overwrite: Whether an unfinished prediction that cannot be resumed is replaced; None is no.
+
     Raises:
-        ValueError: If the unfinished one has another identity, or its progress is damaged, without `overwrite`.
+        ValueError: If an unfinished prediction has another identity, or its progress is damaged, without `overwrite`.
         FileExistsError: If the folder for the unfinished file was not made by farfield.
-        BlockingIOError: If another process has locked it.
+        BlockingIOError: If another process has locked that folder.
     """
     output.owned.hold()
     try:
@@ -134,7 +141,7 @@ def begin(
 def load_or_make(
     caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
 ) -> Progress:
-    """Load the progress of a locked output, or make output and progress."""
+    """Load the progress of a locked output and open it, or make both anew; see `begin`."""
     progress, state = Progress(output.folder, identity, positions), saved_state(caller, output.path, overwrite)
     if state is not None:
         changed = [name for name in identity if state["identity"].get(name) != identity[name]]
@@ -145,24 +152,27 @@ def load_or_make(
         if not overwrite:
             raise ValueError(
                 f'{caller}: "{output.folder}" holds an unfinished prediction with another {" and ".join(changed)}; '
-                f"fix: call it with the same to finish that; to begin anew, remove that folder"
+                f"fix: call it with the same {' and '.join(changed)} to finish that; to begin anew, remove that folder"
                 f"{overwrite_fix(overwrite)}."
             )
     output.owned.empty()
     try:
         output.make()
         progress.save()
-    except OSError:
+    except OSError as error:
         output.owned.remove()
-        raise
+        if error.errno not in FULL_DISK or caller in str(error):
+            raise
+        problem = f'the disk has no room for the progress of "{output.path}"'
+        raise OSError(error.errno, f"{caller}: {problem}; fix: make room, or another disk.") from error
     return progress
 
 
 def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
-    """Open an unfinished output; if it does not hold all that was written, make it again and return to the last pass.
+    """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress.
 
     A crash of the machine, or a user, can truncate files and remove chunks. The progress has the summaries, so only the
-    last pass runs again.
+    last pass, which writes, runs again.
     """
     if output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
         return
@@ -177,18 +187,27 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
     progress.save()
 
 
-def saved_tile(caller: str, path: Path, overwrite: bool | None) -> tuple[int, ...] | None:
-    """Return the tile size of an unfinished prediction, so that resuming does not depend on the free memory."""
+def saved_tile(
+    caller: str, path: Path, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """Return the tile size of the unfinished prediction for a path: resuming does not depend on the free memory.
+
+    None if there is no such prediction, or if it is of another model or of volumes of another shape or dtype.
+    """
     state = saved_state(caller, path, overwrite)
-    return None if state is None else tuple(state["positions"])
+    if state is None:
+        return None
+    identity = compute_identity(model, volumes, None)
+    same = all(state["identity"].get(name) == identity[name] for name in ("model", "volume"))
+    return tuple(state["positions"]) if same else None
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 def saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
-    """Read the state of the unfinished prediction for a path; None if there is none, or a damaged one to overwrite.
+    """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced.
 
     Raises:
-        DamagedError: If it is damaged and is not to be overwritten.
+        DamagedError: If it is damaged and `overwrite` is not True.
     """
     file = unfinished_folder(path) / STATE
     if not file.is_file():
@@ -205,7 +224,7 @@ def saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, An
 
 
 def write_state(file: Path, state: dict[str, Any]) -> None:
-    """Write numbers, texts, lists, dictionaries and tensors: a zip file of JSON and the bytes of each tensor."""
+    """Write a state of JSON values, dtypes and tensors to a zip file: JSON, and the bytes of each tensor."""
     tensors: list[Tensor] = []
 
     def describe(value: object) -> dict[str, Any]:
@@ -227,10 +246,10 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(file: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote. No code in the file is run, and checksums cover every byte.
+    """Read what `write_state` wrote; no code in the file is run, and checksums cover every byte.
 
     Raises:
-        DamagedError: If it cannot be read; the text gives the reason.
+        DamagedError: If the file cannot be read or is of another version of farfield; the text gives the reason.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -256,11 +275,11 @@ def read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def compute_identity(model: nn.Module, volumes: Sequence[Any], tiles: object) -> dict[str, str]:
-    """Return fingerprints of the model's state, of the volumes' shapes and dtypes, and of tiles and halos."""
+def compute_identity(model: nn.Module, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
+    """Return fingerprints of the model's layers and state, the volumes' shapes and dtypes, and the text of `tiles`."""
     digest = hashlib.sha256(repr(model).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    kinds = [f"{tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for volume in volumes]
+    kinds = [f"{name} {tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for name, volume in volumes.items()]
     return {"model": digest.hexdigest(), "volume": "; ".join(kinds), "tile or halo": repr(tiles)}

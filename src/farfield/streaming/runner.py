@@ -1,4 +1,4 @@
-"""Passes over tiles: they show progress, save it, and resume from it."""
+"""Run passes over tiles: show the progress, save it, and resume from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check
 from farfield.streaming.source import Region, VolumeSource, checksum
 from farfield.streaming.summaries import MergedSummary
 
-# What a pass does with a tile, given its index and its own positions.
+# What a pass does with a tile; its arguments are the tile's index and own positions.
 TileFunction = Callable[[int, Region], None]
 
 
@@ -37,13 +37,13 @@ class TiledVolume:
 
 
 class Stream:
-    """Passes over tiles.
+    """Runs passes over the tiles of volumes.
 
     Args:
         caller: The function that errors name.
         output: Where responses are written.
-        progress: The next tile, and what the tiles before it left.
-        merged: Summary of each attention; may be set later.
+        progress: The next pass and tile, and the state after those before them.
+        merged: Summary of each attention; may be set later, before `run`.
         volumes: Name -> volume that is read.
     """
 
@@ -58,7 +58,16 @@ class Stream:
         self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes
 
     def run(self, passes: Sequence[tuple[str, TileFunction]], quiet: bool) -> Any:
-        """Run the remaining passes, each a function over the tiles of a volume; return the finished output."""
+        """Run the remaining passes, and return the finished output.
+
+        Args:
+            passes: For each pass the name of a volume, and the function that is called for each of its tiles.
+            quiet: Whether to show no progress.
+
+        Raises:
+            ValueError: If a volume has changed since it was read first.
+            OSError: If the disk is full.
+        """
         path = self.output.path if isinstance(self.output, FileOutput) else None
         disk_errors = explain_full_disk(self.caller, path) if path else contextlib.nullcontext()
         with torch.no_grad(), disk_errors, contextlib.ExitStack() as stack:
@@ -78,7 +87,7 @@ class Stream:
             return self.output.finish()
 
     def resume(self) -> None:
-        """Load saved summaries, and check that the volumes have not changed."""
+        """Load saved summaries, and check that the tiles that were read for them have not changed."""
         for merged, state in zip(self.merged, self.progress.summaries, strict=False):
             merged.load(state)
         for name, sums in self.progress.checksums.items():
@@ -86,7 +95,16 @@ class Stream:
                 self.read(name, index, self.volumes[name].tiles[index])
 
     def read(self, name: str, index: int, region: Region) -> Tensor:
-        """Read a region around a tile's own positions, and check that these have not changed since they were read."""
+        """Read a region around a tile's own positions, and check that these have not changed since the first read.
+
+        Args:
+            name: Name of the volume.
+            index: Index of the tile.
+            region: The region.
+
+        Raises:
+            ValueError: If they have changed.
+        """
         volume = self.volumes[name]
         grid = volume.source.read(region)
         new_sum = checksum(grid[index_within(volume.tiles[index], region)])
@@ -95,13 +113,13 @@ class Stream:
             sums.append(new_sum)
         elif sums[index] != new_sum:
             raise ValueError(
-                f"{self.caller}: the {name} has changed in tile {index} since the first read; "
-                f'fix: begin anew; if out is a path, remove the folder "….unfinished" beside it first.'
+                f"{self.caller}: the {name} has changed in tile {index} since the first read; fix: begin anew with "
+                f'a {name} that stays as it is; if out is a path, remove the folder "….unfinished" beside it first.'
             )
         return grid
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box of the current tile, and record its checksum."""
+        """Write a box of the current tile to the output; record its checksum if the output is a file."""
         self.output.write(index, box)
         if isinstance(self.output, FileOutput):
             spec = self.output.spec
@@ -117,7 +135,18 @@ def make_progress(
     tile: Sequence[int],
     overwrite: bool | None,
 ) -> Progress:
-    """Return the progress: saved beside a file output, not saved for other outputs."""
+    """Return the progress: saved beside a file output, where it may resume, and not saved for other outputs.
+
+    Args:
+        caller: The function that errors name.
+        output: The output.
+        identity: Returns name -> fingerprint; it is called only for a file output.
+        tile: Size of the tiles.
+        overwrite: Whether an unfinished file of another identity is replaced; None is no.
+
+    Raises:
+        ValueError, FileExistsError, BlockingIOError: As in `begin`.
+    """
     if isinstance(output, FileOutput):
         with explain_full_disk(caller, output.path):
             return begin(caller, output, identity(), tuple(tile), overwrite)

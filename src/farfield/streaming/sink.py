@@ -29,20 +29,21 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
     Args:
         caller: The function that errors name.
         path: Path of the output.
-        overwrite: Whether existing content is replaced; None if the caller has no such argument.
+        overwrite: Whether existing content may be replaced; None, which is no, if the caller has no such argument.
 
     Raises:
-        ValueError: If its suffix is of no known format.
-        FileNotFoundError: If its folder does not exist.
-        PermissionError: If its folder is not writable.
-        FileExistsError: If it exists and is not to be overwritten; if it is a link, or a folder with more than a zarr
-            array; if the folder for the unfinished file was not made by farfield.
+        ValueError: If the path's suffix is of no known format.
+        FileNotFoundError: If the folder of the path does not exist.
+        PermissionError: If the folder of the path is not writable.
+        FileExistsError: If the path exists and `overwrite` is not True; if the path is a link, a folder other than one
+            zarr array and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file
+            was not made by farfield.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
-            f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make it first.'
+            f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make that folder first.'
         )
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise PermissionError(
@@ -50,23 +51,26 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
             f"permission there."
         )
     if path.is_symlink():
-        fix = f'the path it points to, "{os.readlink(path)}", or another path'
+        fix = f'the target of the link, "{path.resolve()}", or another path'
         raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite:
         raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
-    if path.exists() and not (path.is_file() if FORMATS[path.suffix.lower()].mapped else is_zarr_array(path)):
-        what = "a folder that is not one zarr array and nothing else" if path.is_dir() else "not a zarr array"
+    is_one_file = FORMATS[path.suffix.lower()].mapped
+    if path.exists() and not (path.is_file() if is_one_file else is_zarr_array(path)):
+        what = "a folder" if path.is_dir() else "not a file" if is_one_file else "not a zarr array"
+        if path.is_dir() and not is_one_file:
+            what = "a folder that is not one zarr array and nothing else"
         raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
     OwnedFolder(caller, unfinished_folder(path), path).check()
 
 
 def overwrite_fix(overwrite: bool | None) -> str:
-    """Return the part of a fix that suggests overwriting, if the caller has that argument."""
+    """Return the part of a fix that suggests `overwrite=True`; nothing if the caller has no such argument."""
     return "" if overwrite is None else ", or overwrite=True"
 
 
 def is_zarr_array(path: Path) -> bool:
-    """Whether a folder is one zarr array, as farfield writes it, and nothing else, or is empty."""
+    """Whether a path is a folder that is empty, or is one zarr array as farfield writes it and nothing else."""
     if not path.is_dir():
         return False
     names = set(os.listdir(path))
@@ -85,8 +89,8 @@ class FileOutput:
     Args:
         caller: The function that errors name.
         path: Path of the finished file.
-        spec: Description of the file.
-        overwrite: Whether a file that exists at the path at the end is replaced.
+        spec: Shape, dtype, axes and tile of the array in the file.
+        overwrite: Whether what exists at the path when the file is complete is replaced; None is no.
     """
 
     def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
@@ -102,7 +106,11 @@ class FileOutput:
         self.owned.let_go()
 
     def make(self) -> None:
-        """Make the file; reserve its disk space if it is a memory map."""
+        """Make the unfinished file anew; reserve its disk space if it is a memory map.
+
+        Raises:
+            OSError: If the disk has no room for it.
+        """
         self.array = None
         if self.growing.exists() or self.growing.is_symlink():
             remove(self.growing)
@@ -113,8 +121,8 @@ class FileOutput:
             if error.errno not in FULL_DISK:
                 raise
             size = np.prod(self.spec.shape, dtype=np.int64) * self.spec.dtype.itemsize
-            problem = f'no room for the {size:,} bytes of "{self.path}"; nothing was begun'
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: another disk.") from error
+            problem = f'the disk has no room for the {size:,} bytes of "{self.path}"'
+            raise OSError(error.errno, f"{self.caller}: {problem}; fix: make room, or another disk.") from error
 
     def reserve(self) -> None:
         """Reserve the disk space of the whole file if it is a memory map."""
@@ -123,7 +131,7 @@ class FileOutput:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
     def open(self) -> bool:
-        """Open the unfinished file; return False if it is missing, damaged, or of another shape or dtype."""
+        """Open the unfinished file; return False if it is missing, a link, damaged, or of another shape or dtype."""
         if self.growing.is_symlink():
             return False
         try:
@@ -138,7 +146,7 @@ class FileOutput:
         return (tuple(self.array.shape), self.array.dtype) == (self.spec.shape, self.spec.dtype)
 
     def holds(self, index: tuple[slice, ...], checksum: int) -> bool:
-        """Whether a box has this checksum."""
+        """Whether the box at an index of the file is readable and has this checksum."""
         try:
             box = np.asarray(self.array[index])
         except OSError:
@@ -157,10 +165,10 @@ class FileOutput:
             release(self.array)
 
     def finish(self) -> Any:
-        """Move the file to its path, remove the folder in which it was written, and open it for reading.
+        """Move the file to its path, remove the folder in which it was written, and return it opened for reading.
 
         Raises:
-            FileExistsError: If something has appeared at the path that must not be replaced.
+            FileExistsError: If the path now has content that must not be replaced.
         """
         check_path(self.caller, self.path, self.overwrite)
         self.array = None
@@ -174,7 +182,7 @@ class FileOutput:
 
 
 class ArrayOutput:
-    """An array that takes slices: the user's, or one in memory.
+    """An output that is an array: one that the user gave, or a new one in memory.
 
     Args:
         caller: The function that errors name.
@@ -188,7 +196,7 @@ class ArrayOutput:
         """Write a box.
 
         Raises:
-            ValueError: If the array's dtype cannot hold its integers.
+            ValueError: If the box has integers outside the range of the array's dtype.
         """
         kept = numpy_dtype(box.dtype)
         if self.dtype is not None and self.dtype.kind in "iu" and not np.can_cast(kept, self.dtype):
@@ -215,29 +223,47 @@ def unfinished_folder(path: Path) -> Path:
 
 
 def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
-    """Make the output for the argument `out`: a path, an array, or None for an array in memory of the volume's kind."""
+    """Make the output for the argument `out`: a path, an array, or None for a new array in memory.
+
+    Args:
+        caller: The function that errors name.
+        out: The argument.
+        spec: Shape, dtype, axes and tile of the output.
+        like: The volume that is read. The new array is a tensor on the same device if this is a tensor, else NumPy's.
+        overwrite: As in `FileOutput`.
+
+    Raises:
+        TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast.
+        ShapeError: If `out` is an array of another shape than the output.
+    """
     if isinstance(out, str | Path):
         return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
         empty = np.empty(spec.shape, spec.dtype)
         return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
-        raise TypeError(f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}.")
+        raise TypeError(
+            f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}; "
+            f"fix: out=None."
+        )
     if tuple(out.shape) != spec.shape:
-        raise ShapeError(f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}.")
+        raise ShapeError(
+            f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}; fix: an array of that shape, or "
+            f"out=None."
+        )
     dtype = dtype_of_array(out)
-    # Integers of fewer bits, bytes for labels for example, are allowed: `write` checks their range.
+    # Integers of fewer bits are allowed, for example 8 bits for labels: `write` checks their range.
     labels = dtype is not None and dtype.kind in "iu" and spec.dtype.kind in "iu"
     if dtype is not None and not labels and not np.can_cast(spec.dtype, dtype, "same_kind"):
         raise TypeError(
             f"{caller}: out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
-            f"{spec.dtype}, or a network that returns integers, in an integer dtype of torch."
+            f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch."
         )
     return ArrayOutput(caller, out)
 
 
 def dtype_of_array(array: Any) -> np.dtype | None:
-    """Return an array's dtype as NumPy's; None if it has none that NumPy knows."""
+    """Return an array's dtype as a NumPy dtype; None if the array has none, or NumPy has no such dtype."""
     if isinstance(array, Tensor):
         return numpy_dtype(array.dtype)
     try:
@@ -247,13 +273,13 @@ def dtype_of_array(array: Any) -> np.dtype | None:
 
 
 def to_numpy(box: Tensor) -> np.ndarray:
-    """Convert a box to NumPy, bfloat16 as float32."""
+    """Convert a box to NumPy, which has no bfloat16: that becomes float32."""
     box = box.detach().cpu()
     return (box.float() if box.dtype == torch.bfloat16 else box).numpy()
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return the dtype that `to_numpy` gives."""
+    """Return the NumPy dtype of what `to_numpy` returns for a tensor of this dtype."""
     return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
@@ -263,18 +289,18 @@ def box_checksum(box: np.ndarray) -> int:
 
 
 def box_index(layout_shape: Sequence[int], region: Region) -> tuple[slice, ...]:
-    """Return the index of a spatial region in an array of this shape: all samples and channels."""
+    """Return the index of a spatial region, with all samples and channels, in an array of this shape."""
     leading = (slice(None),) * (len(layout_shape) - len(region))
     return (*leading, *(slice(start, stop) for start, stop in region))
 
 
 @contextlib.contextmanager
 def explain_full_disk(caller: str, path: Path) -> Iterator[None]:
-    """Add to errors of a full disk that finished tiles are kept."""
+    """Replace an error of a full disk by one that names the caller and the folder in which finished tiles are kept."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL_DISK or caller in str(error):
             raise
         kept = f'finished tiles are in "{unfinished_folder(path)}"'
-        raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room and call it again.") from error
+        raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room, repeat the call.") from error

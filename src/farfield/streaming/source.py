@@ -38,18 +38,22 @@ class AxisLayout(NamedTuple):
         return (shape[0] if self.batch else 1), (shape[self.batch] if self.channels else 1)
 
     def shape(self, batch: int, channels: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of an array with these axes; several channels always have an axis."""
+        """Return the shape of an array with these axes; several channels get an axis even if `channels` is False."""
         leading = (batch,) * self.batch + (channels,) * (self.channels or channels > 1)
         return (*leading, *size)
 
     def axes(self, channels: int, spatial_dims: int) -> str:
-        """Return the letters of the axes of such an array, as TIFF files name them."""
+        """Return the letters of the axes of an array whose shape `shape` returns, as TIFF files name them."""
         size = "TZYX"[-spatial_dims:] if spatial_dims <= 4 else "Q" * spatial_dims
         return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 
 def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLayout:
-    """Find the axes of an array from its spatial dims; raise ShapeError if they do not fit or an axis is empty."""
+    """Find the axes of an array of a given number of spatial dims.
+
+    Raises:
+        ShapeError: If the array has fewer axes, or more than two in addition, or an axis of length 0.
+    """
     leading = len(shape) - spatial_dims
     if leading not in (0, 1, 2):
         raise ShapeError(
@@ -58,7 +62,7 @@ def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLa
             f"slice of the volume."
         )
     if 0 in shape:
-        raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave it out.")
+        raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
     return AxisLayout(leading == 2, leading >= 1, spatial_dims)
 
 
@@ -70,7 +74,7 @@ class VolumeSource:
         layout: Its axes.
         device: Device of the grids that are read.
         dtype: Their dtype; bool for a mask.
-        padding: Positions that are padded before and after each spatial axis.
+        padding: How many positions are padded before and after each spatial axis; None pads none.
         mode: How they are padded, one of `MODES`.
     """
 
@@ -96,7 +100,7 @@ class VolumeSource:
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region) -> Tensor:
-        """Read a region as a grid `(batch, channels, *size)`."""
+        """Read a region, given by indices of the padded volume, as a grid `(batch, channels, *size)`."""
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
             np.arange(start - before, stop - before)
@@ -114,7 +118,14 @@ class VolumeSource:
         return grid
 
     def box(self, slices: Sequence[slice]) -> Any:
-        """Copy a box of the array into memory; pages of a memory map are released again."""
+        """Return a box of the array, without padding: a view of a tensor, or else a copy in memory.
+
+        The copy is boolean, float64 or float32, by the dtype of the grids. Pages of a memory map are released again.
+
+        Raises:
+            TypeError: If the array holds something other than booleans, integers and floats.
+            OSError: If a memory-mapped file has become shorter.
+        """
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         check_mapping(self.array)
         box: Any = self.array[(*leading, *slices)]
@@ -122,7 +133,10 @@ class VolumeSource:
             return box
         box = np.asarray(box)
         if box.dtype.kind not in "bfiu":
-            raise TypeError(f'a volume must hold numbers, got {box.dtype}; fix: volume.astype("float32").')
+            raise TypeError(
+                f"a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of one of these, "
+                f'such as volume.astype("float32").'
+            )
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
         box = np.array(box, dtype=kind, order="C")
         release(self.array)
@@ -136,7 +150,7 @@ class VolumeSource:
 
 
 def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:
-    """Return the indices that are read along an axis, for positions that may lie in the padding."""
+    """Return the indices that are read for `index`, which is below 0 or at least `length` in the padding of an axis."""
     if mode == "reflect" and length > 1:
         index = np.abs(index) % (2 * length - 2)
         return np.minimum(index, 2 * length - 2 - index)
@@ -144,21 +158,21 @@ def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:
 
 
 def checksum(grid: Tensor) -> int:
-    """Return a checksum of a grid's numbers."""
-    return zlib.crc32(grid.detach().to("cpu", torch.float32).numpy().tobytes())
+    """Return a checksum of the bytes of a grid's numbers."""
+    return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def check_mapping(array: Any) -> None:
-    """Refuse to read a memory-mapped file that has become shorter since it was mapped: it would kill the process.
+    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process.
 
     Raises:
-        OSError: If it has.
+        OSError: If `array` is mapped from such a file.
     """
     mapped = find_memmap(array)
     if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
         raise OSError(
             f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and has '
-            f"{mapped._mmap.size():,} now; fix: write it again, open it and call again."
+            f"{mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call."
         )
 
 
@@ -170,7 +184,7 @@ def find_memmap(array: Any) -> Any:
 
 
 def release(array: Any) -> None:
-    """Release the pages of a memory-mapped file, which count as resident memory until then."""
+    """Release the pages of a memory-mapped file, which count as resident memory until then; skip other arrays."""
     array = find_memmap(array)
     # Releasing the pages of a copy-on-write map would lose what was written to them.
     if array is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):

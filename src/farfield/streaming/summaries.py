@@ -17,7 +17,11 @@ from farfield.ops.table import keys, products, queries
 
 
 def make_streamable(attention: GridAttention) -> GridAttention:
-    """Return the attention with a small summary: `dot` is V (KᵀQ), and is computed as (V Kᵀ) Q, which is equal."""
+    """Return an attention with the same responses, and with a small summary if `attention` is `dot`.
+
+    `dot` is V (KᵀQ), and its summary is the grid; its copy computes (V Kᵀ) Q, which is equal. Any other attention is
+    returned itself.
+    """
     operator = attention.operator
     if operator.basis is not None or operator.coefficients is not products:
         return attention
@@ -27,7 +31,7 @@ def make_streamable(attention: GridAttention) -> GridAttention:
 
 
 def has_grid_summary(attention: GridAttention) -> bool:
-    """Whether the summary is the grid itself, and so does not stay small."""
+    """Whether a summary has a slot for each key, and so grows with the grid: softmax and softmax_pooled."""
     operator = make_streamable(attention).operator
     return not operator.merges_by_adding
 
@@ -37,7 +41,7 @@ class MergedSummary:
 
     Args:
         attention: The attention.
-        name: Its path, for errors.
+        name: What errors begin with: the path of the attention in its network, or the function that was called.
     """
 
     def __init__(self, attention: GridAttention, name: str) -> None:
@@ -48,16 +52,22 @@ class MergedSummary:
         self.masked = False
 
     def add(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Add a tile's own positions.
+        """Merge the summary of a tile's own positions.
+
+        Args:
+            grid: The tile's own positions, without halo.
+            mask: Which of them are valid.
+            origin: The tile's first index on each axis of the whole grid.
+            size: Size of the whole grid.
 
         Raises:
-            ValueError: If they are not finite: one such position would reach all others.
+            ValueError: If the summary is not finite: one such position would reach all others.
         """
         self.merge(self.attention.summarize(grid, mask=mask, origin=origin, size=size), origin)
         self.masked = self.masked or mask is not None
 
     def add_query_sums(self, grid: Tensor, mask: Tensor | None, origin: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Add the sums over a tile's own positions that queries come from, if the operator has such sums."""
+        """Add the sums that queries come from, over a tile's own positions; do nothing if queries are no sums."""
         if self.attention.operator.queries_from.side_by_side:
             return
         sums = self.attention.gather_queries(grid, mask=mask, origin=origin, size=size)
@@ -65,11 +75,16 @@ class MergedSummary:
         self.query_sums = sums if self.query_sums is None else self.query_sums.merge(sums)
 
     def merge(self, summary: Summary, origin: tuple[int, ...]) -> None:
-        """Merge the summary of a tile."""
+        """Merge the summary of the tile at `origin`.
+
+        Raises:
+            ValueError: If the summary is not finite.
+        """
         if not (summary.values.isfinite().all() and summary.weights.isfinite().all()):
             raise ValueError(
-                f"{self.name}: its input is not finite in the tile at {origin}, and attention would spread that to "
-                f"every position; fix: numpy.nan_to_num, or a mask of the valid positions."
+                f"{self.name}: its input is not finite in the tile at {origin} of that input, and attention would "
+                f"spread NaN to every position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in "
+                f"respond_whole, a mask of the valid positions."
             )
         tensors = [part for part in summary if isinstance(part, Tensor)]
         self.dtypes = [part.dtype if isinstance(part, Tensor) else None for part in summary]
@@ -80,7 +95,7 @@ class MergedSummary:
         self.parts = [self.parts[0].merge(wide)] if self.parts else [wide]
 
     def whole(self, device: torch.device) -> tuple[Summary, Gathered | None]:
-        """Return the summary of the whole and the query sums, if there are any, in their original dtypes."""
+        """Return the merged summary, in the dtypes of the tiles' summaries, and the merged query sums or None."""
         dtypes = [dtype for dtype in self.dtypes if dtype is not None]
         summary = convert_summary(merge_all(self.parts), device, dtypes)
         # Without masks every slot has a valid position once all tiles are merged.
@@ -106,7 +121,7 @@ class MergedSummary:
 
 
 def convert_summary(summary: Summary, device: torch.device | str, dtypes: list[torch.dtype]) -> Summary:
-    """Move a summary to a device and convert its tensors to these dtypes."""
+    """Move a summary to a device and convert its tensors to `dtypes`, which are in the order of its fields."""
     remaining = iter(dtypes)
     tensors = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
     moved: dict[str, Any] = {name: part.to(device, next(remaining)) for name, part in tensors.items()}
@@ -114,6 +129,6 @@ def convert_summary(summary: Summary, device: torch.device | str, dtypes: list[t
 
 
 def summary_bytes(summary: Summary, query_sums: Gathered | None) -> int:
-    """Return the bytes of a summary and query sums."""
+    """Return the bytes of the tensors of a summary, and of query sums if there are any."""
     tensors = [part for part in (*summary, *(query_sums or ())) if isinstance(part, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

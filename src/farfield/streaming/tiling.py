@@ -20,9 +20,9 @@ from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
 from farfield.streaming.verification import find_difference
 
-# Share of the free memory that the grids of a tile may take; the work space of kernels is not counted.
+# Share of the free memory that the grids of a tile may take; the workspace of kernels is not counted.
 SHARE = 1 / 4
-# Share of the free memory that a summary may take if it is the whole grid.
+# Share of the free memory that a summary may take if it has a slot for each key, as that of softmax has.
 SUMMARY_SHARE = 1 / 2
 
 
@@ -43,7 +43,10 @@ class Pass(NamedTuple):
 
 
 class Draft:
-    """A network and a volume while tiles and passes are chosen.
+    """Chooses the tiles and passes of a network on a volume; `cut` starts it.
+
+    `grid_halos` in its methods are: axis that is cut -> for each of `grids`, the positions of the volume that it needs
+    (before, after) a tile's own.
 
     Args:
         model: The network.
@@ -51,8 +54,8 @@ class Draft:
         channels: Channels of the volume.
         size: Size of the volume, padded.
         scale: The network's strides.
-        grids: Its grids.
-        whole: Its trace on the whole volume.
+        grids: The network's grids, for the whole volume.
+        whole: The network's trace on the whole volume.
     """
 
     def __init__(
@@ -72,7 +75,20 @@ class Draft:
     def cut(
         self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None
     ) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
-        """Choose tiles and passes, and check that they give the result of the whole."""
+        """Choose tiles and passes, and check that they give the result of the whole.
+
+        Args:
+            tile: The argument of `predict_whole`.
+            halo: The argument of `predict_whole`.
+
+        Returns:
+            The size of the tiles, and the passes.
+
+        Raises:
+            NotLocalError: If tiles do not give the result of the whole.
+            ShapeError: If `halo` has a number of entries other than that of the spatial dims.
+            ValueError: If a summary takes too much memory.
+        """
         given = None if halo is None else self.round_halo(halo)
         if tile is None:
             positions, grid_halos = self.fit_memory(given)
@@ -87,13 +103,20 @@ class Draft:
         return positions, self.passes(grid_halos)
 
     def check(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]], given: bool) -> None:
-        """Check that tiles along an axis give the result of the whole; enlarge the halo where they do not.
+        """Check that tiles along an axis give the result of the whole; enlarge the halos of the axis if they do not.
 
-        Padding by the grid's own values, reflected for example, lets positions near a border depend on positions as
-        far behind them as others ahead, and further if the layer makes the grid longer.
+        Where a layer pads by the grid's own values, reflected for example, a position near a border depends on
+        positions that the halo of other positions does not reach: in either direction up to the sum of both halos, and
+        further if the layer makes the grid longer. So first that sum is tried at both ends, then twice as much.
+
+        Args:
+            axis: The spatial axis.
+            positions: Length of the tiles along it.
+            grid_halos: The halos; those of `axis` are replaced if they are too small.
+            given: Whether the user gave the halo, which then stays as it is.
 
         Raises:
-            NotLocalError: If tiles do not give it with the largest halo either.
+            NotLocalError: If tiles do not give the result of the whole with the largest halos either.
         """
         halos, step = grid_halos[axis], self.first_difference(axis, positions, grid_halos)
         for times in () if given else (1, 2):
@@ -118,7 +141,10 @@ class Draft:
         return None
 
     def length_change(self, axis: int) -> tuple[int, int]:
-        """Return how much shorter, and longer, than the volume grids are along an axis at most, in its positions."""
+        """Return by how many positions of the volume a grid is at most shorter, and longer, than the volume on an axis.
+
+        Both numbers are rounded up to a multiple of the strides.
+        """
         grids = [(grid.shape, grid.axis_scales[axis]) for grid in self.grids]
         ends = [
             shape[axis_scale.axis] / axis_scale.ratio - self.size[axis]
@@ -130,15 +156,15 @@ class Draft:
 
     @property
     def least(self) -> tuple[int, ...]:
-        """The smallest size that a tile reads, because the network takes no smaller one."""
+        """The smallest size that a tile reads, because the network takes no smaller one; zeros if nothing is cut."""
         return (0,) * len(self.size) if self.probe is None else self.probe.least
 
     def cut_axes(self, positions: Sequence[int]) -> list[int]:
-        """Return the axes that are cut."""
+        """Return the axes along which tiles of this size are shorter than the volume."""
         return [axis for axis, (own, length) in enumerate(zip(positions, self.size, strict=True)) if own < length]
 
     def get_probe(self) -> Probe:
-        """Return the network on small grids, made once."""
+        """Return the probe, which runs the network on small grids; it is made once."""
         self.probe = self.probe or Probe(self.model, self.channels, self.size, self.scale)
         return self.probe
 
@@ -152,7 +178,11 @@ class Draft:
         )
 
     def round_halo(self, halo: int | Sequence[int]) -> tuple[int, ...]:
-        """Return the requested halo per spatial dim, rounded up to multiples of the strides."""
+        """Return the requested halo per spatial dim, rounded up to multiples of the strides.
+
+        Raises:
+            ShapeError: If it has another number of entries than spatial dims.
+        """
         requested = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
         if len(requested) != len(self.size):
             raise ShapeError(
@@ -164,10 +194,14 @@ class Draft:
         )
 
     def find_grid_halos(self, axis: int, given: tuple[int, ...] | None) -> list[tuple[int, int]]:
-        """Return the positions that each grid needs before and after a tile's own, along an axis.
+        """Return the positions that each grid needs (before, after) a tile's own, along an axis.
+
+        Args:
+            axis: The spatial axis of the volume.
+            given: The halo that the user gave, per axis; None to find it by the probe.
 
         Raises:
-            NotLocalError: If that axis cannot be cut.
+            NotLocalError: If the axis cannot be cut.
         """
         for grid in self.grids:
             axis_scale = grid.axis_scales[axis]
@@ -182,7 +216,19 @@ class Draft:
         return self.get_probe().reach(axis)
 
     def fit_memory(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
-        """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit."""
+        """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit.
+
+        If they never fit, the tiles are the smallest that can be cut.
+
+        Args:
+            given: The halo that the user gave, per axis; None to find it by the probe.
+
+        Returns:
+            The size of the tiles, and the halos of the axes that are cut.
+
+        Raises:
+            NotLocalError: If the whole does not fit and no axis can be cut.
+        """
         budget, positions = int(SHARE * free_bytes(device_of(self.model))), list(self.size)
         grid_halos: dict[int, list[tuple[int, int]]] = {}
         fixed: set[int] = set()
@@ -206,7 +252,7 @@ class Draft:
         return tuple(positions), grid_halos
 
     def join_halos(self, grid_halos: dict[int, list[tuple[int, int]]], grids: Sequence[int]) -> Halo:
-        """Return the smallest halo that is enough for these grids, given by index."""
+        """Return the smallest halo that is enough for the grids with these indices; 0 on axes that are not cut."""
         zeros = (0,) * len(self.size)
         halo = Halo(zeros, zeros)
         for grid in grids:
@@ -229,7 +275,7 @@ class Draft:
         return (*passes, Pass((), self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
 
     def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
-        """Return the bytes of the grids that a tile holds at once."""
+        """Return the most bytes that the grids of one tile and its halo take at once."""
         read = halo.around(cores(self.size, positions)[0], self.size)
         if self.cut_axes(positions):
             read = enlarge_region(self.get_probe().least, read, self.size)
@@ -239,19 +285,24 @@ class Draft:
         return trace(self.model, (self.batch, self.channels, *size), whole=True).peak
 
     def check_summaries(self) -> None:
-        """Refuse an attention whose summary is its grid if that is too large."""
+        """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
+
+        Raises:
+            ValueError: If a summary takes more than SUMMARY_SHARE of it.
+        """
         free = free_bytes(device_of(self.model))
         names = [grid.name for grid in self.grids if grid.attends]
         for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
             if has_grid_summary(attention) and size > SUMMARY_SHARE * free:
                 raise ValueError(
                     f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
-                    f"and {free:,} are free; fix: an operator that compresses, such as factorized_gaussian."
+                    f"and may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
+                    f"factorized_gaussian."
                 )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of free memory on a device."""
+    """Return the bytes of free memory on a device; half of all memory where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration):

@@ -26,7 +26,8 @@ AttentionForward = Callable[[str, GridAttention, Tensor, "Tensor | None"], Tenso
 def replace_attention_forward(model: nn.Module, forward: AttentionForward) -> Iterator[None]:
     """Replace the forward of every attention by `forward(path, attention, grid, mask)` inside the context.
 
-    A block that can fold its attention calls it only if the attention has hooks; so each gets one that does nothing.
+    A block that can fold its attention into its other layers calls the attention only if it has hooks; so each
+    attention gets a hook that does nothing.
     """
     with ExitStack() as stack:
         for path, module in model.named_modules():
@@ -49,14 +50,21 @@ def self_attention_forward(
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
 ) -> Tensor:
-    """Call `forward` for self-attention; refuse a context."""
+    """Call `forward` for self-attention; refuse a context.
+
+    Raises:
+        NotImplementedError: If there is a context or a mask of one.
+    """
     if context is not None or context_mask is not None:
-        raise NotImplementedError(f"{path} attends to a context; only self-attention runs in tiles.")
+        raise NotImplementedError(
+            f"{path} attends to a context; only self-attention runs in tiles; fix: model(volume) where the volume fits "
+            f"in memory."
+        )
     return forward(path, attention, grid, mask)
 
 
 def restore(module: nn.Module, forward: Any) -> None:
-    """Restore a module's original forward."""
+    """Restore a module's `forward`: the function that the instance had, or with None the method of its class."""
     if forward is None:
         vars(module).pop("forward", None)
     else:
@@ -69,7 +77,7 @@ def response_channels(attention: GridAttention) -> int:
 
 
 def positionwise_forward(path: str, attention: GridAttention, grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Replace attention by a positionwise function, so that only the rest of the network mixes positions."""
+    """Return a positionwise function of the grid as the response, so that only other layers mix positions."""
     return grid.mean(1, keepdim=True).repeat(1, response_channels(attention), *[1] * (grid.dim() - 2))
 
 
@@ -81,7 +89,7 @@ class Step(NamedTuple):
         attends: Whether it is the input of an attention.
         shape: Its shape.
         dtype: Its dtype.
-        grid: The grid itself, if it is kept.
+        grid: The grid itself; None if it is not kept.
     """
 
     name: str
@@ -99,14 +107,17 @@ def record(
     keep: bool = True,
     last_call: int | None = None,
 ) -> list[Step]:
-    """Run a model and record the inputs of its attentions and the outputs of its modules; its output is the last step.
+    """Run a model and record the inputs of its attentions, the outputs of its modules and its own output.
 
     Args:
         model: The model.
         run: Runs the model and returns its output.
         forward: Takes the place of its attentions.
         keep: Whether to keep the grids, not only their shapes.
-        last_call: Index of the attention at whose input the run stops; None runs the whole model.
+        last_call: Index of the attention call at whose input the run stops; None runs the whole model.
+
+    Returns:
+        The steps in the order of the run; the last is the model's output, or the input at which the run stopped.
 
     Raises:
         TypeError: If the model does not return one grid.
@@ -159,12 +170,12 @@ class Trace(NamedTuple):
     """A run of a network on a grid that has a shape and no numbers.
 
     Attributes:
-        steps: As `record` returns them, the grids without numbers.
+        steps: As `record` returns them, without the grids.
         shapes: Shapes of all tensors of three axes or more that the network's operations return.
-        macs: MACs before each attention, and those of the whole network.
+        macs: For each call of an attention the MACs before it; then those of the whole network.
         attentions: The attentions in the order of calls.
-        summaries: Bytes of the summary of each.
-        peak: Largest number of bytes held at once, without parameters and buffers.
+        summaries: Bytes of the summary and query sums of each call; empty if attentions were replaced.
+        peak: Largest number of bytes held at once, without parameters, buffers and the input.
     """
 
     steps: list[Step]
@@ -195,10 +206,12 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
     Args:
         model: The model, whose parameters and buffers are not touched.
         shape: Shape of the grid.
-        whole: Whether attentions attend, so that their summaries, MACs and memory are counted.
+        whole: Whether attentions attend, so that their summaries, MACs and memory are counted; otherwise positionwise
+            functions replace them.
 
     Raises:
-        ValueError: If the model does not take such a grid.
+        TypeError: If the model does not return one grid.
+        Exception: What the model raises for a grid that it does not take.
     """
     macs: list[int] = []
     attentions: list[GridAttention] = []
@@ -231,5 +244,5 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters and buffers."""
+    """Return the device of a model's first parameter or buffer; the CPU if it has none."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -14,8 +14,8 @@ from farfield.streaming.geometry import AxisScale, Halo, NetworkGrid, enlarge_re
 from farfield.streaming.receptive_field import Probe, replace_length
 from farfield.streaming.trace import Step
 
-# Labels may differ at this share of the positions with the same index on an axis, because two classes can have almost
-# equal scores. Labels are compared on LABEL_SAMPLES grids, because they are often equal by chance.
+# Labels may differ at up to this share of the positions with the same index on an axis, because two classes can have
+# almost equal scores. Labels are compared on LABEL_SAMPLES grids, because they are often equal by chance.
 TIES = 0.05
 LABEL_SAMPLES = 32
 
@@ -27,7 +27,8 @@ def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], 
         probe: The network on small grids.
         axis: The spatial axis.
         halo: Positions that tiles read around their own.
-        widths: Lengths of the tiles; the second becomes longer if the network does not take so small a grid.
+        widths: Lengths of the tiles, whose sum is that of the grid; the second becomes longer if the network does not
+            take so small a grid.
         calls: Indices of the attentions whose input grids must be equal; if there are none, the output must be.
 
     Returns:
@@ -51,7 +52,7 @@ def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], 
         ((start, stop),) = enlarge_region(probe.least[axis : axis + 1], (read,), (length,))
         try:
             own = probe.run(grid.narrow(axis + 2, start, stop - start).contiguous(), last_call)
-        except RuntimeError:  # the grid is smaller than a layer takes
+        except (RuntimeError, ValueError):  # the grid is smaller than a layer takes
             return whole[required[0]].name
         pairs = zip(whole, own, probe.scale.axis_scales, spans, strict=False)
         differences = [
@@ -63,13 +64,13 @@ def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], 
 
 
 def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
-    """Return the indices of the steps that are these attentions' inputs; of the output if there are none."""
+    """Return the indices of the steps that are the inputs of these attention calls; without calls, of the output."""
     attends = [index for index, step in enumerate(steps) if step.attends]
     return [attends[call] for call in calls] or [len(steps) - 1]
 
 
 def own_span(whole: Step, axis_scale: AxisScale | None, core: tuple[int, int], length: int) -> tuple[int, int]:
-    """Return where a tile's own positions lie in a grid of the whole volume."""
+    """Return where a tile's own positions lie in a step of the whole; (0, 1) if it does not scale with the axis."""
     if axis_scale is None:
         return 0, 1
     grid = NetworkGrid(whole.name, whole.attends, whole.shape, ())
@@ -77,7 +78,11 @@ def own_span(whole: Step, axis_scale: AxisScale | None, core: tuple[int, int], l
 
 
 def is_different(whole: Step, own: Step, axis_scale: AxisScale | None, span: tuple[int, int], first: int) -> bool:
-    """Whether own positions of a tile that starts at `first` differ from the whole by more than rounding."""
+    """Whether a step of a tile that starts at `first` differs from the whole, at `span`, by more than rounding.
+
+    Labels differ if more than TIES of them do at an index of the axis. False for a step that does not scale with the
+    axis, and for an empty span.
+    """
     start, stop = span
     if axis_scale is None or start >= stop:
         return False

@@ -21,14 +21,14 @@ SHOWN = 5
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the text names the file and the reason."""
+    """A checkpoint that cannot be used, or a file that cannot be written; the text has the reason."""
 
 
 class AtomicCheckpoints(CheckpointIO):
     """Write each checkpoint to a temporary file beside its target, flush it, then rename it; read only plain data.
 
-    Renaming replaces the previous file at once: a full disk or a kill leaves that one unchanged. (Lightning's own
-    writer has its temporary file in the system's temporary folder, often on another disk, and copies it from there.)
+    Renaming replaces the previous file at once: a full disk or a kill leaves the previous file unchanged. (Lightning's
+    own writer puts its temporary file into the system's temporary folder, often on another disk, and copies it.)
 
     Example:
         >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
@@ -42,7 +42,7 @@ class AtomicCheckpoints(CheckpointIO):
         """Write a checkpoint.
 
         Raises:
-            CheckpointError: If the folder is not writable, or the disk is full.
+            CheckpointError: If the file cannot be written, e.g. because the disk is full; the text has the reason.
         """
         with written(Path(path)) as file:
             torch.save(checkpoint, file)
@@ -54,14 +54,15 @@ class AtomicCheckpoints(CheckpointIO):
         """Read a checkpoint; nothing in it is executed, whatever the value of `weights_only`.
 
         Raises:
-            CheckpointError: If there is no such file, or it is damaged, or holds more than tensors and plain values.
+            CheckpointError: If there is no such file, or it is damaged, holds more than tensors and plain values, or is
+                no checkpoint of a training run.
         """
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, if it exists and this run has written into its folder.
+        """Remove a `.ckpt` file, if it exists, from a folder into which this run has written; leave any other file.
 
-        The files that a resumed run removes are named in its checkpoint, which could name any file.
+        A resumed run reads from its checkpoint which files to remove, and a checkpoint could name any file.
         """
         if Path(path).parent.resolve() in self.folders and Path(path).suffix == ".ckpt":
             Path(path).unlink(missing_ok=True)
@@ -69,10 +70,11 @@ class AtomicCheckpoints(CheckpointIO):
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` when the block ends without an error; name what kept it from that.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
     Raises:
-        CheckpointError: If the folder is not writable, or the disk is full.
+        CheckpointError: If the file cannot be written, e.g. because the disk is full; the text has the reason, and
+            whether a previous file at `path` is unchanged.
     """
     try:
         with open_replacement(path) as file:
@@ -90,7 +92,7 @@ def check_writable(folder: Path) -> None:
     """Create a folder, and refuse it if no file can be written there.
 
     Raises:
-        CheckpointError: With the reason.
+        CheckpointError: If the folder cannot be created or written to; the text has the reason.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,32 +109,45 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
-    """Read a checkpoint as tensors and plain values.
+    """Read a checkpoint as tensors and plain values, without executing anything in it.
 
     Raises:
-        CheckpointError: If there is no such file, or it is damaged, or holds more than tensors and plain values.
+        CheckpointError: If there is no such file, or it is damaged, holds more than tensors and plain values, or is no
+            checkpoint of a training run.
     """
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}.")
+        raise CheckpointError(f"there is no checkpoint {path}; fix: the path of a .ckpt file of a run.")
     try:
         checkpoint = read_pickled(path, map_location)
     except ValueError as error:
-        raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or a new run.") from error
+        raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or start a new run.") from error
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
-        raise CheckpointError(f"{path} is no checkpoint of a training run: it has no state_dict.")
+        raise CheckpointError(
+            f"{path} is no checkpoint of a training run: it has no state_dict; fix: best.ckpt or last.ckpt of a run."
+        )
     if not all(map(is_entry, checkpoint["state_dict"].items())):
-        raise CheckpointError(f"{path} is no checkpoint of a training run: its state_dict holds more than tensors.")
+        raise CheckpointError(
+            f"{path} is no checkpoint of a training run: its state_dict holds more than tensors; "
+            "fix: best.ckpt or last.ckpt of a run."
+        )
     for name in ("epoch", "global_step"):
         if not isinstance(checkpoint.get(name, 0), int):
-            raise CheckpointError(f"{path} is no checkpoint of a training run: its {name} is no whole number.")
+            raise CheckpointError(
+                f"{path} is no checkpoint of a training run: its {name} is no whole number; "
+                "fix: best.ckpt or last.ckpt of a run."
+            )
     return checkpoint
 
 
 def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Refuse the state dict of another network.
 
+    Args:
+        expected: The state dict of the network that is to take the weights.
+        given: The state dict in the checkpoint.
+
     Raises:
-        CheckpointError: If names or shapes differ; it names the first few.
+        CheckpointError: If names or shapes of tensors differ; the text lists the first few of each kind.
     """
     absent = [name for name in expected if name not in given]
     added = [name for name in given if name not in expected]
@@ -148,14 +163,15 @@ def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tenso
         for what, names in (("not in it", absent), ("only in it", added), ("of another shape", differing))
         if names
     ]
-    fix = "  fix: the configuration the checkpoint was trained with lies beside it, as config.yaml."
+    fix = "  fix: --config with the config.yaml of the checkpoint's run, in the folder above checkpoints."
     raise CheckpointError("\n".join(["the checkpoint is of another network.", *lines, fix]))
 
 
 def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path | None:
-    """Write the network with the best weights of a fit to `folder`, as safetensors with its configuration.
+    """Write the network with the best weights of a fit to `folder/model.safetensors`.
 
-    The file is `model.safetensors`. A network with `save_pretrained` writes it itself, for `from_pretrained`.
+    A network with `save_pretrained` writes its files itself, also its configuration, for `from_pretrained`; of any
+    other network only the weights are written. Afterwards `module` has the best weights.
 
     Args:
         trainer: The trainer after `fit`.
@@ -164,6 +180,9 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
 
     Returns:
         The folder; None in all processes except the first, or if the fit wrote no checkpoint.
+
+    Raises:
+        CheckpointError: If the best checkpoint cannot be read.
     """
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if not (trainer.is_global_zero and best):

@@ -35,7 +35,7 @@ LEAST_MOMENTUM = 0.85
 
 
 class Predicted(NamedTuple):
-    """Result of `predict_step` for a batch: image names, the likeliest class of each image, its probability."""
+    """Result of `predict_step` for a batch: image names, the index of the likeliest class of each, its probability."""
 
     names: list[str]
     classes: Tensor
@@ -54,17 +54,19 @@ class Classify(LightningModule):
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to scores `(batch, classes)`.
-        learning_rate: Learning rate of the first epoch (after the warm-up, if any).
+        learning_rate: The highest learning rate: that of the first epoch, or that at the end of the warm-up.
         momentum: Momentum of SGD.
         nesterov: Whether SGD uses Nesterov momentum.
         weight_decay: L2 penalty of the parameters chosen by `decay`.
         decay: Parameters with weight decay: `"weights"` for the weights of convolutions (except depthwise ones) and
             linear layers, `"weights and depthwise"` to include depthwise kernels, or `"all"` parameters.
         schedule: Epochs after which the learning rate is divided by ten, or `"cosine"` for half a cosine over the whole
-            training, or `"one-cycle"` (Smith and Topin 2018): it changes at every step, rises from a 25th over
-            `warmup_epochs`, then falls to about 0 by half a cosine, while the momentum falls to 0.85 and rises again.
-        warmup_epochs: Epochs over which the learning rate rises at first, from a tenth.
-        label_smoothing: Share of the target distribution that is spread over all classes.
+            training, or `"one-cycle"` (Smith and Topin 2018): the learning rate changes at every step, rises from a
+            25th of `learning_rate` over `warmup_epochs`, then falls to about 0 by half a cosine, while the momentum
+            falls to 0.85 and rises again.
+        warmup_epochs: Epochs over which the learning rate rises at first, from a tenth of `learning_rate`, linearly;
+            for `"one-cycle"` see there.
+        label_smoothing: Share of the target distribution that is spread over all classes, in training only.
         channels_last: Whether images and weights have the channels-last memory format, which is faster on most
             processors.
 
@@ -73,7 +75,7 @@ class Classify(LightningModule):
             callback `MirroredScores` sets it to True.
 
     Raises:
-        ShapeError: In the first batch, if the network does not return one score for each class of the data.
+        ShapeError: In the first batch, if the network does not return one score per image for each class of the data.
 
     Reference:
         KAN §4.1, SAN Appendix
@@ -99,7 +101,7 @@ class Classify(LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network, self.mirrors = network, False
         if channels_last:
@@ -133,7 +135,7 @@ class Classify(LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> Predicted:
-        """Return the likeliest class of each image of a batch."""
+        """Return the names of the images of a batch, and the likeliest class of each with its probability."""
         images, names = batch
         probabilities, classes = self._evaluation_scores(images).float().softmax(1).max(1)
         return Predicted(list(names), classes.cpu(), probabilities.cpu())
@@ -157,15 +159,15 @@ class Classify(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _evaluation_scores(self, images: Tensor) -> Tensor:
-        """Return the scores for evaluation and prediction."""
+        """Return the scores; with `mirrors`, means over each image and its mirror image."""
         scores: Tensor = self(images)
         return (scores + self(images.flip(-1))) / 2 if self.mirrors else scores
 
@@ -174,7 +176,7 @@ class Classify(LightningModule):
         scores = score(images)
         classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
         if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
-            expected = f"the data's {len(classes)} classes" if classes else "each class"
+            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
             problem = f"the network must give one score for {expected}."
             fix = f"build it with num_classes={len(classes or ())} (--model.network.num_classes {len(classes or ())})."
             raise shape_error("Classify", problem, fix, images=images, scores=scores)
@@ -216,8 +218,8 @@ class Classify(LightningModule):
 class MirroredScores(Callback):
     """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
 
-    It is a callback of the trainer, because it is not a setting of training: `--trainer.callbacks+
-    farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
+    This is a callback of the trainer and not an argument of `Classify`, because training does not depend on it:
+    `--trainer.callbacks+ farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
 
     Raises:
         TypeError: At the start, if the task is not `Classify`.

@@ -32,8 +32,9 @@ Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 class Detected(NamedTuple):
     """Result of `predict_step` for a batch: path, name, number and detections of each image.
 
-    `found` holds the detections as entries of COCO's results: `bbox` as x, y, width and height, `score`, `segmentation`
-    as RLE if the network predicts masks, and `label`: the position of the category, from 1, and not its id.
+    The number is the image's id in COCO's annotations, or its place in a folder without annotations, from 1. `found`
+    holds the detections as entries of COCO's results: `bbox` as x, y, width and height, `score`, `segmentation` as RLE
+    if the network predicts masks, and `label`: the place of the category in the order of the ids, from 1, not its id.
     """
 
     paths: list[str]
@@ -47,34 +48,34 @@ class Detect(LightningModule):
 
     `learning rate = lr_per_image · images per step`, divided by ten at each milestone
 
-    FA gives 1.25e-4 for batches of 64, which is 640 times below the usual 0.02 for 16. The framework of its authors has
-    learning rates per image. The default here is 1.25e-3 per image, 0.02 for 16 and 0.08 for 64; `learning_rate` sets
-    the learning rate itself, e.g. to the printed number.
+    FA prints a learning rate of 1.25e-4 for batches of 64. The usual 0.02 for batches of 16 corresponds to 0.08 for 64,
+    640 times as much. The framework of FA's authors has learning rates per image. The default here is 1.25e-3 per
+    image, which is 0.02 for 16 and 0.08 for 64; `learning_rate` sets the learning rate itself, e.g. to the printed one.
 
     SGD with momentum and a linear warm-up. The loss is the sum of torchvision's losses. Average precision is COCO's, by
-    pycocotools: the mean over ten overlaps from 0.50 to 0.95, all images and all classes that occur. Logged:
+    pycocotools: the mean over ten thresholds of the IoU from 0.50 to 0.95, and over all classes that occur. Logged:
     `train/loss` and its terms, `learning_rate`, `val/box_ap`, `val/box_ap50`, `val/box_ap75`, the same for masks if
-    network and data have them, and for `test` also of `small`, `medium` and `large` objects and of each class. It is -1
-    if there is no such object.
+    network and data have them, and for `test` also of `small`, `medium` and `large` objects and of each class. An
+    average precision is -1 if there are no objects of its kind.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
-        network: Module with the interface of torchvision's detectors: from a list of images and, in training, their
-            targets; it returns a dictionary of losses in training, and `boxes`, `labels`, `scores` and optionally
-            `masks` of each image in evaluation.
+        network: Module with the interface of torchvision's detectors. Its arguments are a list of images and, in
+            training, the list of their targets. It returns a dictionary of losses in training, and in evaluation one
+            dictionary per image with `boxes`, `labels`, `scores` and optionally `masks`.
         lr_per_image: Learning rate per image of a step, over all devices.
         learning_rate: The learning rate itself, in place of `lr_per_image`.
         momentum: Momentum of SGD.
         weight_decay: L2 penalty of all weights.
-        warmup: Steps over which the learning rate rises to its full value.
+        warmup: Steps over which the learning rate rises from a thousandth to its full value; 0 for no warm-up.
         milestones: Epochs, counted from 0, at whose start the learning rate is divided by ten.
-        max_detections: How many detections per image and class are measured, those with the highest scores: COCO's 100,
-            or more if an image has more objects.
+        max_detections: Number of detections per image and class that are evaluated, those with the highest scores:
+            COCO's 100, or more if an image has more objects.
 
     Raises:
-        ValueError: If network and data have different numbers of classes; in the first batch, if the network has masks
-            and the data have none.
+        ValueError: If network and data have different numbers of classes; in the first batch, if the network has a mask
+            head and the data have no masks; if `learning_rate` is None and the training loader has no batch size.
 
     Reference: FA §4.1.
 
@@ -99,7 +100,7 @@ class Detect(LightningModule):
         max_detections: int = 100,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         self.measures: MeanAveragePrecision | None = None
@@ -109,18 +110,18 @@ class Detect(LightningModule):
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> Any:
-        """Return the losses in training, and otherwise the detections in each image."""
+        """Return a dictionary of losses in training, and otherwise a list of the detections in each image."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         dtype = next((weight.dtype for weight in self.network.parameters()), torch.float32)
         images = [image.to(dtype) for image in images]
         return self.network(images) if targets is None else self.network(images, targets)
 
     def on_fit_start(self) -> None:
-        """Refuse a network whose number of classes is not that of the data."""
+        """Refuse a network whose `num_classes` is not the number of classes of the data, before any stage."""
         own, classes = getattr(self.network, "num_classes", None), self.classes
         if classes and own not in (None, len(classes)):
             raise ValueError(
-                f"Detect: the network has {own} classes and the data {len(classes)}; fix: build it with "
+                f"Detect: the network has {own} classes and the data {len(classes)}; fix: build the network with "
                 f"num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             )
 
@@ -131,8 +132,8 @@ class Detect(LightningModule):
         images, targets = batch
         if batch_idx == 0 and "masks" not in targets[0] and gives_masks(self.network):
             raise ValueError(
-                "Detect: the network is trained on masks and the data have boxes alone; fix: a network without masks, "
-                "--model.network faster_rcnn."
+                "Detect: the network is trained on masks and the data have boxes alone; fix: a network without a mask "
+                "head, --model.network faster_rcnn."
             )
         losses = self(images, targets)
         loss = torch.stack(list(losses.values())).sum()
@@ -142,17 +143,17 @@ class Detect(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a new measurement."""
+        """Discard the detections of the previous epoch."""
         self.measures = None
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Compare detections in validation images with the annotations."""
+        """Add detections in validation images, and the annotations, to the average precision."""
         self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Compare detections in test images with the annotations."""
+        """Add detections in test images, and the annotations, to the average precision."""
         self._evaluate(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -185,7 +186,11 @@ class Detect(LightningModule):
         return [optimizer], schedules
 
     def rate(self) -> float:
-        """Return the learning rate: as given, or `lr_per_image` times the images per step."""
+        """Return `learning_rate`, or without it `lr_per_image` times the images per step over all devices.
+
+        Raises:
+            ValueError: If the images per step are needed and the training loader has no batch size.
+        """
         settings, trainer = self.hparams, self.trainer
         if settings["learning_rate"] is not None:
             return settings["learning_rate"]
@@ -193,15 +198,18 @@ class Detect(LightningModule):
         _ = trainer.estimated_stepping_batches
         size = getattr(trainer.train_dataloader, "batch_size", None)
         if size is None:
-            raise ValueError("Detect: the data's loader has no batch size; fix: --model.learning_rate.")
+            raise ValueError(
+                "Detect: the training loader has no batch_size, by which lr_per_image is multiplied; "
+                "fix: --model.learning_rate 0.02, the learning rate itself."
+            )
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     @property
@@ -231,8 +239,8 @@ def gives_masks(network: nn.Module) -> bool:
 
 
 def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
-    """Build COCO's average precision of boxes, and of masks."""
-    # Its own mean is -1 for limits other than 100 objects; `precisions` takes the mean for the last limit instead.
+    """Build the metric of COCO's average precision of boxes and, with `masks`, of masks."""
+    # torchmetrics' own mean is -1 for limits other than 100 detections; `precisions` takes the mean at the last limit.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
         max_detection_thresholds=[max_detections] * 3,
@@ -244,21 +252,21 @@ def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
 
 
 def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute the means that COCO reports, and those of each class, from its precisions.
+    """Compute the means that COCO reports, and those of each class, from the result of `measures_of`.
 
     Args:
-        computed: `precision`, or `bbox_precision` and `segm_precision` (overlaps, recalls, classes, areas, limits), and
-            `classes`, the labels that occur.
-        classes: Names of the labels from 1.
+        computed: `precision`, or `bbox_precision` and `segm_precision`, tensors of shape (thresholds of the IoU,
+            recalls, classes, areas, limits of detections), and `classes`, the labels that occur.
+        classes: Names of the labels from 1; if empty, the means of each class are left out.
 
     Returns:
-        Name -> average precision, -1 if there is no object.
+        Name -> average precision, -1 if there is no such object.
     """
     result: dict[str, float] = {}
     for key, name in KINDS.items():
         if key not in computed:
             continue
-        # Index 0 of areas is all sizes; index 0 of overlaps is 0.50 and index 5 is 0.75.
+        # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
         result |= {f"{name}_ap": mean_of(values[..., 0])}
         result |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}

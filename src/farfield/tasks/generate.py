@@ -40,8 +40,8 @@ class Generate(LightningModule):
     Adam without momentum, with a learning rate for the discriminator four times that of the generator; classes of
     generated images are drawn uniformly. Images have pixels between -1 and 1. Samples come from a generator with
     averaged weights, whose batch norm statistics are computed again at the end of every epoch; `fit` exports these
-    weights. Each epoch writes a picture, `samples/<epoch>.png`, always of the same noise, with one class per column if
-    there are up to twenty.
+    weights. Each epoch writes a picture of samples to the run's folder, `samples/<epoch>.png`, always of the same
+    noise, with one class per column if there are 2 to 20 classes.
 
     Logged: the losses `train/discriminator` and `train/generator`, and `val/discriminator`, that of the discriminator
     on images it was not trained on. None of them measures the quality of images, so the last epoch counts as the best.
@@ -50,18 +50,20 @@ class Generate(LightningModule):
 
     Args:
         network: A module with a `generator` from noise `(batch, noise_channels)` and labels to images, a
-            `discriminator` from images and labels to scores, `noise_channels`, and `num_classes`, 0 for none.
+            `discriminator` from images and labels to scores, and the numbers `noise_channels` and `num_classes`, 0 for
+            images without classes.
         learning_rate: Learning rate of the generator.
         discriminator_rate: Learning rate of the discriminator.
         betas: Betas of both Adam optimizers.
         discriminator_steps: Steps of the discriminator for each step of the generator.
-        averaging: Decay of the averaged weights per step; 0 takes samples from the generator itself.
-        sample_seed: Seed of the samples.
+        averaging: Decay of the averaged weights per step of the generator; 0 takes samples from the generator itself.
+        sample_seed: Seed of the noise of the samples.
         channels_last: Whether images and weights have the channels-last memory format, which is faster on most
             processors.
 
     Raises:
-        ValueError: Before the first step, if network and data have different numbers of classes.
+        ValueError: If `averaging` or `discriminator_steps` is out of range; before the first step, if network and data
+            have different numbers of classes.
 
     Reference: FA §3.4, Zhang et al. 2019.
 
@@ -90,7 +92,7 @@ class Generate(LightningModule):
                 f"Generate: averaging must be from 0 to below 1 and discriminator_steps 1 at least, "
                 f"got {averaging=}, {discriminator_steps=}."
             )
-        # The networks would be pickled into every checkpoint, and loading would execute their code.
+        # Without `ignore` the networks would be pickled into every checkpoint, and loading would execute their code.
         self.save_hyperparameters(ignore=["network", "sample_seed"])
         self.automatic_optimization = False
         self.network = cast(Any, network.to(memory_format=torch.channels_last) if channels_last else network)
@@ -101,17 +103,17 @@ class Generate(LightningModule):
             self.averaged = AveragedModel(self.network.generator, multi_avg_fn=average).requires_grad_(False)
 
     def forward(self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None) -> Float[Tensor, "b 3 h w"]:
-        """Return images of the averaged generator, if there is one, with pixels between -1 and 1."""
+        """Return images of the averaged generator, or of the generator itself, with pixels between -1 and 1."""
         generator = self.network.generator if self.averaged is None else self.averaged
         return generator(noise, labels)
 
     def on_fit_start(self) -> None:
-        """Refuse data whose number of classes is not that of the network."""
+        """Refuse data whose number of classes is not the `num_classes` of the network, unless that is 0."""
         classes = getattr(getattr(self.trainer, "datamodule", None), "classes", None)
         if classes and self.num_classes not in (0, len(classes)):
             raise ValueError(
-                f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build it "
-                f"with num_classes={len(classes)}, or 0 to leave classes out (--model.network.num_classes)."
+                f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build the "
+                f"network with num_classes={len(classes)}, or 0 to leave classes out (--model.network.num_classes)."
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -133,7 +135,7 @@ class Generate(LightningModule):
                 self.averaged.update_parameters(self.network.generator)
 
     def on_train_epoch_end(self) -> None:
-        """Compute the batch norm statistics of the averaged generator, and write a picture of its samples."""
+        """Compute the batch norm statistics of the averaged generator, and write a picture of samples."""
         if self.averaged is not None:
             batches, size = SETTLING
             update_bn([self._noise(size) for _ in range(batches)], self.averaged)
@@ -158,7 +160,7 @@ class Generate(LightningModule):
 
     @torch.no_grad()
     def samples(self, places: list[int] | range) -> UInt8[Tensor, "b 3 h w"]:
-        """Draw the samples with the given numbers; sample i has its own noise and class i mod the number of classes."""
+        """Generate the samples with the given numbers; sample i has its own noise, and class i mod `num_classes`."""
         noise = torch.stack([self._noise_of(place) for place in places]).to(self.device)
         labels = torch.tensor([place % max(1, self.num_classes) for place in places], device=self.device)
         training = self.training
@@ -169,29 +171,29 @@ class Generate(LightningModule):
 
     @property
     def columns(self) -> int:
-        """Number of samples in a row of a picture: that of classes, or ten."""
+        """Number of samples in a row of a picture: `num_classes` if it is from 2 to 20, else ten."""
         return self.num_classes if 1 < self.num_classes <= 20 else 10
 
     def exported(self) -> nn.Module:
-        """Return the network that is saved after a fit, with the averaged generator."""
+        """Return the network that is saved after a fit: a copy, with the averaged weights in its generator."""
         network = copy.deepcopy(self.network)
         if self.averaged is not None:
             network.generator.load_state_dict(self.averaged.module.state_dict())
         return network
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """Return an Adam optimizer for each network."""
+        """Return two Adam optimizers, for the generator and for the discriminator."""
         settings = self.hparams
         rates = {"generator": settings["learning_rate"], "discriminator": settings["discriminator_rate"]}
         betas = tuple(settings["betas"])
         return [Adam(getattr(self.network, part).parameters(), lr=rate, betas=betas) for part, rate in rates.items()]
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _discriminator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -206,7 +208,7 @@ class Generate(LightningModule):
         return F.relu(1 - real).mean() + F.relu(1 + false).mean()
 
     def _generated(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return random labels and images of them from the generator that is trained."""
+        """Return random labels, and images with these labels from the generator that is trained."""
         labels = torch.randint(max(1, self.num_classes), (number,), device=self.device)
         return labels, self.network.generator(self._noise(number), labels)
 
@@ -237,6 +239,9 @@ def sheet(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8
         images: Images of one size.
         columns: Number of images per row.
         gap: Width of the gap, in pixels.
+
+    Returns:
+        One picture; where the last row has no image it is black.
 
     Example:
         >>> sheet(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape

@@ -16,7 +16,7 @@ class RunLog(CSVLogger):
     """Lightning's CSV logger with a fixed folder; it keeps the rows of a resumed run up to its checkpoint.
 
     Args:
-        folder: The folder of `metrics.csv`.
+        folder: The folder of `metrics.csv`, with a name such as `version_3`.
         resumed_at: Number of optimiser steps in the checkpoint that the run resumes; rows of later steps are removed,
             because their epoch runs again. None starts a new file.
     """
@@ -55,11 +55,11 @@ def number(folder: Path) -> int:
 
 
 def newest_run(root: Path, file: str) -> Path | None:
-    """Return the newest run in a folder that has the given file."""
+    """Return the folder of the newest run in `root` that has the given file; None if none has it."""
     runs = sorted(root.glob("version_*"), key=number, reverse=True)
     return next((run for run in runs if (run / file).is_file()), None)
 
 
 def next_run(root: Path) -> Path:
-    """Return the folder of the next run."""
+    """Return the path of the folder of the next run in `root`, without creating it."""
     return root / f"version_{max((number(run) for run in root.glob('version_*')), default=-1) + 1}"

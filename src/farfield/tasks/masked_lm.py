@@ -47,10 +47,11 @@ class MaskedLM(LightningModule):
 
     `loss = mean over hidden tokens of -log softmax(logits)[word]`
 
-    AdamW; the learning rate rises over the first steps and falls to 0 at the last, both linearly. Matrices have weight
-    decay, norms and biases do not. Gradients with a norm above `clip` are scaled down to it. The network computes
-    logits of hidden tokens alone; a batch without hidden tokens has the loss 0. Logged: `train/loss`, `learning_rate`,
-    and `val/loss`, `val/perplexity`, `val/accuracy` over all hidden tokens of the split, the same for `test`.
+    Hidden tokens are those with a label other than -100, which the data replace or leave as they are. AdamW; the
+    learning rate rises over the first steps and falls to 0 after the last, both linearly. Matrices have weight decay,
+    norms and biases do not. Gradients with a norm above `clip` are scaled down to it. The network computes logits of
+    hidden tokens alone; a batch without hidden tokens has the loss 0. Logged: `train/loss`, `learning_rate`, and
+    `val/loss`, `val/perplexity`, `val/accuracy` over all hidden tokens of the split, the same for `test`.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.
 
@@ -58,16 +59,18 @@ class MaskedLM(LightningModule):
         network: Any module `(words, mask=…, chosen=…) -> logits`, as `models.Bert`; `words` and the boolean `mask` and
             `chosen` are `(batch, tokens)`, and it returns `(tokens, vocabulary)` for the tokens in `chosen`.
         learning_rate: The highest learning rate.
-        warmup_steps: Steps over which it rises.
+        warmup_steps: Steps over which the learning rate rises.
         betas: Betas of AdamW.
         epsilon: Epsilon of AdamW.
         weight_decay: Weight decay of matrices, which include the embeddings.
         clip: Largest norm of the gradient of all parameters; the trainer's `gradient_clip_val` takes precedence.
         top: Number of words that `predict` returns for each blank.
-        blank: Id of the mask token, used if there is no data module with a tokenizer.
+        blank: Id of the mask token for `predict`, used only if there is no data module; a data module's tokenizer has
+            its own.
 
     Raises:
-        ShapeError: If the tokenizer has more words than the network.
+        ShapeError: In the first batch, if the tokenizer has more words than the network, or without a tokenizer if an
+            id is too large for the network.
 
     Reference: Devlin et al. 2019.
 
@@ -94,7 +97,7 @@ class MaskedLM(LightningModule):
         blank: int | None = None,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
@@ -103,7 +106,7 @@ class MaskedLM(LightningModule):
         self.train()
 
     def forward(self, words: Tensor, mask: Tensor, chosen: Tensor) -> Tensor:
-        """Return the logits of the chosen tokens."""
+        """Return the logits `(tokens, vocabulary)` of the chosen tokens."""
         return self.network(words, mask=mask, chosen=chosen)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -133,7 +136,7 @@ class MaskedLM(LightningModule):
         self._measure("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Filled:
-        """Return the likeliest words of each blank."""
+        """Return the likeliest words of each blank, that is of each mask token."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         words, mask, _, names = batch
@@ -166,7 +169,7 @@ class MaskedLM(LightningModule):
         if warmup >= steps:
             rank_zero_warn(
                 f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, so the "
-                f"learning rate never falls; --model.warmup_steps {steps // 10} would be a tenth of them."
+                f"learning rate never falls; fix: --model.warmup_steps {steps // 10} for a warm-up of a tenth of them."
             )
         schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -182,11 +185,11 @@ class MaskedLM(LightningModule):
         self.clip_gradients(optimizer, largest, gradient_clip_algorithm or "norm")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -209,7 +212,7 @@ class MaskedLM(LightningModule):
     def _measure(self, stage: str) -> None:
         measures = {"loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy}
         values = {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
-        # The count over all processes: they must agree on whether to compute the measures.
+        # The count of hidden tokens over all processes, which must agree on whether to compute the measures.
         if float(self.hidden.compute()):
             values = {name: float(measure.compute()) for name, measure in measures.items()}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=True)
@@ -217,23 +220,23 @@ class MaskedLM(LightningModule):
             measure.reset()
 
     def _check_vocabulary(self, words: Tensor) -> None:
-        """Refuse a network with fewer words than the tokenizer, before an index is out of range."""
+        """Raise `ShapeError` for a network with fewer words than the tokenizer, before an index is out of range."""
         has = getattr(self.network, "vocabulary", None)
         tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
         needs = int(words.max()) + 1 if tokenizer is None else len(tokenizer)
         if has is not None and has < needs:
             problem = f"the tokenizer has {needs:,} words, and the network {has:,}."
-            fix = f"build it with vocabulary={needs} or more (--model.network.vocabulary {needs})."
+            fix = f"build the network with vocabulary={needs} or more (--model.network.vocabulary {needs})."
             raise shape_error("MaskedLM", problem, fix, words=words)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of `(tokens, vocabulary)`, averaged over the tokens; 0 without tokens."""
+    """Return the cross-entropy of logits `(tokens, vocabulary)`, averaged over the tokens; 0 without tokens."""
     return functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
 
 
 def rate_of(step: int, warmup: int, steps: int) -> float:
-    """Return the share of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
+    """Return the factor of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
 
     Example:
         >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]

@@ -20,7 +20,7 @@ class CareMetrics(NamedTuple):
     Attributes:
         psnr: Peak signal-to-noise ratio in dB; larger is better.
         ssim: Structural similarity, 1 at most; NaN if the image or volume has fewer than 7 positions along an axis.
-        nrmse: Root mean squared error, for a truth normalized to 0..1.
+        nrmse: Root mean squared error of the fitted image, for a truth normalised to 0..1.
     """
 
     psnr: float
@@ -41,7 +41,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
         restored: The network's output for the noisy or blurred image, or that image itself.
 
     Returns:
-        PSNR and SSIM by scikit-image with a data range of 1, and NRMSE.
+        PSNR and SSIM by scikit-image with a data range of 1, and NRMSE; all after the fit.
 
     Raises:
         ValueError: If the two differ in size, or the truth is constant.
@@ -75,7 +75,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
 
 
 def scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
-    """Return the factor of the least-squares fit of the restored image to the truth; 0 for a constant image."""
+    """Return `cov(restored, truth) / var(restored)` of two images of mean 0; 0 if the restored image is constant."""
     variance = float(restored.var())
     if variance == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Reproducible epochs: the random numbers of an epoch depend only on the seed and the number of the epoch."""
+"""Reproducible epochs: torch's random numbers in an epoch depend only on the seed, the epoch and the process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class Replay(Callback):
-    """Set all random generators to (seed, epoch, process) before the first batch of every epoch.
+    """Seed torch's random generators by (seed, epoch, process) before the first batch of every epoch.
 
     A run killed in the middle of an epoch resumes from the last checkpoint, at the start of that epoch, and draws the
     same dropout masks again: on one CPU it ends with the weights of an uninterrupted run. The seed is that of
-    `seed_everything`; a resumed run takes it from its checkpoint. Checkpoints in the middle of an epoch
-    (`every_n_train_steps`) are not covered: the loader would restart the epoch.
+    `seed_everything`, or torch's initial seed without it; a resumed run takes it from its checkpoint. A run that
+    resumes from a checkpoint written in the middle of an epoch (`every_n_train_steps`) is not reproducible: its loader
+    starts the epoch again. The generators of NumPy and of Python's `random` are not seeded.
     """
 
     def __init__(self) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed before the first batch: at the epoch's start the loader has not yet drawn from the same generator."""
+        """Seed before the first batch, as the loader draws from the same generator after the start of the epoch."""
         if batch_idx == 0:
             mixed = np.random.SeedSequence((self.seed, trainer.current_epoch, trainer.global_rank))
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
@@ -33,5 +34,5 @@ class Replay(Callback):
         return {"seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that is resumed."""
+        """Take the seed of the resumed run from its checkpoint."""
         self.seed = int(state_dict["seed"])

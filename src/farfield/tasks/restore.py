@@ -31,8 +31,8 @@ class Restore(LightningModule):
     Adam; the learning rate is halved when `val/loss` has not fallen for ten epochs. Grids for `fit` are normalised;
     whole stacks, in `test` and `predict`, have the grey levels of the microscope and are restored by
     `tasks.restore_stack.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as
-    in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE of the restored stacks, `test/<condition>/psnr`, and
-    of the stacks before restoration, `test/<condition>/psnr_before`.
+    in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE, over all stacks and for each condition, such as
+    `test/psnr` and `test/<condition>/psnr`; for the stacks before restoration, `test/psnr_before` and so on.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.
 
@@ -42,16 +42,17 @@ class Restore(LightningModule):
         learning_rate: Learning rate at first.
         loss: `"mae"`, or `"laplace"` for a probabilistic network.
         betas: Betas of Adam.
-        factor: Factor of the learning rate when the loss does not fall.
-        patience: Number of epochs to wait for the loss to fall.
-        output: Output path of `predict`, .tif or .zarr; a folder for several stacks, or if it has no suffix. None
+        factor: Factor of the learning rate when `val/loss` does not fall.
+        patience: Number of epochs to wait for `val/loss` to fall.
+        output: Output path of `predict`, .tif or .zarr; for several stacks, or without a suffix, it is a folder. None
             writes `<name>-restored.tif` beside each stack.
         overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
         tile: Size of the tiles that are restored at a time, one number or one per spatial dim; None for the largest
             that memory allows. The result does not depend on it.
 
     Raises:
-        ShapeError: In the first batch, if the network's outputs do not have the shape of the targets.
+        ShapeError: In the first batch, if the network's outputs do not have the shape of the targets, or with the loss
+            "laplace" have no scales.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -75,13 +76,13 @@ class Restore(LightningModule):
         tile: list[int] | int | None = None,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
         self.network, self.overwrite, self.tile = network, overwrite, tile
         self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
-        """Return restored grids; for a probabilistic network means and scales."""
+        """Return restored grids; for a probabilistic network means and scales, concatenated along the channels."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return self.network(grid.to(next(self.network.parameters()).dtype))
 
@@ -114,10 +115,11 @@ class Restore(LightningModule):
             self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
-        """Restore a whole stack, write it, and return the path.
+        """Restore a whole stack, write it, and return the path as a text, which states if the stack was skipped.
 
         Raises:
-            FileExistsError: If the path exists; also with `overwrite`, if it is one of the input stacks.
+            FileExistsError: If the path exists and `overwrite` is False; with any `overwrite` but "skip", if the path
+                is that of an input stack.
         """
         stack, path, name = batch
         output = self.place(Path(path), name)
@@ -125,8 +127,8 @@ class Restore(LightningModule):
             return f"{output} (skipped: it exists)"
         if output.exists() and not self.overwrite:
             raise FileExistsError(
-                f"{output} exists; fix: another output, overwrite=true to replace it, or overwrite=skip to go on with "
-                "the other stacks."
+                f"farfield predict: {output} exists; fix: another output, overwrite=true to replace it, or "
+                "overwrite=skip to go on with the other stacks."
             )
         inputs = inputs_of(self.trainer) if self._trainer is not None else []
         check_not_input("farfield predict", output, [Path(path), *inputs])
@@ -135,14 +137,14 @@ class Restore(LightningModule):
         return str(output)
 
     def place(self, path: Path, name: str) -> Path:
-        """Return the output path of a stack; `name` is its path below the folder that is predicted."""
+        """Return the output path of the stack at `path`; `name` is its path below the folder that is predicted."""
         if self.output is None:
             return path.with_name(f"{path.stem}-restored.tif")
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
         return output_path(self.output, name) if several or not self.output.suffix else self.output
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, and the schedule that depends on the validation loss."""
+        """Return Adam, and the schedule, which depends on `val/loss`."""
         settings = self.hparams
         optimizer = torch.optim.Adam(
             self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"])
@@ -157,20 +159,24 @@ class Restore(LightningModule):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the restored grids and their targets."""
+        """Return the loss, the restored grids and their targets.
+
+        Raises:
+            ShapeError: If the outputs do not fit the targets or the loss.
+        """
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
             problem = "the network must return grids of the shape of the targets."
-            fix = "another network, or data for its task: the targets of a projection are images."
+            fix = "another network or other data; for a projection, whose targets are images, use unet_projection."
             raise shape_error("Restore", problem, fix, grid=grid, target=target, output=output)
         if laplace and output.shape[1] == channels:
             problem = 'the loss "laplace" needs a scale for each value.'
@@ -195,10 +201,10 @@ def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
 
 
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
-    """Return the mean PSNR of a batch whose targets lie between 0 and 1, each grid shifted and scaled to its target.
+    """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target.
 
     This is the PSNR of `tasks.metrics.care_metrics` without the percentiles of the truth: patches are already
-    normalised by those of their stack.
+    normalised by the percentiles of their stack.
     """
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))

@@ -20,7 +20,7 @@ from farfield.streaming.sink import check_path
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
-# Floating-point stacks of more positions than this have their percentiles estimated from evenly spaced planes.
+# Stacks of more positions, but for unsigned ones up to 16 bits, have percentiles estimated from evenly spaced planes.
 COUNTED = 2**25
 
 
@@ -52,26 +52,29 @@ def restore(
     overwrite: bool = False,
     quiet: bool = True,
 ) -> Any:
-    """Restore one stack: percentiles 2 and 99.8 become 0 and 1, reflect-pad, network, crop, and back to grey levels.
+    """Restore one stack: scale percentiles 2 and 99.8 to 0 and 1, reflect-pad, apply the network, crop, scale back.
 
     A stack that does not fit in memory is restored tile by tile, with attention over the whole stack: see
-    `streaming.predict_whole`. A projection is restored in one piece.
+    `streaming.predict_whole`, whose other errors are raised too. A network with a method `project`, from a stack to
+    an image, is applied in one piece.
 
     Args:
-        network: Network in eval mode, from grids `(1, 1, *size)` to such grids; the scales of a probabilistic network
-            are dropped.
+        network: From grids `(1, 1, *size)` to such grids, or to images `(1, 1, y, x)` if it has `project`; it is put in
+            eval mode. The scales of a probabilistic network are dropped.
         stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
-        tile: Size of the tiles that are written at a time; by default the largest that memory allows.
+        tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
+            not cut; by default the largest that memory allows. Not used with `project`.
         out: A path ending in .tif or .zarr, for results that do not fit in memory; None returns an array.
         overwrite: Whether an existing file is replaced.
         quiet: Whether to print neither plan nor progress.
 
     Returns:
-        The restored stack, in float32: an array, or the file opened for reading.
+        The restored stack or image, in float32: an array, or the file opened for reading.
 
     Raises:
-        ValueError: If the stack is constant, has NaN or infinite values, or has not the spatial dims of the network.
-        FileExistsError: If the path exists.
+        ValueError: If the stack is constant, has NaN or infinite values, or has another number of spatial dims than the
+            network; if the suffix of the path is unknown.
+        FileExistsError: If the path exists and `overwrite` is False.
 
     Reference: SAN §4.5, Weigert et al. 2018.
 
@@ -84,14 +87,14 @@ def restore(
     multiples = getattr(network, "multiples", (1,) * len(stack.shape))
     if len(multiples) != len(stack.shape):
         raise ValueError(
-            f"restore: the network restores grids of {len(multiples)} spatial dims, this one has {len(stack.shape)}: "
-            f"{tuple(stack.shape)}."
+            f"restore: the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
+            f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack."
         )
     low, high = grey_levels(stack)
     scaled = ScaledNetwork(network, low, high).eval()
     if not hasattr(network, "project"):
         each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
-        # One tile size per spatial dim: their number cannot be taken from a foreign network's first convolution.
+        # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
@@ -103,7 +106,7 @@ def restore(
 
 
 def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
-    """Restore an image from a whole stack, padded to multiples of the network's strides and cropped again."""
+    """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     lacking = [-side % multiple for side, multiple in zip(stack.shape, multiples, strict=True)]
     padded = np.pad(
@@ -119,18 +122,18 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
     """Return two percentiles of a stack that need not fit in memory.
 
-    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
-    positions; of larger ones they are those of evenly spaced planes.
+    The percentiles are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33
+    million positions; for larger ones only evenly spaced planes are read.
 
     Args:
         stack: Anything with `shape`, `dtype` and slicing along its first axis.
         percentiles: The two percentiles, from 0 to 100.
 
     Returns:
-        Their grey levels.
+        The grey levels of the two percentiles.
 
     Raises:
-        ValueError: If the two levels are equal, or values are NaN or infinite.
+        ValueError: If the two levels are equal, or values in the planes that are read are NaN or infinite.
 
     Example:
         >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
@@ -144,12 +147,15 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
         planes = np.stack([np.asarray(stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
-            raise ValueError(f"restore: {faults} of {planes.size} positions are no numbers (NaN or infinite).")
+            raise ValueError(
+                f"restore: {faults} of {planes.size} positions are no numbers (NaN or infinite); "
+                "fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
+            )
         low, high = (float(level) for level in np.percentile(planes, percentiles))
     if high <= low:
         raise ValueError(
             f"restore: the stack is as good as constant: its percentiles {percentiles[0]} and {percentiles[1]} are "
-            f"both {low:g}, and cannot become 0 and 1."
+            f"both {low:g}, and cannot become 0 and 1; fix: crop the stack to the region that is not background."
         )
     return low, high
 

@@ -37,24 +37,25 @@ class Segment(LightningModule):
     `rate_t = learning_rate · (1 - t / steps)^power`
 
     SGD with momentum; the learning rate falls at every step. It is multiplied by `head_rate` for the weights of the
-    output layer and by `bias_rate` for its biases. Weight decay acts on weights alone. Logits have an eighth of the
-    image's height and width; in training the labels are reduced to this size. In evaluation logits are interpolated
-    bilinearly to the size of the labels. Pixel accuracy and mean IoU, the mean over classes of intersection over union,
-    are computed from one confusion matrix of all images. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`,
-    the same for `test`, `test/iou/<class>` and `learning_rate`.
+    output layer and by `bias_rate` for its biases. Weight decay acts on the weights of convolutions and linear layers
+    alone. Logits are smaller than the image, for DeepLab an eighth of its height and width. In training the labels are
+    reduced to the size of the logits (but see `upsample_logits`); in evaluation the logits are interpolated bilinearly
+    to the size of the labels. Pixel accuracy and mean IoU, the mean over classes of intersection over union, are
+    computed from one confusion matrix of all images. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`, the
+    same for `test`, `test/iou/<class>` and `learning_rate`.
 
     A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
-        network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, *size)`.
+        network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, y, x)`.
         learning_rate: Learning rate of the first step.
         power: Exponent of the schedule.
         momentum: Momentum of SGD.
         weight_decay: L2 penalty of the weights of convolutions and linear layers.
         head: Name of the network's output layer, a module with higher learning rates.
-        head_rate: Factor of the learning rate of its weights.
-        bias_rate: Factor of the learning rate of its biases.
-        freeze_norms: Whether batch norms keep their statistics, weights and biases. Use it with pretrained networks
+        head_rate: Factor of the learning rate of the output layer's weights.
+        bias_rate: Factor of the learning rate of the output layer's biases.
+        freeze_norms: Whether batch norms keep their statistics, weights and biases. True is for pretrained networks
             only: a network with random weights has to train its norms.
         upsample_logits: Whether training interpolates logits to the size of the labels, instead of reducing the labels.
 
@@ -87,7 +88,7 @@ class Segment(LightningModule):
         upsample_logits: bool = False,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         if head not in dict(network.named_modules()):
@@ -100,7 +101,7 @@ class Segment(LightningModule):
         self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
-        """Return the logits of each position."""
+        """Return the logits of all classes at each position."""
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return self.network(images.to(next(self.network.parameters()).dtype))
 
@@ -158,7 +159,7 @@ class Segment(LightningModule):
         return Segmented(list(paths), list(names), labels)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return SGD on the groups of parameters, and its schedule per step."""
+        """Return SGD on `parameter_groups`, and its schedule per step."""
         settings = self.hparams
         optimizer = torch.optim.SGD(
             self.parameter_groups(),
@@ -188,11 +189,11 @@ class Segment(LightningModule):
         ]
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     @property
@@ -204,7 +205,7 @@ class Segment(LightningModule):
         logits = self(images)
         classes = self.classes
         if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            problem = f"the network must return one logit for the data's {len(classes)} classes at each position."
+            problem = f"the network must return one logit for each of the data's {len(classes)} classes per position."
             fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
@@ -244,7 +245,7 @@ def norms_of(network: nn.Module) -> list[nn.Module]:
 
 
 def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
-    """Return the cross-entropy, averaged over the pixels that are not void; 0 if all are."""
+    """Return the cross-entropy, averaged over the pixels that are not void; 0 if all pixels are void."""
     total = functional.cross_entropy(logits, labels, ignore_index=VOID, reduction="sum")
     return total / (labels != VOID).sum().clamp(min=1)
 

@@ -38,8 +38,8 @@ class Stereo(LightningModule):
 
     `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
 
-    Adam with a constant learning rate. Pixels with an unknown disparity, which is infinite in the data, or with one of
-    at least `max_disparity` are ignored; a batch that has no other pixels has a loss of 0. Pairs are padded at the top
+    Adam with a constant learning rate. Pixels whose disparity is unknown (infinite in the data) or at least
+    `max_disparity` are ignored; a batch that has no other pixels has a loss of 0. Pairs are padded at the top
     and on the right to multiples of the network's strides, and the disparities are cropped again. Logged:
     `train/loss`, for `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and
     `learning_rate`.
@@ -51,7 +51,8 @@ class Stereo(LightningModule):
             `(batch, outputs, height, width)`, with at most three outputs, the best one last.
         learning_rate: Learning rate of Adam.
         betas: Betas of Adam.
-        max_disparity: Disparities below it count; by default that of the network, or 192 if it has none.
+        max_disparity: True disparities below it count; by default the `max_disparity` of the network, or 192 if the
+            network has none.
 
     Raises:
         ShapeError: In the first batch, if the disparities do not have the size of the images.
@@ -74,7 +75,7 @@ class Stereo(LightningModule):
         max_disparity: int | None = None,
     ) -> None:
         super().__init__()
-        # The network would be pickled into every checkpoint, and loading would execute its code.
+        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network"])
         self.network = network
         own = getattr(network, "max_disparity", 192)
@@ -84,7 +85,7 @@ class Stereo(LightningModule):
         self.train()
 
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
-        """Return the disparities of each output of the network, for images of any size."""
+        """Return the disparities of each output of the network, in the size of the images, which may be any."""
         height, width = left.shape[2:]
         multiples = getattr(self.network, "multiples", MULTIPLES)
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
@@ -93,7 +94,7 @@ class Stereo(LightningModule):
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
             problem = "the network must return (batch, outputs, height, width), in the size of the images."
-            fix = "another network, or interpolate its disparities."
+            fix = "let the network interpolate its disparities to that size, or use another network."
             raise shape_error("Stereo", problem, fix, left=images[0], disparities=disparities)
         return disparities[..., -height:, :width]
 
@@ -127,7 +128,7 @@ class Stereo(LightningModule):
         self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, Tensor, list[str], list[str]], batch_idx: int) -> Matched:
-        """Return the disparities of the left images."""
+        """Return the disparities of the left images, from the last output of the network."""
         left, right, paths, names = batch
         return Matched(list(paths), list(names), list(self(left, right)[:, -1].float().cpu()))
 
@@ -137,11 +138,11 @@ class Stereo(LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that makes an epoch depend only on the seed and its number."""
+        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
         return [Replay()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network, with the differences."""
+        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
         check_same_network(self.state_dict(), checkpoint["state_dict"])
 
     def _measure(self, stage: str) -> None:
@@ -157,10 +158,11 @@ class DisparityErrors(Metric):
     - `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
     - `epe_batches_of_8`, as in PSMNet's code: the mean over the pixels of each eight frames, then over these groups;
     - `error_3px`: the share of pixels with `|d - d*| > 3`;
-    - `d1`, KITTI's: the share of pixels whose error is also above 5 % of d*.
+    - `d1`, KITTI's: the share of pixels with `|d - d*| > 3` and `|d - d*| > 0.05 d*`.
 
     Groups of eight are consecutive frames; a group without such pixels counts as 0. Without any such pixel all errors
-    are 0. With several processes, the frames are in the order of processes before they are grouped.
+    are 0. With several processes, all frames of the first come before those of the second and so on, and then they are
+    grouped.
 
     Args:
         max_disparity: True disparities below it count.
@@ -181,7 +183,11 @@ class DisparityErrors(Metric):
         self.add_state("sums", [], dist_reduce_fx="cat")
 
     def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
-        """Add frames: the sum of errors, the numbers of wrong pixels by both rules and of pixels, for each frame."""
+        """Add frames.
+
+        Each frame gives four numbers to `sums`: the sum of its errors, the numbers of wrong pixels by `error_3px` and
+        by `d1`, and the number of pixels that count.
+        """
         known = known_below(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
@@ -190,7 +196,7 @@ class DisparityErrors(Metric):
         self.sums.append(torch.stack(list(each), 1))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the four measures."""
+        """Return the four measures; set `measured` to whether any pixel counted."""
         # After gathering from several processes this is already one tensor.
         sums = dim_zero_cat(self.sums)
         error, wrong, outliers, pixels = sums.sum(0)
@@ -225,7 +231,7 @@ def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Ten
 
 
 def padded(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
-    """Pad an image at the top and on the right to multiples of two numbers, with 0, which is the mean colour.
+    """Pad an image at the top and on the right, to multiples of two numbers in y and x, with 0, the mean colour.
 
     Example:
         >>> padded(torch.zeros(1, 3, 540, 960), (16, 16)).shape

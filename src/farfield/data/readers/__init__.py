@@ -1,1 +1,1 @@
-"""Readers of the field's file formats, which check what they read."""
+"""Readers of file formats: text, images, masks, COCO's annotations, stereo pairs, TIFF; all check what they read."""

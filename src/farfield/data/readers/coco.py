@@ -56,7 +56,7 @@ class Annotated:
 
 
 def read_annotated(root: Path, name: str) -> Annotated:
-    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `images/<name>` or `images`.
+    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `root/images/<name>` or `root/images`.
 
     Raises:
         FolderError: If there is no such file or folder, or the file is not in COCO's format.
@@ -65,7 +65,8 @@ def read_annotated(root: Path, name: str) -> Annotated:
     if not file.is_file():
         there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
         raise FolderError(
-            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n  fix: --data.splits."
+            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n"
+            "  fix: add that file, or name the splits that exist, --data.splits."
         )
     places = [root / name, root / "images" / name, root / "images"]
     folder = next((place for place in places if place.is_dir()), None)
@@ -84,10 +85,10 @@ def read_annotated(root: Path, name: str) -> Annotated:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that has all sections of COCO's format; their content is not checked.
+    """Read a file that has all sections of COCO's format; the content of the sections is not checked.
 
     Raises:
-        FolderError: If it is not JSON, or has no such sections.
+        FolderError: If the file is not UTF-8, is not JSON, or lacks a section.
     """
     try:
         content = json.loads(read_utf8(file, "CocoFolders"))
@@ -109,16 +110,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images, or whose entries lack keys, have wrong types or refer to entries that do not exist.
+    """Refuse a file without images or categories, and entries that lack keys, have wrong types or unknown references.
 
     Raises:
-        FolderError: With the first few faults.
+        FolderError: If there are any; the error names the first few of one kind.
     """
-    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "lists of objects with keys.")
+    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
-    refuse(file, "entries are not whole", list(missing_keys(content)), "COCO's format has all of these.")
-    refuse(file, "values are of another kind", list(faults_of_values(content)), "what COCO's format has there.")
+    refuse(file, "keys are missing", list(missing_keys(content)), "add them; COCO's format needs all of these.")
+    refuse(file, "values are of another kind", list(faults_of_values(content)), "use values of the kind after 'not'.")
     for section in FIELDS:
         counted = Counter(each["id"] for each in content[section])
         twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
@@ -129,27 +130,27 @@ def check_entries(file: Path, content: Mapping[str, Any]) -> None:
         for each in content["annotations"]
         if each["image_id"] not in images
     ]
-    refuse(file, "annotations are of images that it does not list", lost, "list the images, or leave these out.")
+    refuse(file, "annotations are of images that the file does not list", lost, "list the images, or leave these out.")
     formless = [
         f"annotation {each['id']}: {reprlib.repr(each['bbox'])}"
         for each in content["annotations"]
         if not is_box(each["bbox"])
     ]
-    refuse(file, "boxes are not x, y, width and height", formless, "four numbers each, in pixels.")
+    refuse(file, "boxes are not x, y, width and height", formless, "give each box four numbers, in pixels.")
     known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
     strange = [
         f"annotation {each['id']} has category {each['category_id']!r}"
         for each in content["annotations"]
         if each["category_id"] not in categories
     ]
-    refuse(file, "annotations have unknown categories", strange, f"the ids under categories: {known}.")
+    refuse(file, "annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
 def check_files(part: Annotated) -> None:
     """Refuse listed images that do not exist, and images of the split's own folder that are not listed.
 
     Raises:
-        FolderError: With the first few.
+        FolderError: If there are any; the error names the first few.
     """
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
@@ -195,7 +196,7 @@ def faults_of_masks(part: Annotated) -> Iterator[str]:
 
 
 def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
-    """Return what is wrong with a segmentation, None if nothing."""
+    """Return what is wrong with the segmentation of an object in an image of this size, None if nothing."""
     if isinstance(segmentation, Mapping):
         return fault_of_rle(segmentation, width, height)
     if not segmentation:
@@ -212,13 +213,13 @@ def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
 
 
 def has_masks(part: Annotated) -> bool:
-    """Whether the objects have masks: no if none has one, or if each mask is only the rectangle of its box."""
+    """Return whether the objects have masks: False if none has one, or if every mask is the rectangle of its box."""
     objects = [each for several in part.objects.values() for each in several]
     return not objects or any(each.get("segmentation") and not is_rectangle(each) for each in objects)
 
 
 def is_rectangle(each: Mapping[str, Any]) -> bool:
-    """Whether the segmentation of an object is the rectangle of its box, as in files that were made from boxes."""
+    """Return whether the segmentation of an object is the rectangle of its box, as in files made from boxes."""
     segmentation = each["segmentation"]
     polygon = segmentation[0] if isinstance(segmentation, list) and len(segmentation) == 1 else None
     if not (isinstance(polygon, list) and len(polygon) == 8 and are_numbers(polygon)):
@@ -229,7 +230,7 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
 
 
 def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
-    """Turn polygons and RLE, compressed or not, into masks of ones.
+    """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0.
 
     Example:
         >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
@@ -249,7 +250,7 @@ def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> U
 
 
 def refuse(file: Path, problem: str, faults: Sequence[str], fix: str) -> None:
-    """Raise an error with the first few faults, if there are any."""
+    """Raise `FolderError` with the number of faults and the first few, if there are any."""
     if faults:
         shown = "\n  ".join([*faults[:SHOWN], *["..."] * (len(faults) > SHOWN)])
         raise FolderError(f"CocoFolders: {file}: {len(faults)} {problem}.\n  {shown}\n  fix: {fix}")

@@ -1,4 +1,4 @@
-"""The keys and values of entries in COCO's format, and checks of those of a file."""
+"""The keys and values of entries in COCO's format, and checks of the entries of a file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Field(NamedTuple):
 
 
 def is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Whether a value is a whole number from `least` to `most`, and not a bool."""
+    """Return whether a value is a whole number from `least` to `most`, and not a bool."""
     return type(value) is int and least <= value <= most
 
 
 def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
-    """Whether all values are finite numbers of magnitude `most` or less.
+    """Return whether all values are finite numbers of magnitude `most` or less.
 
     Example:
         >>> are_numbers([1, 2.5]), are_numbers([1, float("nan")]), are_numbers([True]), are_numbers([10**400])
@@ -43,12 +43,12 @@ def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
 
 
 def is_box(box: Any) -> bool:
-    """Whether a value is a list of four finite numbers."""
+    """Return whether a value is a list of four finite numbers."""
     return isinstance(box, list) and len(box) == 4 and are_numbers(box)
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is text that is not empty and can be written."""
+    """Return whether a value is text that is not empty, has no byte 0, and can be the name of a file."""
     try:
         return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(os.fsencode(value))
     except UnicodeEncodeError:
@@ -57,10 +57,10 @@ def is_text(value: Any) -> bool:
 
 ID = Field(is_whole, "a whole number")
 SIDE = Field(lambda value: is_whole(value, 1, LARGEST_SIDE), f"a whole number from 1 to {LARGEST_SIDE:,}")
-NAME = Field(is_text, "a text that names something")
+NAME = Field(is_text, "a text that is not empty and can be a name")
 FLAG = Field(lambda value: value in (0, 1), "0 or 1", needed=False)
 AREA = Field(lambda value: are_numbers([value], LARGEST**2) and value >= 0, "a number from 0", needed=False)
-# Boxes are checked separately, see `is_box`.
+# Boxes are checked separately, by `is_box`.
 ANY = Field(lambda value: True, "anything")
 FIELDS: dict[str, dict[str, Field]] = {
     "images": {"id": ID, "file_name": NAME, "width": SIDE, "height": SIDE},

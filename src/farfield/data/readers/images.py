@@ -1,4 +1,4 @@
-"""Find and check image files: an error before the first epoch names every damaged file of a folder."""
+"""Find and check image files: an error before the first epoch counts the damaged files and names the first ten."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = 100
 
 
 class FolderError(ValueError):
-    """A folder that cannot be trained on; the text names the folder or the files."""
+    """An argument, folder, file or checkpoint from which a data module cannot read its data; the text names it."""
 
 
 def classes_of(folder: Path) -> list[str]:
@@ -39,7 +39,8 @@ def classes_of(folder: Path) -> list[str]:
         The names of the class folders.
 
     Raises:
-        FolderError: If the folder does not exist, holds no class folders, or only one.
+        FolderError: If the folder does not exist, holds no class folders or only one, or if a class folder is a link to
+            a folder above it.
     """
     if not folder.is_dir():
         raise FolderError(f"ImageFolders: there is no folder {folder}.")
@@ -49,7 +50,7 @@ def classes_of(folder: Path) -> list[str]:
         raise FolderError(
             f"ImageFolders: {folder / loops[0]} is a link to a folder above it, and no class.\n  fix: remove the link."
         )
-    layout = f"fix: one folder a class, e.g. {folder / 'cat' / '1.jpg'} and {folder / 'dog' / '2.jpg'}."
+    layout = f"fix: one folder per class, e.g. {folder / 'cat' / '1.jpg'} and {folder / 'dog' / '2.jpg'}."
     if not names:
         raise FolderError(f"ImageFolders: {folder} has no class folders.\n  {layout}")
     if len(names) == 1:
@@ -58,7 +59,7 @@ def classes_of(folder: Path) -> list[str]:
 
 
 def is_image(path: str | Path) -> bool:
-    """Whether a file is an image, by its suffix, and not hidden."""
+    """Return whether a file is an image, by its suffix, and not hidden."""
     path = Path(path)
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
 
@@ -77,7 +78,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder from this one downwards with the names of its files, following links but never in a circle."""
+    """Yield this folder and each folder below it, with the names of its files; links are followed, but not in a circle.
+
+    Raises:
+        FolderError: If links lead to one folder by more than `WAYS` paths.
+    """
     ways: dict[str, tuple[tuple[int, int], ...]] = {}
     if folder.is_dir():
         ways[str(folder)] = (identity_of(folder),)
@@ -90,10 +95,10 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
             times[identity] += 1
             if identity in way:
                 folders.remove(name)
-                rank_zero_warn(f"{path} is a link to a folder above it, and is passed over.")
+                rank_zero_warn(f"data: {path} is a link to a folder above it, and is skipped.")
             elif times[identity] > WAYS:
                 raise FolderError(
-                    f"data: links in {folder} lead to one folder on more than {WAYS} ways, last {path}.\n"
+                    f"data: links in {folder} lead to one folder by more than {WAYS} paths, the last {path}.\n"
                     "  fix: remove links, so that each folder is there once."
                 )
             ways[path] = (*way, identity)
@@ -107,14 +112,15 @@ def identity_of(folder: Path | str) -> tuple[int, int]:
 
 
 def read_utf8(path: Path, caller: str) -> str:
-    """Read a text file, without the byte order mark of some editors.
+    """Read a text file in UTF-8, without the byte order mark of some editors.
 
     Args:
         path: The file.
         caller: Name of the caller, for the error.
 
     Raises:
-        FolderError: If it cannot be read, is not UTF-8, or is not text; the error names the file and the byte.
+        FolderError: If the file cannot be read, is not UTF-8, or has a byte 0, as no text has; the error names the file
+            and the byte, counted from 0.
     """
     try:
         content = path.read_bytes()
@@ -126,7 +132,7 @@ def read_utf8(path: Path, caller: str) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise FolderError(
             f"{caller}: {path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
-            f"{error.reason}; fix: iconv -f latin1 -t utf-8, or whatever it was written in."
+            f"{error.reason}; fix: iconv -f latin1 -t utf-8, with the encoding in which it was written."
         ) from error
     if "\0" in text:
         place = content.index(b"\0")
@@ -138,8 +144,8 @@ def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
     """Refuse inputs of the same name, whose outputs would be written to the same file.
 
     Args:
-        names: Names of the inputs, without what the outputs drop.
-        problem: Start of the error: the caller, and what shares a name.
+        names: For each input the name of its output, without suffix.
+        problem: Start of the error, before "one name": the caller, and which inputs have it.
         outputs: What would be written to the same file, for the error.
 
     Raises:
@@ -155,8 +161,10 @@ def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order.
 
     Raises:
-        FolderError: If there are none.
+        FolderError: If there are none, or there is no such folder.
     """
+    if not folder.is_dir():
+        raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
     images = [path for path in files_of(folder) if is_image(path)]
     if not images:
         raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
@@ -181,10 +189,10 @@ def check_classes(
     """Refuse class folders that differ from those of another folder or of a checkpoint.
 
     Args:
-        folder: The folder whose classes are checked.
+        folder: The folder whose classes are checked, or "the data"; for the error.
         classes: Its classes.
         expected: The expected classes.
-        owner: The owner of the expected classes, for the error.
+        owner: The folder with the expected classes, or "the checkpoint"; for the error.
         caller: Name of the caller, for the error.
 
     Raises:
@@ -197,7 +205,7 @@ def check_classes(
     raise FolderError(
         f"{caller}: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
         f"  only in {owner}: {_listed(absent) or 'none'}\n  only in {folder}: {_listed(added) or 'none'}\n"
-        "  fix: give both the same classes, or leave the folder out."
+        "  fix: use the same classes in both."
     )
 
 
@@ -214,7 +222,7 @@ def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "
         caller: Name of the caller, for the error.
 
     Raises:
-        FolderError: If a file is truncated, empty or not an image; the error names the files.
+        FolderError: If a file is truncated, empty or not an image; the error names the first few.
     """
     if check == "never":
         return
@@ -239,15 +247,15 @@ def check_each(
         caller: Name of the caller, for the error.
         items: The items to check.
         fault: Returns what is wrong with an item, None if nothing.
-        check: With `"once"` nothing is checked if the note exists.
+        check: With `"once"` nothing is checked if the note exists, with `"never"` nothing in any case.
         note: Path of the note.
-        problem: What is wrong with the faulty items, for the error.
+        problem: What the items are and what is wrong with the faulty ones, for the error after "1 of the 9".
         fix: Last line of the error.
 
     Raises:
         FolderError: With the first few faults.
     """
-    if check == "once" and note.exists():
+    if check == "never" or (check == "once" and note.exists()):
         return
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(fault, items, chunksize=64) if text]
@@ -275,7 +283,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def note_of(folder: Path, files: Iterable[Path], also: str = "") -> Path:
-    """Return the path of the note that these files passed: a hash of names, sizes and times, the folder and `also`."""
+    """Return the path of the note that files passed a check: a hash of folder, `also`, names, sizes and times."""
     digest = hashlib.sha256(f"{folder.resolve()}{also}".encode())
     for path in files:
         status = path.stat()

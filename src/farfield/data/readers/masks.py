@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 def classes_of_masks(root: Path) -> list[str]:
     """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
 
-    A line may begin with the label itself; void, 255, is skipped.
+    All lines may begin with the label itself; void, 255, is then skipped.
 
     Raises:
         FolderError: If the file is not text or holds no names, or its labels do not count up from 0.
@@ -54,11 +54,14 @@ def classes_of_masks(root: Path) -> list[str]:
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
         if labels != list(range(len(labels))) or not labels:
             shown = ", ".join(map(str, labels[:SHOWN])) + (", ..." if len(labels) > SHOWN else "")
-            raise FolderError(f"VOCFolders: the labels of {path} must count up from 0, got {shown or 'none'}.")
+            raise FolderError(
+                f"VOCFolders: the labels of {path} must count up from 0, got {shown or 'none'}.\n"
+                "  fix: 0, 1, 2 and so on, one per line, or no labels."
+            )
         return names
     if not lines:
         raise FolderError(
-            f"VOCFolders: {path} names no classes.\n  fix: one name a line, in the order of their labels."
+            f"VOCFolders: {path} names no classes.\n  fix: one name per line, in the order of their labels."
         )
     return [" ".join(line).strip() for line in lines]
 
@@ -71,22 +74,22 @@ def names_in(path: Path) -> list[list[str]]:
     """
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
-        raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.")
+        raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
     lines = [line.split() for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
     if not lines:
-        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name a line, as of {IMAGES}/<name>.jpg.")
+        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {IMAGES}/<name>.jpg.")
     return lines
 
 
 def pairs_in(root: Path, path: Path) -> list[Pair]:
-    """List the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists).
+    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists).
 
     Args:
         root: The folder with `JPEGImages` and `SegmentationClass`.
         path: The list.
 
     Raises:
-        FolderError: If the list does not exist or is empty, or files of it are missing.
+        FolderError: If the list does not exist, is empty or not text, or files of its pairs are missing.
     """
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
@@ -141,14 +144,14 @@ def augmented(
 
 
 def image_of(folder: Path, name: str) -> Path:
-    """Find the file of an image by its name without suffix; `.jpg` where there is none."""
+    """Return the file of an image by its name without suffix; that with `.jpg` if there is none."""
     paths = (folder / f"{name}{suffix}" for suffix in (".jpg", *IMG_EXTENSIONS))
     # pathlib's is_file raises for names that no file can have, which a damaged list may hold.
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
 def complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
-    """Return the pairs, or refuse them if a file is missing."""
+    """Return the pairs; raise `FolderError` if a file is missing. `source` names their list or folder in the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
     if missing:
         shown = "\n  ".join([str(path) for path in missing[:SHOWN]] + ["..."] * (len(missing) > SHOWN))
@@ -163,7 +166,7 @@ def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`.
 
     Raises:
-        FolderError: If it cannot be read, or holds colours in place of labels.
+        FolderError: If the file cannot be read, or holds colours in place of labels.
     """
     try:
         if path.suffix == ".mat":
@@ -176,14 +179,14 @@ def read_mask(path: Path) -> Tensor:
         raise FolderError(f"VOCFolders: cannot read {path}: {error}") from error
     if mode not in INDEXED:
         raise FolderError(
-            f"VOCFolders: {path} has colours (mode {mode}) and not one label a pixel.\n"
+            f"VOCFolders: {path} has colours (mode {mode}) and not one label per pixel.\n"
             "  fix: save masks as palette or grey PNG files whose numbers are the labels."
         )
     return labels
 
 
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
-    """Decode every pair and refuse those that cannot be trained on, all at once.
+    """Decode every pair and refuse those that cannot be trained on, in one error.
 
     Args:
         pairs: The pairs to read.

@@ -31,7 +31,7 @@ class FrameLayout(NamedTuple):
     """Where a set keeps the parts of a frame, as regular expressions on paths.
 
     Attributes:
-        left: The pattern of the paths of left images.
+        left: The pattern of the paths of left images, relative to the folder of the set.
         right: The path of the right image, with references to the groups of `left`.
         disparities: Possible paths of the disparities, in the same way; the first that exists is used.
     """
@@ -80,12 +80,12 @@ class Frame(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """The names by which it can be held out: the folders of its path, and its own name."""
+        """The names by which a pair can be held out: the folders in its name, and the name of its left image."""
         return set(self.name.split("/"))
 
     @property
     def is_test(self) -> bool:
-        """Whether it lies in a folder of test pairs."""
+        """Whether the pair lies in a folder of test pairs."""
         return not TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
@@ -93,7 +93,7 @@ def frames_in(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order.
 
     Raises:
-        FolderError: If the folder does not exist, holds no pairs, or right images are missing.
+        FolderError: If the folder does not exist or holds no pairs, or right images are missing.
     """
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
@@ -117,7 +117,10 @@ def frames_in(folder: Path) -> list[Frame]:
         )
     if missing:
         shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(f"{CALLER}: {len(missing)} of {len(frames)} pairs have no right image.\n  {shown}")
+        raise FolderError(
+            f"{CALLER}: {len(missing)} of {len(frames)} pairs have no right image.\n  {shown}\n"
+            "  fix: add these images, or remove their left ones."
+        )
     return frames
 
 
@@ -149,7 +152,7 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
 
 
 def read_pfm(path: Path) -> NDArray[np.float32]:
-    """Read a PFM file of one channel, little-endian or big-endian by the sign of its scale, last row first.
+    """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order.
 
     Pillow reads such files too, but not those whose scale has more than ten digits.
 
@@ -181,7 +184,7 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
 
 
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
-    """Decode every frame and refuse those that cannot be trained on, all at once.
+    """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error.
 
     Args:
         frames: The frames to read.
@@ -194,7 +197,7 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
     if check == "never":
         return
     note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])
-    fix = "two images and disparities of one size, rectified."
+    fix = "two images and disparities of one size for each pair, rectified."
     check_each(CALLER, frames, fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
 
 

@@ -1,4 +1,4 @@
-"""Find and read text files: an error before the first epoch names every faulty file and the place in it."""
+"""Find and read text files: an error before the first epoch names the first ten faulty files and the byte in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Text(NamedTuple):
     first: int = 1
 
     def cut(self, share: float) -> tuple[Text, Text]:
-        """Split it in two at a line: the second part has about that share of the characters."""
+        """Split the text in two at a line: the second part has `share` of the characters, or slightly more."""
         lengths = [len(line) + 1 for line in self.lines]
         kept, place, wanted = 0, 0, (1 - share) * sum(lengths)
         while place < len(lengths) and kept + lengths[place] <= wanted:
@@ -39,7 +39,7 @@ class Text(NamedTuple):
         )
 
     def pieces(self, unit: str) -> Iterator[TextPiece]:
-        """Yield the lines that are not blank (`"lines"`, `"blocks"`), or the documents, which blank lines separate."""
+        """Yield the lines that are not blank or, with the unit `"documents"`, the documents between blank lines."""
         if unit != "documents":
             for place, line in enumerate(self.lines, self.first):
                 if line.strip():
@@ -58,7 +58,7 @@ def texts_of(folder: Path) -> list[Text]:
     """Read all `.txt` files below a folder, in sorted order.
 
     Raises:
-        FolderError: If there is no such folder or no such file in it, or one is not UTF-8; the error names the byte.
+        FolderError: If there is no such folder or no such file in it, or a file is not UTF-8; the error names the byte.
     """
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
@@ -82,16 +82,21 @@ def read_text(path: Path) -> Text:
     """Read a text file.
 
     Raises:
-        FolderError: If it cannot be read, is not UTF-8 or not text; the error names the byte.
+        FolderError: If the file cannot be read, is not UTF-8 or not text; the error names the byte.
     """
     return Text(path, read_utf8(path, CALLER).splitlines())
 
 
 def parted(root: Path, share: float) -> dict[str, list[Text]]:
-    """Read the parts of a folder: `train`, `val` and `test` below it, or all its files, each split at a share.
+    """Read the texts of train and val, and of test if there is such a folder.
+
+    Args:
+        root: A folder with folders `train`, `val` and optionally `test`; without `train`, a folder of files, the last
+            `share` of each of which is val.
+        share: Share of the characters of each file.
 
     Raises:
-        FolderError: If a file or a folder is missing, or there is no text in a part.
+        FolderError: If a file or a folder is missing or faulty, or there is no text in a part.
     """
     if (root / "train").is_dir():
         parts = {name: texts_of(root / name) for name in ("train", "val")}
@@ -106,7 +111,7 @@ def parted(root: Path, share: float) -> dict[str, list[Text]]:
 
 
 def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
-    """Refuse a part without text."""
+    """Raise `FolderError` for a part whose texts have only blank lines."""
     if not any(line.strip() for text in texts for line in text.lines):
         raise FolderError(
             f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "

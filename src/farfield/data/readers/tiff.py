@@ -16,7 +16,7 @@ from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_name
 SUFFIXES = (".tif", ".tiff")
 # Letters that tifffile gives to unknown axes.
 UNNAMED = "QI"
-# The share of positions at the largest value above which there is a warning.
+# There is a warning if more than this share of the positions has the largest value of the dtype.
 SATURATED = 0.001
 
 
@@ -29,10 +29,10 @@ class PairOfFiles(NamedTuple):
 
 
 def stacks_in(folder: Path) -> list[Path]:
-    """List the TIFF files of a folder in sorted order, without hidden ones.
+    """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
 
     Raises:
-        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without it.
+        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without suffix.
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
@@ -48,7 +48,8 @@ def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFi
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
 
     Raises:
-        FolderError: If a folder does not exist or is empty, or a file has no counterpart.
+        FolderError: If a folder does not exist or is empty, a file has no counterpart, or the stacks have different bit
+            depths.
     """
     truths = {path.stem: path for path in stacks_in(folder / target)}
     pairs = []
@@ -71,10 +72,10 @@ def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFi
 
 
 def check_depths(*groups: Sequence[Path]) -> None:
-    """Refuse sources, or targets, of different bit depths; only the files' headers are read.
+    """Refuse files of one group (sources, or targets) of different bit depths; only the files' headers are read.
 
     Raises:
-        FolderError: If there are any; the error names a file of each depth.
+        FolderError: If there are any; the error names a file of each dtype.
     """
     for files in groups:
         first: dict[str, Path] = {}
@@ -84,8 +85,8 @@ def check_depths(*groups: Sequence[Path]) -> None:
         if len(first) > 1:
             listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
             raise FolderError(
-                f"StackPairs: stacks of different bit depths.\n  {listed}\n"
-                "  fix: save all of them with one, as the microscope wrote them."
+                f"StackPairs: the stacks have different bit depths.\n  {listed}\n"
+                "  fix: save all stacks with one bit depth, that of the microscope."
             )
 
 
@@ -93,7 +94,7 @@ def opened(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file.
 
     Raises:
-        FolderError: If it is not a TIFF file, or holds no images.
+        FolderError: If the file is not a TIFF file, or holds no images.
     """
     try:
         file = tifffile.TiffFile(path)
@@ -114,10 +115,10 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
 
     Returns:
-        A memory map; an array of a compressed file.
+        A memory map, or an array if the file is compressed.
 
     Raises:
-        FolderError: If it cannot be read, or its axes are not those of one stack.
+        FolderError: If the file cannot be read, or its axes are not those of one stack or image.
     """
     with opened(path) as file:
         shape, letters = file.series[0].shape, axes or file.series[0].axes
@@ -126,10 +127,10 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[
 
 
 def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
-    """Open a file of several stacks, or images, along its first axis.
+    """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out.
 
     Raises:
-        FolderError: If it cannot be read, or holds another number of them.
+        FolderError: If the file cannot be read, or holds another number of stacks than `number`.
     """
     whole = array_of(path)
     whole = whole.reshape([side for side in whole.shape if side > 1])
@@ -145,7 +146,7 @@ def array_of(path: Path) -> NDArray[Any]:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
 
     Raises:
-        FolderError: If it cannot be read, or holds no grey levels.
+        FolderError: If the file cannot be read, or holds no grey levels.
     """
     with opened(path) as file:
         series = file.series[0]
@@ -164,10 +165,10 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) ->
     """Return which axes of an array are z, y and x; the others must have length 1.
 
     Raises:
-        FolderError: If the letters do not determine them.
+        FolderError: If the letters in `axes` do not determine them, or another axis is longer than 1.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: one grey stack a file with the axes {wanted}, or give its axes: --data.axes {wanted}."
+    fix = f"fix: one grey stack per file with the axes {wanted}, or give its axes: --data.axes {wanted}."
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
@@ -183,10 +184,10 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) ->
 
 
 def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
-    """Return a stack that can be trained on.
+    """Return a stack unchanged, if it can be trained on; warn if many positions are saturated.
 
     Raises:
-        FolderError: If there are no positions, or some are not finite, or all are equal.
+        FolderError: If there are no positions, or some values are not finite, or all are equal.
     """
     if not stack.size:
         raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
@@ -218,7 +219,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
 
     Raises:
-        FolderError: If it cannot be read, lacks an entry, or its axes or samples do not fit.
+        FolderError: If the file cannot be read or lacks an entry, or its axes, shapes or values cannot be trained on.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -254,7 +255,11 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 
 
 def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
-    """Scale patches of whole numbers to 0..1, by percentiles of all of them."""
+    """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1.
+
+    Raises:
+        FolderError: If the values are not finite, all equal, or equal at both percentiles.
+    """
     checked(name, patches)
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)

@@ -1,1 +1,1 @@
-"""Files and folders that `farfield predict` writes, one kind of output a module."""
+"""Callbacks that write the files and folders of `farfield predict`."""

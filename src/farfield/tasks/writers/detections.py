@@ -25,16 +25,17 @@ class DetectionFolder(PredictionFolder):
     """Write the predictions of `Detect` to a folder: `results.json` and `pictures/<name>.jpg`.
 
     `results.json` has COCO's format of results, with the annotations' ids of images and categories and the `file_name`
-    of each image; images of other folders are numbered from 1 in the order of their names. It holds all detections;
-    pictures show those with a score above `draw_above`, each object in its own colour. If the annotations name an image
-    outside their folder, its picture is `<last part of its name>-<id>.jpg`.
+    of each image; images of a folder without annotations are numbered from 1 in the order of their names. It holds all
+    detections; pictures show those with a score above `draw_above`, each object in its own colour. If the annotations
+    name an image outside their folder, its picture is `<last part of its name>-<id>.jpg`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
         draw_above: Score above which an object is drawn; 1 draws none.
 
     Raises:
-        FileExistsError: Before the first prediction, if the folder exists and is not empty.
+        FileExistsError: As by `PredictionFolder`.
+        BlockingIOError: As by `PredictionFolder`.
         CheckpointError: If a file cannot be written.
     """
 
@@ -58,7 +59,7 @@ class DetectionFolder(PredictionFolder):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Keep the results of each image, and write its picture."""
+        """Keep the results of each image for `results.json`, and write its picture."""
         data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []
         for path, name, number, entries in zip(*prediction, strict=True):
@@ -97,7 +98,10 @@ def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 def drawn(
     path: str, entries: Sequence[Mapping[str, Any]], classes: Sequence[str], above: float
 ) -> UInt8[Tensor, "3 h w"]:
-    """Draw masks, boxes and, if there are several classes, names of the detections with a score above `above`."""
+    """Read an image, and draw its detections with a score above `above`.
+
+    Masks and boxes are drawn, and if there are several classes, names and scores.
+    """
     with Image.open(path) as opened:
         image = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
     entries = [entry for entry in entries if entry["score"] > above]

@@ -13,7 +13,7 @@ from PIL import Image
 from farfield.tasks.checkpoints import written
 from farfield.tasks.writers.predictions import PredictionFolder
 
-# Red, green and blue from far to near, evenly spaced; between them they are interpolated.
+# Colours (red, green, blue) of evenly spaced disparities, from 0 to the largest; between them they are interpolated.
 COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251, 185, 56), (228, 69, 10), (122, 4, 3)),)
 
 
@@ -52,7 +52,7 @@ def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Im
 
     Args:
         disparity: `(height, width)`.
-        largest: The disparity of red; the largest finite one by default.
+        largest: The disparity that is drawn in red; by default the largest finite one.
 
     Example:
         >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))

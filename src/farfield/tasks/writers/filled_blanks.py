@@ -24,8 +24,8 @@ COLUMNS = ("name", "blank", "rank", "word", "probability")
 class FilledTable(BasePredictionWriter):
     """Write the predictions of `MaskedLM` to a file: `.csv` with a row for each likely word, or `.json`.
 
-    In JSON each sample has its name, its text as it was read, the text with the likeliest words filled in, and for each
-    blank the likely words with their probabilities.
+    In JSON each sample has its `name`, its `text` as it was read, the text with the likeliest words, `filled`, and in
+    `blanks` the likely words of each blank with their probabilities. An existing file is replaced.
 
     Args:
         path: The file; None writes `predictions.json` into the trainer's `default_root_dir`.
@@ -33,6 +33,7 @@ class FilledTable(BasePredictionWriter):
     Raises:
         ValueError: If the file name ends in neither `.csv` nor `.json`.
         FileExistsError: Before the first prediction, if the file is one of the inputs.
+        CheckpointError: If the file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -70,7 +71,7 @@ class FilledTable(BasePredictionWriter):
 
 
 def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the entry of each sample of a batch."""
+    """Yield for each sample of a batch its entry of the JSON file."""
     for name, words, likeliest, probabilities in zip(*filled, strict=True):
         blanks = [
             [

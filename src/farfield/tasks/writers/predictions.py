@@ -1,4 +1,4 @@
-"""Output of `farfield predict`: a CSV file of classes, or a folder of masks and overlays."""
+"""Output of `farfield predict` for classification, a CSV file, and segmentation, a folder; the base of all folders."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from farfield.tasks.segment import Segmented
 class PredictionTable(BasePredictionWriter):
     """Write the predictions of `Classify` to a CSV file with the columns path, class and probability.
 
+    An existing file is replaced.
+
     Args:
         path: The file; None writes `predictions.csv` into the trainer's `default_root_dir`.
 
     Raises:
         FileExistsError: Before the first prediction, if the file is one of the images.
+        CheckpointError: If the file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -78,8 +81,9 @@ class PredictionFolder(BasePredictionWriter):
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before the first prediction, if the folder exists and is not empty, or if the hidden name is
-            taken by something that no interrupted prediction left; later, if two images would be written to one file.
+        FileExistsError: Before the first prediction, if the path exists and is not an empty folder, or if the hidden
+            name is taken by something that no interrupted prediction left; later, if the outputs of two images would be
+            one file.
         BlockingIOError: Before the first prediction, if another process is writing to the folder.
         CheckpointError: If a file cannot be written.
     """
@@ -92,7 +96,7 @@ class PredictionFolder(BasePredictionWriter):
         self.sources: dict[Path, str] = {}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a folder that is not empty, and remove the files of an interrupted prediction."""
+        """Refuse a path that is not a new or empty folder, and remove the files of an interrupted prediction."""
         place, self.sources = self.place(trainer), {}
         # A link is refused too: a folder cannot replace it, which would fail only after all predictions.
         if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
@@ -131,15 +135,17 @@ class PredictionFolder(BasePredictionWriter):
     def output(
         self, trainer: Trainer, kind: str, source: str, name: str, suffix: str, number: int | None = None
     ) -> Path:
-        """Return the path of one kind of output for the image at `source`; other arguments are those of `output_path`.
+        """Return the path of an output for the image at `source`, in the folder `kind`; for the rest see `output_path`.
 
         Raises:
-            FileExistsError: If it is the path of another image's output.
+            FileExistsError: If another image has this path for its output.
         """
         path = output_path(beside(self.place(trainer)) / kind, name, suffix, number)
         other = self.sources.setdefault(path, source)
         if other != source:
-            raise FileExistsError(f"farfield predict: {other} and {source} would both be {path}; fix: rename one.")
+            raise FileExistsError(
+                f"farfield predict: {other} and {source} would both be written to {path}; fix: rename one."
+            )
         return path
 
 
@@ -179,12 +185,15 @@ def inputs_of(trainer: Trainer) -> list[Path]:
 
 
 def beside(place: Path) -> Path:
-    """Return the hidden path of a folder until it is complete."""
+    """Return the hidden path at which a folder is written until it is complete."""
     return place.with_name(f".{place.name}.partial")
 
 
 def voc_palette() -> list[int]:
-    """Return PASCAL VOC's colours: red, green and blue of 256 labels, with the bits of the label from the top bit on.
+    """Return PASCAL VOC's colours: red, green and blue of label 0, then of label 1, up to 255.
+
+    Bits 0, 3 and 6 of a label are the three highest bits of red, in this order; bits 1, 4 and 7 are those of green, and
+    bits 2, 5 and 8 those of blue.
 
     Example:
         >>> voc_palette()[3:12]

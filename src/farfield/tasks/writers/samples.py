@@ -15,22 +15,28 @@ from farfield.tasks.writers.predictions import PredictionFolder, beside
 
 
 class SampleFolder(PredictionFolder):
-    """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png` with all of them.
+    """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png`, a picture of all of them.
 
-    The folder appears when all samples are drawn, and an existing one is not overwritten, as with `PredictionFolder`.
-    The picture shows the samples of the first process.
+    The folder appears when all samples are written, and an existing one is not overwritten, as with `PredictionFolder`.
+    With several processes the picture shows the samples of the first one only.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
 
     Raises:
-        FileExistsError: Before the first sample, if the folder exists and is not empty.
+        FileExistsError: As by `PredictionFolder`.
+        BlockingIOError: As by `PredictionFolder`.
         CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
         super().__init__(path)
         self.drawn: dict[int, torch.Tensor] = {}
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the samples of an earlier prediction, and begin the folder."""
+        self.drawn = {}
+        super().on_predict_start(trainer, pl_module)
 
     def write_on_batch_end(
         self,
@@ -49,7 +55,7 @@ class SampleFolder(PredictionFolder):
                 Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the picture of all samples and move the folder to its final name."""
+        """Write the picture of the samples, and move the folder to its final name."""
         columns: Any = pl_module.columns
         if trainer.is_global_zero:
             pixels = sheet(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
