@@ -1,4 +1,4 @@
-"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | kernels`, and training.
+"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | recipes`, and training.
 
 Each command is a function `main(argv)` of a module that is imported only when the command runs.
 """
@@ -37,7 +37,8 @@ COMMANDS = {
     ),
     "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
     "kernels": Command("kernels", "cli", "CPU kernels: whether they are built; --build compiles them"),
-    "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
+    "recipes": Command("recipes", "cli", "training configurations: what they train, need and reach; --copy one"),
+    "fit": Command("train", "train", "train a network: --config digits, a recipe by name, or a file"),
     "validate": Command("train", "train", "evaluate a checkpoint on the validation split"),
     "test": Command("train", "train", "evaluate a checkpoint on the test split"),
     "predict": Command("train", "train", "write the predictions of a checkpoint"),
