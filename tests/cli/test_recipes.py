@@ -31,7 +31,7 @@ def test_rows_have_the_whole_comment(capsys: pytest.CaptureFixture[str]) -> None
     for name, row in rows.items():
         recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
         assert row["task"] == recipe.get("task", "classify")
-        assert row["paper"] and row["to_reach"] and row["takes"] and row["differs"], name
+        assert all(row[key] for key in ("paper", "to_reach", "takes", "differs")), name
         assert not any("#" in value or "  " in value for value in row.values() if value)
     assert rows["digits"]["to_reach"].startswith("98 % of the held-out fifth")
     # The commands below the fields belong to none.
