@@ -73,3 +73,5 @@ def test_commands_and_recipes_of_the_pages_exist(page: Path, capsys: pytest.Capt
             assert found, f"{name(page)}: farfield --help lists no {command}"
         for recipe in re.findall(r"recipes/[\w.]+\.yaml", code):
             assert (ROOT / recipe).is_file(), f"{name(page)}: no {recipe}"
+        for recipe in re.findall(r"--config (\w+)(?!\S)", code):
+            assert (ROOT / "recipes" / f"{recipe}.yaml").is_file(), f"{name(page)}: no recipe {recipe}"

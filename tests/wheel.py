@@ -26,12 +26,14 @@ for name, operator in ops.OPERATORS.items():
 assert models.kanet_qkv(width=0.25, num_classes=3)(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 assert cost.predict("siamese", channels=8, size=(6, 5)).macs > 0
 main(["operators"])
+main(["recipes", "digits"])
 """
 
 
 def missing(wheel: Path) -> list[str]:
     """Files of the package that a wheel lacks."""
     files = {path.relative_to(SOURCE).as_posix() for path in (SOURCE / "farfield").rglob("*") if path.is_file()}
+    files |= {f"farfield/recipes/{path.name}" for path in (SOURCE.parent / "recipes").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
         return sorted(name for name in files - set(archive.namelist()) if "__pycache__" not in name)
 

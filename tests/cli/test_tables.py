@@ -135,7 +135,7 @@ def raising(error: BaseException) -> Any:
             2,
             "farfield info: [Errno 28] No space left on device: 'runs'\n",
         ),
-        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, None),
+        (ModuleNotFoundError("No module named 'safetensors'", name="safetensors"), 2, None),
     ],
 )
 def test_errors_are_one_message(
@@ -143,7 +143,7 @@ def test_errors_are_one_message(
 ) -> None:
     monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
     output = fails("info", status=status)
-    assert output == text if text else 'fix: pip install "farfield[cli]"' in output
+    assert output == text if text else 'fix: pip install "safetensors"' in output
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
@@ -323,7 +323,7 @@ def test_info(run: Any) -> None:
     assert rows["torch"].startswith(torch.__version__)
     assert f"{torch.get_num_threads()} threads" in rows["processor"]
     assert rows["kernels"] == "CPU: switched off (FARFIELD_KERNELS=0)"
-    assert rows["extra cli"] == "installed"
+    assert rows["extra kernels"] == "installed"
 
 
 def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
     extras = machine.extras()
-    assert extras["cli"] == "installed"
+    assert extras["kernels"] == "installed"
     assert extras["train"] == extras["demo"] == "lacks lightning"
 
 

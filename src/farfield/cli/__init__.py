@@ -1,4 +1,4 @@
-"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | kernels`, and training.
+"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | recipes`, and training.
 
 Each command is a function `main(argv)` of a module that is imported only when the command runs.
 """
@@ -16,7 +16,7 @@ from farfield import __version__
 
 
 class Command(NamedTuple):
-    """A command: the module whose `main` runs it, the extra that it needs, and what it does."""
+    """A command: the module whose `main` runs it, the extra that it needs, empty for none, and what it does."""
 
     module: str
     extra: str
@@ -25,19 +25,18 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command("demo", "demo", "train two networks on handwritten digits, compare costs, draw attention"),
-    "operators": Command("tables", "cli", "the operators: source, slots, merging, cost"),
-    "models": Command("tables", "cli", "the networks: weights and MACs, beside those in the papers"),
-    "cost": Command("tables", "cli", "operators by formula, beside the papers' tables and the executed MACs"),
-    "measure": Command("tables", "cli", "operators on this machine: time and memory, compared with softmax attention"),
-    "plan": Command(
-        "plan", "cli", "which operators fit a memory, what each needs, and when it beats softmax attention"
-    ),
+    "operators": Command("tables", "", "the operators: source, slots, merging, cost"),
+    "models": Command("tables", "", "the networks: weights and MACs, beside those in the papers"),
+    "cost": Command("tables", "", "operators by formula, beside the papers' tables and the executed MACs"),
+    "measure": Command("tables", "", "operators on this machine: time and memory, compared with softmax attention"),
+    "plan": Command("plan", "", "which operators fit a memory, what each needs, and when it beats softmax attention"),
     "maps": Command(
         "maps", "demo", "what a trained network attends to in a photograph: attention rows, basis masks, norms"
     ),
-    "info": Command("tables", "cli", "versions, devices, threads, extras, kernels"),
-    "kernels": Command("kernels", "cli", "CPU kernels: whether they are built; --build compiles them"),
-    "fit": Command("train", "train", "train a network: --config recipes/digits.yaml"),
+    "info": Command("tables", "", "versions, devices, threads, extras, kernels"),
+    "kernels": Command("kernels", "", "CPU kernels: whether they are built; --build compiles them"),
+    "recipes": Command("recipes", "", "training configurations: what they train, need and reach; --copy one"),
+    "fit": Command("train", "train", "train a network: --config digits, a recipe by name, or a file"),
     "validate": Command("train", "train", "evaluate a checkpoint on the validation split"),
     "test": Command("train", "train", "evaluate a checkpoint on the test split"),
     "predict": Command("train", "train", "write the predictions of a checkpoint"),
@@ -111,7 +110,8 @@ def dispatch(name: str, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("farfield"):
             raise
-        raise RuntimeError(f'{error.name} is not installed; fix: pip install "farfield[{command.extra}]".') from error
+        package = f"farfield[{command.extra}]" if command.extra else error.name
+        raise RuntimeError(f'{error.name} is not installed; fix: pip install "{package}".') from error
 
 
 def stop(status: int, message: str = "") -> None:

@@ -68,25 +68,22 @@ def write_csv(rows: list[Row]) -> None:
 
 
 def write_table(table: Table) -> None:
-    """Print a table for people at its full width: rich would cut it in a pipe or a narrow terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Grid
+    """Print a table for people at its full width, also in a pipe or a narrow terminal."""
+    headings = [column.heading for column in table.columns]
+    lines = [[format_value(column, row) for column in table.columns] for row in table.rows]
+    widths = [max(map(len, entries)) for entries in zip(headings, *lines, strict=True)]
 
-    class Screen(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # main handles it; rich would exit with status 1
+    def line(entries: list[str]) -> str:
+        aligned = [
+            entry.ljust(width) if column.left else entry.rjust(width)
+            for entry, width, column in zip(entries, widths, table.columns, strict=True)
+        ]
+        return f" {'   '.join(aligned)}".rstrip()
 
-    console = Screen(highlight=False, width=1000)
-    grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.show_header = any(column.heading for column in table.columns)
-    for column in table.columns:
-        grid.add_column(column.heading, justify="left" if column.left else "right")
-    for row in table.rows:
-        grid.add_row(*(format_value(column, row) for column in table.columns))
-    console.print(grid)
-    for note in table.notes:
-        console.print(note, markup=False, soft_wrap=True)
+    print(f"{table.title}\n")
+    if any(headings):
+        print(f"{line(headings)}\n {'─' * (sum(widths) + 3 * (len(widths) - 1))}")
+    print("\n".join([*map(line, lines), "", *table.notes]))
 
 
 def format_value(column: Column, row: Row) -> str:

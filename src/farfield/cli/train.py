@@ -1,13 +1,13 @@
 """`farfield fit | validate | test | predict`: Lightning's command line for the tasks and their data modules.
 
-    farfield fit --config recipes/digits.yaml
-    farfield fit --config recipes/camvid.yaml        # the recipe has `task: segment`
-    farfield fit --config recipes/care3d.yaml        # the recipe has `task: restore`
-    farfield fit --config recipes/middlebury.yaml    # the recipe has `task: stereo`
-    farfield fit --config recipes/sagan_cifar10.yaml # the recipe has `task: generate`
-    farfield fit --config recipes/text.yaml          # the recipe has `task: masked_lm`
-    farfield fit --config recipes/balloon.yaml       # the recipe has `task: detect`
-    farfield fit --config recipes/digits.yaml --ckpt_path last
+    farfield fit --config digits
+    farfield fit --config camvid         # the recipe has `task: segment`
+    farfield fit --config care3d         # the recipe has `task: restore`
+    farfield fit --config middlebury     # the recipe has `task: stereo`
+    farfield fit --config sagan_cifar10  # the recipe has `task: generate`
+    farfield fit --config text           # the recipe has `task: masked_lm`
+    farfield fit --config balloon        # the recipe has `task: detect`
+    farfield fit --config digits --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 
 A run is a folder, `version_0`, `version_1` … in `--trainer.default_root_dir`, with its configuration, `metrics.csv`,
@@ -41,6 +41,7 @@ import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
 from farfield.cli.configuration import read_configuration, section
+from farfield.cli.recipes import find_configuration
 from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.classify import Classify
@@ -60,7 +61,8 @@ from farfield.tasks.writers.samples import SampleFolder
 NETWORK = "--model.network"
 PARTS = ("model", "data", "trainer")
 # The options that take a YAML file.
-FILES = ("-c", "--config", *(f"--{part}" for part in PARTS))
+CONFIG = ("-c", "--config")
+FILES = (*CONFIG, *(f"--{part}" for part in PARTS))
 
 
 class Task(NamedTuple):
@@ -293,14 +295,15 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _expand_names(argv: Sequence[str]) -> list[str]:
-    """Replace a name of `models.MODELS` after `--model.network` by the path of its builder."""
+    """Replace names: of `models.MODELS` after `--model.network` by its builder's path, of recipes by their file's."""
+    expand = {NETWORK: _expand_name, **dict.fromkeys(CONFIG, find_configuration)}
     words = list(argv)
     for place, word in enumerate(words):
         option, equals, name = word.partition("=")
-        if option == NETWORK and equals:
-            words[place] = f"{NETWORK}={_expand_name(name)}"
-        elif place and words[place - 1] == NETWORK:
-            words[place] = _expand_name(word)
+        if option in expand and equals:
+            words[place] = f"{option}={expand[option](name)}"
+        elif place and words[place - 1] in expand:
+            words[place] = expand[words[place - 1]](word)
     return words
 
 
