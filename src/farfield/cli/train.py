@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -296,7 +296,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
 def _expand_names(argv: Sequence[str]) -> list[str]:
     """Replace names: of `models.MODELS` after `--model.network` by its builder's path, of recipes by their file's."""
-    expand = {NETWORK: _expand_name, **dict.fromkeys(CONFIG, find_configuration)}
+    expand: dict[str, Callable[[str], str]] = {NETWORK: _expand_name, **dict.fromkeys(CONFIG, find_configuration)}
     words = list(argv)
     for place, word in enumerate(words):
         option, equals, name = word.partition("=")
