@@ -152,7 +152,11 @@ def test_seconds_grow_as_the_work() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"size": ()}, ValueError, "cost.plan: size must have one number per spatial dim, got none."),
+        (
+            {"size": ()},
+            ValueError,
+            "cost.plan: size must have one number per spatial dim, got none; fix: size=(56, 56).",
+        ),
         ({"size": (5, 0)}, ValueError, "cost.plan: size[1] must be a whole number from 1, got 0."),
         ({"channels": 0}, ValueError, "cost.plan: channels must be a whole number from 1, got 0."),
         ({"memory": 0}, ValueError, "cost.plan: memory must be a whole number from 1, got 0."),
