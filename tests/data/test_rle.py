@@ -38,6 +38,10 @@ def test_runs_are_those_that_pycocotools_wrote(mask: np.ndarray) -> None:
         assert np.array_equal(masks_of([{"segmentation": segmentation}], height, width)[0].numpy(), mask)
 
 
+def test_rle_without_counts() -> None:
+    assert fault_of_rle({"size": [4, 5]}, 5, 4) == "its RLE has no counts"
+
+
 def test_long_runs_have_several_digits() -> None:
     mask = np.zeros((3000, 2000), np.uint8)
     mask[5:, 3:1990] = 1

@@ -31,6 +31,22 @@ def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str)
     return value
 
 
+def check_root(root: Path | None, caller: str) -> Path:
+    """Return the folder that training, validation and test read.
+
+    Raises:
+        FolderError: If it is not given, or does not exist.
+    """
+    if root is None:
+        raise FolderError(
+            f"{caller}: training, validation and tests need root, and only predict is given; "
+            "fix: give root, --data.root."
+        )
+    if not root.is_dir():
+        raise FolderError(f"{caller}: there is no folder {root}.")
+    return root
+
+
 class Loading(LightningDataModule):
     """Build the loaders of the datasets in `parts`, which `setup` fills: "train", "val", "test" and "predict".
 

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.base import Loading
+from farfield.data.base import Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, classes_of, images_of
 from farfield.data.splits import ClassFolders, Images, NamedImages, drawn, split
 
@@ -96,12 +96,11 @@ class ImageFolders(_Classification):
     @property
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
-        if self.root is None:
+        if self.root is None or (self.predict is not None and not self.root.is_dir()):
             return {}
-        if not self.root.is_dir():
-            raise FolderError(f"ImageFolders: there is no folder {self.root}.")
-        nested = {name: self.root / name for name in ("train", "val", "test") if (self.root / name).is_dir()}
-        return nested or {"train": self.root}
+        root = check_root(self.root, "ImageFolders")
+        nested = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
+        return nested or {"train": root}
 
     def prepare_data(self) -> None:
         """Check all folders and decode all files; runs in one process of each machine."""
@@ -124,7 +123,7 @@ class ImageFolders(_Classification):
             self.parts["test"] = self.parts["val"]
         wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
-            raise FolderError(f"ImageFolders: there is no folder {self.root}/{wanted}.")
+            raise FolderError(f"ImageFolders: there is no folder {check_root(self.root, 'ImageFolders')}/{wanted}.")
 
     def _read_classes(self) -> list[str]:
         """Return the classes of the first folder, train; refuse other classes elsewhere, and a class without images."""

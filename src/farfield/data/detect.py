@@ -13,7 +13,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.base import Loading, read_entry
+from farfield.data.base import Loading, check_root, read_entry
 from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, fault_of_image, trained
 from farfield.data.readers.coco import (
     Annotated,
@@ -90,10 +90,11 @@ class CocoFolders(Loading):
         self.category_ids: list[int] = []
 
     def prepare_data(self) -> None:
-        """Check the annotations and decode all images, or those of `predict`; runs in one process of each machine."""
+        """Check the annotations and decode all images, of `root` and `predict`; runs in one process of each machine."""
         if self.predict is not None:
             check_images([self.predict], self.check, "CocoFolders")
-            return
+            if self.root is None or not self.root.is_dir():
+                return
         parts = self._read()
         with_masks = self._with_masks(parts)
         for part in parts.values():
@@ -158,19 +159,20 @@ class CocoFolders(Loading):
 
     def _read(self) -> dict[str, Annotated]:
         """Read train, val and, if there is such a split, test; refuse splits of different categories."""
-        if self.root is None or not self.root.is_dir():
-            raise FolderError(f"CocoFolders: there is no folder {self.root}.")
+        root = check_root(self.root, "CocoFolders")
         train, val, test = self.splits
         named = {"train": train, "val": val}
-        if (self.root / "annotations" / f"instances_{test}.json").is_file():
+        if (root / "annotations" / f"instances_{test}.json").is_file():
             named["test"] = test
-        parts = {name: read_annotated(self.root, split) for name, split in named.items()}
+        parts = {name: read_annotated(root, split) for name, split in named.items()}
         for part in parts.values():
             expected = parts["train"]
             if part.categories != expected.categories:
-                only = dict(part.categories.items() ^ expected.categories.items())
+                only = dict(part.categories.items() - expected.categories.items())
+                absent = dict(expected.categories.items() - part.categories.items())
                 raise FolderError(
-                    f"CocoFolders: {part.file} and {expected.file} have different categories, only in one: {only}.\n"
+                    f"CocoFolders: {part.file} and {expected.file} have different categories.\n"
+                    f"  only in {part.file}: {only or 'none'}\n  only in {expected.file}: {absent or 'none'}\n"
                     "  fix: list the same ids and names in all splits, used or not."
                 )
         return parts

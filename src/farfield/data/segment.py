@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
-from farfield.data.base import Loading
+from farfield.data.base import Loading, check_root
 from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
 from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
@@ -81,16 +81,14 @@ class VOCFolders(Loading):
 
     @property
     def folder(self) -> Path:
-        """The root; `FolderError` if it does not exist."""
-        if self.root is None or not self.root.is_dir():
-            raise FolderError(f"VOCFolders: there is no folder {self.root}.")
-        return self.root
+        """The root; `FolderError` if it is not given or does not exist."""
+        return check_root(self.root, "VOCFolders")
 
     def prepare_data(self) -> None:
         """Check that all lists and files exist, and decode the files; runs in one process of each machine."""
         if self.predict is not None:
             check_images([self.predict], self.check, "VOCFolders")
-        else:
+        if self.predict is None or (self.root is not None and self.root.is_dir()):
             pairs = [pair for part in self._pairs().values() for pair in part]
             check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.folder), self.folder, self.check)
 
@@ -219,9 +217,9 @@ class UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
         return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
 
 
-def read(path: Path) -> Tensor:
-    """Read an image as a `uint8` tensor `(3, height, width)`."""
-    return images.pil_to_tensor(read_image(path, "VOCFolders"))
+def read(path: Path, caller: str = "VOCFolders") -> Tensor:
+    """Read an image as a `uint8` tensor `(3, height, width)`; errors name the caller."""
+    return images.pil_to_tensor(read_image(path, caller))
 
 
 def shortened(image: Tensor, side: int | None) -> Tensor:

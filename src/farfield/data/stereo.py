@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.base import Loading
+from farfield.data.base import Loading, check_root
 from farfield.data.readers.images import SHOWN, Check, FolderError, check_names
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in, read_disparity
 from farfield.data.segment import normalized, read
@@ -76,10 +76,10 @@ class StereoFrames(Loading):
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
 
     def prepare_data(self) -> None:
-        """Check that all files exist, and decode them; runs in one process of each machine."""
+        """Check that all files of `root` and `predict` exist, and decode them; runs in one process of each machine."""
         if self.predict is not None:
             check_frames(frames_in(self.predict), self.predict, self.check)
-        elif self.root is not None:
+        if self.root is not None and (self.predict is None or self.root.is_dir()):
             frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
             check_frames(list(frames), self.root, self.check)
 
@@ -108,14 +108,13 @@ class StereoFrames(Loading):
 
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
-        if self.root is None:
-            raise FolderError(f"{CALLER}: there is no folder {self.root}.")
-        frames = frames_in(self.root)
+        root = check_root(self.root, CALLER)
+        frames = frames_in(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
         if strange:
             raise FolderError(
-                f"{CALLER}: {self.root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
+                f"{CALLER}: {root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
                 "  fix: names of folders in the paths of left images, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
@@ -125,7 +124,7 @@ class StereoFrames(Loading):
         held = [frame for frame in others if not frame.names.isdisjoint(self.held_out)]
         trained = [frame for frame in others if frame.names.isdisjoint(self.held_out)]
         parts = {"train": trained, "val": held or tests, "test": tests or held}
-        refuse_missing(parts, self.root)
+        refuse_missing(parts, root)
         return parts
 
 
@@ -172,7 +171,11 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
         # Some renderers write disparities as negative shifts to the left.
         disparity = np.abs(read_disparity(self.truths[index]))
         known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
-        return read(frame.left), read(frame.right), torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN)))
+        return (
+            read(frame.left, CALLER),
+            read(frame.right, CALLER),
+            torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN))),
+        )
 
 
 class Cropped(Measured):
@@ -206,7 +209,7 @@ class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
         """Read one pair."""
         frame = self.frames[index]
-        return normalized(read(frame.left)), normalized(read(frame.right)), str(frame.left), frame.name
+        return normalized(read(frame.left, CALLER)), normalized(read(frame.right, CALLER)), str(frame.left), frame.name
 
 
 class RandomCrop:

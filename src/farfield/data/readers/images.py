@@ -202,6 +202,11 @@ def check_classes(
         return
     absent = [name for name in expected if name not in classes]
     added = [name for name in classes if name not in expected]
+    if not absent and not added:
+        raise FolderError(
+            f"{caller}: {folder} has the classes of {owner} in another order: {_listed(list(classes))}, where {owner} "
+            f"has {_listed(list(expected))}; fix: use the same order in both, as predictions are indices of classes."
+        )
     raise FolderError(
         f"{caller}: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
         f"  only in {owner}: {_listed(absent) or 'none'}\n  only in {folder}: {_listed(added) or 'none'}\n"

@@ -28,7 +28,9 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
         'its RLE has runs of 416 pixels in all, and the image has 20'
     """
     size = segmentation.get("size")
-    if "counts" not in segmentation or size != [height, width] or not all(type(side) is int for side in size):
+    if "counts" not in segmentation:
+        return "its RLE has no counts"
+    if size != [height, width] or not all(type(side) is int for side in size):
         return f"its RLE has the size {reprlib.repr(size)}, and the image has {[height, width]}"
     try:
         runs = runs_of(segmentation["counts"])
