@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import ShapeError, cost
 from farfield.cost.measuring import LiveBytes
@@ -342,3 +343,15 @@ def test_measure_on_cuda() -> None:
     assert found.peak_bytes == 8 << 20
     assert 0 < found.fastest <= found.seconds < 1
     assert found.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_fused_attention_counts_its_two_products_forward_and_four_backward(heads: int) -> None:
+    query, key, value = (torch.randn(2, heads, n, 8, requires_grad=True) for n in (5, 7, 7))
+    with FlopCounterMode(display=False) as counter:
+        response = F.scaled_dot_product_attention(query, key, value)
+    assert counter.get_total_flops() // 2 == 2 * heads * 2 * 5 * 7 * 8
+    with FlopCounterMode(display=False) as counter:
+        response.sum().backward()
+    # Backward computes the attention map again, and four products.
+    assert counter.get_total_flops() // 2 == 2 * heads * 5 * 5 * 7 * 8

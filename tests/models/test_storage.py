@@ -281,7 +281,7 @@ IS_DAMAGED, OTHER = (
             "fix: a folder written by save_pretrained (pickled weights are never loaded).",
         ),
         (config_is("{"), ValueError, "/config.json is damaged, not JSON: "),
-        (config_is(b"\xff\xfe"), ValueError, "/config.json is damaged, not JSON: "),
+        (config_is(b"\xff\xfe"), ValueError, "/config.json is damaged, not UTF-8 text: "),
         (config_is("[1]"), ValueError, '/config.json names no "model", it has list; fix: a model saved by farfield.'),
         (
             config_has(model=None),
@@ -296,7 +296,11 @@ IS_DAMAGED, OTHER = (
             ValueError,
             "/config.json is damaged, not JSON: ",
         ),
-        (config_is('{"model": "' + 2**20 * "s" + '"}'), ValueError, "bytes, and a configuration at most 1,048,576; "),
+        (
+            config_is('{"model": "' + 2**20 * "s" + '"}'),
+            ValueError,
+            "/config.json has 1,048,589 bytes, and a configuration ",
+        ),
         (
             config_has(weights="/etc/passwd"),
             ValueError,
@@ -316,6 +320,16 @@ IS_DAMAGED, OTHER = (
             "/config.json: num_classes is 1000000000000, but at most 1,048,576 ",
         ),
         (config_has(strides=[1, 10**12]), ValueError, "/config.json: strides is 1000000000000, but at most 1,048,576 "),
+        (
+            config_has(strides=[[1, 10**12]]),
+            ValueError,
+            "/config.json: strides is 1000000000000, but at most 1,048,576 ",
+        ),
+        (
+            config_has(strides=[[{"class_path": "os.system"}]]),
+            ValueError,
+            "/config.json: strides names a class, 'os.system', which only a network may; fix: a plain value.",
+        ),
         (
             config_has(strides=[1] * 101),
             ValueError,

@@ -47,14 +47,14 @@ def test_a_card_holds_the_counts_of_the_network(name: str, operator: str, millio
     assert number(found["weights"]) == pytest.approx(millions * 1e6, rel=0.03)
     assert number(found["parameters"]) == sum(parameter.numel() for parameter in net.parameters())
     assert number(found["MACs"]) == cost.count(net.eval(), (1, 3, 224, 224)).macs
-    assert found["MACs"].endswith("for one image of 3×224×224")
+    assert found["MACs"].endswith("for one input of 3×224×224")
 
 
 def test_a_card_counts_for_the_images_it_is_told_of() -> None:
     net = models.senet(in_channels=1, strides=(1, 1, 2, 2, 2), reduction=4, **SMALL)
     found = rows(str(net.generate_model_card(image_size=32)))
     assert number(found["MACs"]) == cost.count(net.eval(), (1, 1, 32, 32)).macs
-    assert found["MACs"].endswith("for one image of 1×32×32")
+    assert found["MACs"].endswith("for one input of 1×32×32")
     arguments = {key: json.loads(found[key].strip("`")) for key in net.config if key != "model"}
     assert {"model": "senet", **arguments} == net.config
 
@@ -178,6 +178,8 @@ def test_no_repository_is_made_for_what_cannot_be_saved(monkeypatch: pytest.Monk
         own.push_to_hub("somebody/net")
     with pytest.raises(LookupError, match='no entry of model_card_kwargs "data"'):
         models.sanet(**SMALL).push_to_hub("somebody/net", model_card_kwargs={"data": "Digits."})
+    with pytest.raises(ValueError, match=r"config.json holds the model's own arguments; fix: leave config out"):
+        models.sanet(**SMALL).push_to_hub("somebody/net", config={"width": 1})
     assert hub.made == []
 
 

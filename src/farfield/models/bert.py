@@ -18,6 +18,7 @@ from farfield.nn import TransformerLayer
 from farfield.ops.table import OPERATORS, Operator
 
 HEADS = ("words", "pooled")
+VARIANTS = ("bert_base", "bert_large", "bert_small")
 EPSILON, DEVIATION = 1e-12, 0.02
 
 
@@ -76,6 +77,8 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if model not in VARIANTS:
+            raise unknown("models.Bert", "model", model, VARIANTS)
         sizes = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
         sizes |= {"layers": layers, "heads": heads}
         for name, number in sizes.items():

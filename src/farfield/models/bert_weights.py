@@ -34,6 +34,8 @@ HEAD = {
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.dense": "pooler.dense",
 }
+# End of the name of the score vector of siamese and siamese_local.
+SCORES = ".attention.weight"
 # Names of the two parameters of a norm in files converted from TensorFlow checkpoints -> current names.
 OLD = {".gamma": ".weight", ".beta": ".bias"}
 
@@ -69,6 +71,12 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
     """
     theirs = {modernize_name(name): tensor for name, tensor in state_dict.items()}
     own, tensors = net.state_dict(), {}
+    scores = [name for name in own if name.endswith(SCORES) and source_of(name) not in theirs]
+    if scores:
+        raise ValueError(
+            f"load_hugging_face: {net.name} has a score vector in its attention, {scores[0]}, which no BERT has; "
+            f"fix: a Bert with another operator than siamese and siamese_local."
+        )
     problems = []
     for name, mine in own.items():
         source = source_of(name)

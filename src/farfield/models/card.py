@@ -46,7 +46,7 @@ def write_card(
     if getattr(net, "reads_words", False):
         inputs, what = [torch.zeros(1, *shape, dtype=torch.long)], f"one text of {shape[0]} tokens"
     else:
-        several = "one image" if images == 1 else f"{images} images"
+        several = "one input" if images == 1 else f"{images} inputs"
         inputs, what = [(1, *shape)] * images, f"{several} of {'×'.join(map(str, shape))}"
     alone = "" if part is net else f", in its {type(part).__name__} alone"
     weights, parameters = (sum(weight.numel() for weight in those) for those in (weights_of(net), net.parameters()))
@@ -60,7 +60,7 @@ def write_card(
     results = "\n".join(f"* {name}: {value:.4g}" for name, value in (metrics or {}).items())
     parts = [
         f"---\n{header}\n---\n# {config['model']}",
-        "A network of farfield: global attention whose cost is linear in the positions, not quadratic.",
+        "A network of farfield, a library of global attention for sequences, images, volumes and video.",
         '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         f"## Training data\n\n{training_data or UNKNOWN.format(entry=repr('training_data'))}",

@@ -22,6 +22,7 @@ from farfield.nn.initialization import draw
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet101", "resnet50")
+MODELS = ("deeplab_v2", "deeplab_compact")
 OUTPUTS = ("aspp", "plain", *OPERATORS)
 # Dilations, and paddings, of the four 3x3 convolutions of DeepLabV2's output layer.
 ATROUS = (6, 12, 18, 24)
@@ -121,6 +122,8 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         weights: str | Path | None = None,
     ) -> None:
         super().__init__()
+        if model not in MODELS:
+            raise unknown("models.DeepLab", "model", model, MODELS)
         check_whole(model, "num_classes", num_classes, 1)
         check_whole(model, "channels", channels, 1)
         if output_stride not in DILATIONS:

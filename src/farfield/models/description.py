@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,42 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is damaged, not UTF-8 text: {error}; fix: save or download it again.") from error
 
 
+def read_config(caller: str, path: Path) -> dict[str, Any]:
+    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
+
+    Raises:
+        ValueError: If the file is damaged, too large, of a newer format, or has other content.
+    """
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from error
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
+    if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
+        raise ValueError(
+            f"{caller}: {path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
+            f"fix: a newer farfield."
+        )
+    if not isinstance(config, dict) or not isinstance(config.get("model"), str):
+        keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
+        raise ValueError(
+            f'{caller}: {path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
+        )
+    if "weights" in config:
+        fix = 'remove "weights" from it, as the weights of a saved model are in the other file beside it.'
+        raise ValueError(
+            f"{caller}: {path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
+        )
+    try:
+        check_arguments(path, config)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from error
+    return config
+
+
 def check_values(file: Path, values: Any) -> None:
     """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
 
@@ -106,19 +143,37 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     """
     check_values(file, dict(arguments))
     for name, value in arguments.items():
-        if isinstance(value, dict):
+        for nested in mappings_in(value):
             if "class_path" in value:
                 raise ValueError(
-                    f"{file}: {name} names a class, {value['class_path']!r}, which only a network may; "
+                    f"{file}: {name} names a class, {nested['class_path']!r}, which only a network may; "
                     f"fix: a plain value."
                 )
-            check_arguments(file, value)
+            check_arguments(file, nested)
         values = value if isinstance(value, list) else [value]
         bound = BOUNDS.get(name, BOUND)
         fix = f"if intended, build the network in code, with {name}={str(value)[:40]}, and load its weights there."
         if len(values) > LISTED:
             raise ValueError(f"{file}: {name} has {len(values):,} values, but at most {LISTED} are allowed; fix: {fix}")
-        for number in values:
+        for number in numbers_in(value):
             # `not <=` also refuses NaN.
-            if isinstance(number, int | float) and not abs(number) <= bound:
+            if not abs(number) <= bound:
                 raise ValueError(f"{file}: {name} is {str(number)[:40]}, but at most {bound:,} is allowed; fix: {fix}")
+
+
+def mappings_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield a mapping itself, and the mappings in a list and in the lists within it."""
+    if isinstance(value, dict):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from mappings_in(each)
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yield a number itself, and the numbers in a list and in the lists within it."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers_in(each)

@@ -23,6 +23,7 @@ from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import OPERATORS, Operator
 
+VARIANTS = ("mask_rcnn", "faster_rcnn")
 RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
 # Layers whose shape depends on the number of classes; they are not loaded from a file with another number of them.
 PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
@@ -88,7 +89,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         scale: Scale of the products under a softmax, see `GridAttention`: by default 1/√d; in farfield 0.1 it was 1.0.
 
     Raises:
-        LookupError: For an unknown backbone, place or operator.
+        LookupError: For an unknown model, backbone, place or operator.
         ShapeError: If heads do not divide the channels.
         ValueError: For a number out of range, weights of another network, or weights without a frozen setup.
         FileNotFoundError: If the file of weights does not exist.
@@ -122,6 +123,8 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         scale: float | None = None,
     ) -> None:
         super().__init__()
+        if model not in VARIANTS:
+            raise unknown("models.Detector", "model", model, VARIANTS)
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
         for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
             check_whole(model, name, value, 0 if name == "frozen" else 1)

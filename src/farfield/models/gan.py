@@ -232,6 +232,11 @@ class Discriminator(nn.Module):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
             fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
             raise shape_error("sagan", problem, fix, images=images)
+        if self.classes is not None and labels is None:
+            raise ValueError(
+                "sagan: the discriminator has classes, so that it needs the label of each image; "
+                "fix: discriminator(images, labels), or a network with num_classes=0."
+            )
         grid = images
         for place, block in enumerate(self.blocks):
             grid = block(grid)

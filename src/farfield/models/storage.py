@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield._files import stage_files
 from farfield.models.card import is_edited, operators_of, write_card
-from farfield.models.description import FORMAT, check_arguments, read_text, translate_format_1
+from farfield.models.description import FORMAT, check_arguments, read_config, translate_format_1
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # Config entries that are also in the metadata of the weights; both must agree. The shapes of the weights are compared
@@ -94,6 +94,11 @@ class Stored(PyTorchModelHubMixin):
         See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the README.md of the
         repository, also an edited one; with `ignore_patterns="README.md"` it is not uploaded.
         """
+        if options.get("config") is not None:
+            raise ValueError(
+                f"{self.config['model']}.push_to_hub: config.json holds the model's own arguments; "
+                "fix: leave config out."
+            )
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
 
@@ -268,44 +273,16 @@ def is_path(source: str) -> bool:
     return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
-def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
-
-    Raises:
-        ValueError: If the file is damaged, too large, of a newer format, or has other content.
-    """
-    try:
-        config = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
-    if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
-        raise ValueError(
-            f"{caller}: {path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
-            f"fix: a newer farfield."
-        )
-    if not isinstance(config, dict) or not isinstance(config.get("model"), str):
-        keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
-        raise ValueError(
-            f'{caller}: {path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
-        )
-    if "weights" in config:
-        fix = f'remove "weights" from it, as the weights of a saved model are the {WEIGHTS} beside it.'
-        raise ValueError(
-            f"{caller}: {path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
-        )
-    try:
-        check_arguments(path, config)
-    except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from error
-    return config
-
-
 def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
             return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    except PermissionError as error:
+        raise PermissionError(
+            error.errno, f"{caller}: cannot read {path}: {error.strerror}; fix: a file that you may read."
+        ) from error
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{caller}: {path} is damaged: {error}; fix: save or download it again.") from error
 

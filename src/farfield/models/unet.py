@@ -20,6 +20,7 @@ from farfield.models.unet_parts import (
     build_residual,
     build_selection,
     check_arguments,
+    check_numbers,
     check_stack,
     initialize,
     name_of,
@@ -211,6 +212,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         super().__init__()
         if model != "unet_projection":
             raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
+        check_numbers(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
         self.unet = UNet(
             operator=operator,
             spatial_dims=2,

@@ -256,9 +256,16 @@ def check_arguments(
     """
     if model not in VARIANTS:
         raise unknown("models.UNet", "model", model, VARIANTS)
+    check_numbers(
+        model, operator, {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}, kernel
+    )
+
+
+def check_numbers(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
+    """Refuse an unknown operator, numbers below 1, and a kernel whose size is even; see `check_arguments`."""
     if isinstance(operator, str) and operator not in OPERATORS:
         raise unknown(model, "operator", operator, OPERATORS)
-    for name, value in {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}.items():
+    for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{model}: {name} must be a whole number from 1, got {value!r}.")
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:

@@ -156,6 +156,8 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
+        if model != "i3d_resnet50":
+            raise unknown("models.I3D", "model", model, ["i3d_resnet50"])
         check_arguments(model, operator, num_classes)
         self.config = configuration(model, operator) | {"num_classes": num_classes, "dropout": dropout}
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
@@ -225,6 +227,8 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         from torchvision.models import video
 
         super().__init__()
+        if model != "video_resnet":
+            raise unknown("models.VideoResNet", "model", model, ["video_resnet"])
         check_arguments(model, operator, num_classes)
         check_whole(model, "channels", channels, 1)
         if backbone not in BACKBONES:
@@ -339,9 +343,12 @@ def check_arguments(model: str, operator: str | Operator | None, num_classes: in
 
 
 def check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
-    """Refuse inputs that are not a batch of clips of at least `frames` frames."""
+    """Refuse inputs that are not a floating-point batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""
         fix = "pass such clips; image[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
         problem = f"clips must be (batch, 3, frames, height, width){least}."
         raise shape_error(caller, problem, fix, clip=clip)
+    if not clip.is_floating_point():
+        fix = "clip.float() / 255, normalised as in training."
+        raise TypeError(f"{caller}: the clip must be floating point, got {clip.dtype}; fix: {fix}")

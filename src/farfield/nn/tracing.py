@@ -14,6 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+aten = torch.ops.aten
+# Fused attention on the CPU, for which some versions of torch count no FLOPs -> the same elsewhere, for which all do.
+FUSED_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+for uncounted, counted in FUSED_ATTENTION.items():
+    if uncounted not in flop_registry:
+        register_flop_formula(uncounted, get_raw=True)(flop_registry[counted])
 
 
 @contextmanager
