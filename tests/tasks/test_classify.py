@@ -247,3 +247,9 @@ def test_a_checkpoint_holds_numbers_and_tensors_and_no_network(tmp_path: Path) -
     again = Classify.load_from_checkpoint(path, network=linear(), weights_only=True)
     for name, value in again.state_dict().items():
         assert torch.equal(value, module.state_dict()[name])
+
+
+def test_a_network_that_returns_a_grid_gets_no_number_of_classes() -> None:
+    module = Classify(nn.Conv2d(3, 5, 1))
+    with pytest.raises(ShapeError, match=r"one score for each class[\s\S]*fix: end the network with global pooling"):
+        module.training_step((torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)), 0)

@@ -172,7 +172,7 @@ def test_a_warm_up_as_long_as_the_training_is_warned_of() -> None:
 def test_a_network_with_too_few_words_is_refused() -> None:
     tokenizer = trained_tokenizer(sentences(50), 150)
     words = texts(2)
-    with pytest.raises(ShapeError, match=r"MaskedLM: the tokenizer has \d+ words, and the network 20\.") as raised:
+    with pytest.raises(ShapeError, match=r"MaskedLM: the tokenizer has \d+ words, and the network has 20\.") as raised:
         fitted(small(), Made([words] * 4, tokenizer))
     assert f"--model.network.vocabulary {len(tokenizer)}" in str(raised.value)
 

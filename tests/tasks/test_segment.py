@@ -292,6 +292,12 @@ def test_a_network_of_other_classes_is_named_in_the_first_batch() -> None:
         fitted(Segment(Tiny(3)), Made([scenes(2, 3)], 5))
 
 
+def test_a_network_that_does_not_return_a_grid_gets_no_number_of_classes() -> None:
+    module = Segment(nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()), head="0")
+    with pytest.raises(ShapeError, match=r"one logit for each class per position[\s\S]*fix: a network without global"):
+        module.training_step(scenes(2, 3), 0)
+
+
 def test_a_network_without_such_an_output_layer() -> None:
     with pytest.raises(LookupError, match='Segment: no module of Tiny "haed"; nearest: head'):
         Segment(Tiny(), head="haed")

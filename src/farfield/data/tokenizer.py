@@ -225,7 +225,7 @@ class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
                 f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
                 f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
             )
-        check_lengths(lines, [len(words) - 2 for words in encoded], length)
+        check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
         self.words = [torch.tensor(words) for words in encoded]
 
     def __len__(self) -> int:
@@ -281,8 +281,12 @@ def tokenised(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-def check_lengths(pieces: Sequence[TextPiece], lengths: Sequence[int], length: int) -> None:
+def check_lengths(
+    pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
+) -> None:
     """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word.
+
+    `otherwise` is the end of the error's fix.
 
     Raises:
         FolderError: If there are any; the error names the first few.
@@ -293,7 +297,7 @@ def check_lengths(pieces: Sequence[TextPiece], lengths: Sequence[int], length: i
         lines = "\n  ".join(shown + ["..."] * (len(longer) > SHOWN))
         raise FolderError(
             f"{CALLER}: {len(longer)} texts are longer than length={length} tokens.\n  {lines}\n"
-            f"  fix: a larger length, as far as the network has positions, or too_long=split."
+            f"  fix: a larger length, as far as the network has positions, {otherwise}."
         )
 
 

@@ -225,7 +225,10 @@ class MaskedLM(LightningModule):
         tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
         needs = int(words.max()) + 1 if tokenizer is None else len(tokenizer)
         if has is not None and has < needs:
-            problem = f"the tokenizer has {needs:,} words, and the network {has:,}."
+            known = f"the tokenizer has {needs:,} words"
+            if tokenizer is None:
+                known = f"the batch has the word {needs - 1:,}, so that there are at least {needs:,} words"
+            problem = f"{known}, and the network has {has:,}."
             fix = f"build the network with vocabulary={needs} or more (--model.network.vocabulary {needs})."
             raise shape_error("MaskedLM", problem, fix, words=words)
 

@@ -205,8 +205,11 @@ class Segment(LightningModule):
         logits = self(images)
         classes = self.classes
         if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            problem = f"the network must return one logit for each of the data's {len(classes)} classes per position."
-            fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
+            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
+            problem = f"the network must return one logit for {expected} per position."
+            fix = "a network without global pooling, whose output is (batch, classes, height, width)."
+            if logits.ndim == 4:
+                fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
 
