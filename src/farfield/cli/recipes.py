@@ -1,6 +1,6 @@
 """`farfield recipes`: the training configurations that farfield ships; `--config` finds them by name.
 
-farfield recipes                          # what there is, what it needs, and what it reaches
+farfield recipes                          # the list, with the cost and the result of each
 farfield recipes imagenette               # the recipe itself
 farfield recipes --copy imagenette        # a copy in this folder, to change
 farfield fit --config imagenette
