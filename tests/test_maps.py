@@ -410,7 +410,7 @@ def test_grids_that_do_not_fit() -> None:
         maps.attention_row(attention, torch.zeros(1, 6, 3, 5), (0, 0))
     with pytest.raises(ShapeError, match=r"attention_row: grid and context must have the same batch\.(.|\n)*fix: "):
         maps.attention_row(attention, GRID, (0, 0), context=torch.zeros(2, 4, 7))
-    with pytest.raises(ValueError, match=r"attention_row: context_mask is the mask of a context, and there is none"):
+    with pytest.raises(ValueError, match=r"attention_row: got context_mask but no context; fix: "):
         maps.attention_row(attention, GRID, (0, 0), context_mask=torch.ones(1, 3, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"GridAttention: mask must be boolean"):
         maps.basis_masks(attention, GRID, mask=torch.ones(1, 3, 5))

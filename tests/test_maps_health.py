@@ -130,6 +130,15 @@ def test_contexts_masks_and_second_calls() -> None:
     assert all(0 < one.host < float("inf") for one in found)
 
 
+def test_masked_positions_do_not_count() -> None:
+    attention = GridAttention(4, "averaged", heads=2).double()
+    grid = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    mask = torch.zeros(2, 3, 5, dtype=torch.bool)
+    mask[..., :2] = True
+    [found], [alone] = maps.health(attention, {"grid": grid, "mask": mask}), maps.health(attention, grid[..., :2])
+    assert (found.response, found.constant) == pytest.approx((alone.response, alone.constant))
+
+
 def test_frozen_weights_are_measured_too() -> None:
     net = Net().eval()
     expected = maps.health(net, IMAGES)

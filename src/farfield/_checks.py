@@ -1,4 +1,4 @@
-"""Shape errors and the checks that raise them: what was called, what is wrong, the shapes, the fix."""
+"""Checks of arguments and the errors that they raise: each names the caller, the problem, the shapes and a fix."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class ShapeError(ValueError):
-    """Shapes that do not fit together; the text names the function called, the values, the shapes and a fix."""
+    """Raised for shapes that do not fit together; the text names the caller, the problem, the shapes and a fix."""
 
 
 def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> ShapeError:
-    """Build a `ShapeError`: one line with the problem, one for each tensor, one with the fix."""
+    """Build a `ShapeError`: one line with the problem, one with the shape of each tensor, one with the fix."""
     width = max((len(name) for name in tensors), default=0)
     lines = [f"{caller}: {problem}"]
     lines += [f"  {name:{width}}  {tuple(tensor.shape)}" for name, tensor in tensors.items()]
@@ -22,7 +22,7 @@ def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> Shape
 
 
 def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> LookupError:
-    """Build a `LookupError` with the nearest known names.
+    """Build a `LookupError` with the nearest known names, or with all of them if none is near.
 
     Example:
         >>> print(unknown("ops.OPERATORS", "operator", "siamse", ["softmax", "siamese", "dot"]))
@@ -35,11 +35,11 @@ def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> Looku
 
 
 def check_grid(caller: str, name: str, grid: Tensor) -> None:
-    """Refuse what is not a floating-point grid `(batch, channels, *size)` with at least one position."""
+    """Refuse anything but a floating-point grid `(batch, channels, *size)` with channels and positions."""
     if not isinstance(grid, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}.")
     if grid.dim() < 3:
-        fix = f"add spatial dims, e.g. {name}.unsqueeze(-1) or {name}.unflatten(-1, (height, width))."
+        fix = f"add dims: {name}[None] if it is (channels, positions), {name}[..., None] if it is (batch, channels)."
         problem = f"{name} must be (batch, channels, *size) with at least one spatial dim."
         raise shape_error(caller, problem, fix, **{name: grid})
     if not grid.is_floating_point():
@@ -65,7 +65,7 @@ def check_same_kind(caller: str, **tensors: Tensor) -> None:
 
 
 def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None:
-    """Refuse a mask that is not a boolean grid `(batch, *size)` of the grid it belongs to."""
+    """Refuse a mask that is not boolean, not `(batch, *size)` of the grid it belongs to, or on another device."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -83,7 +83,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
 
 
 def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
-    """Refuse a number of heads that does not divide the channels; the error names the nearest that does."""
+    """Refuse a number of heads that does not divide the channels; the error names the nearest number that does."""
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}.")
     if channels % heads:
@@ -97,7 +97,7 @@ def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
 def check_attention(
     caller: str, query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, query_mask: Tensor | None
 ) -> None:
-    """Refuse grids that cannot attend to each other."""
+    """Refuse queries, keys, values, heads and masks that do not fit each other."""
     check_grid(caller, "query", query)
     if not (query is key and key is value):
         check_different(caller, query, key, value)
@@ -108,7 +108,7 @@ def check_attention(
 
 
 def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse grids that do not fit each other."""
+    """Refuse grids of different kinds, channels (query, key), sizes (key, value) or batches."""
     grids = {"query": query, "key": key, "value": value}
     check_grid(caller, "key", key)
     check_grid(caller, "value", value)
@@ -121,12 +121,14 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
             caller, "key and value must have the same size.", "take both from one grid.", key=key, value=value
         )
     if not query.shape[0] == key.shape[0] == value.shape[0]:
-        fix = "repeat the smaller one, e.g. key.expand(len(query), *key.shape[1:])."
+        name = min(grids, key=lambda name: len(grids[name]))
+        batch = max(map(len, grids.values()))
+        fix = f"give all the same batch; a batch of 1 can be repeated, e.g. {name}.expand({batch}, *{name}.shape[1:])."
         raise shape_error(caller, "query, key and value must have the same batch.", fix, **grids)
 
 
 def projection_fix(grid: Tensor, channels: int) -> str:
-    """Return a fix that projects a grid to `channels`."""
+    """Return the fix for a grid with other than `channels` channels: a projection."""
     spatial_dims = grid.dim() - 2
     name = (
         f"Conv{spatial_dims}d({grid.shape[1]}, {channels}, 1)"
@@ -143,7 +145,10 @@ def check_place(
     if origin is None and size is None:
         return None
     if origin is None or size is None:
-        raise ValueError(f"{caller}: the place of a tile needs both origin and size, got {origin=}, {size=}.")
+        raise ValueError(
+            f"{caller}: the place of a tile needs both origin and size, got {origin=}, {size=}; "
+            f"fix: give both, or neither for a whole grid."
+        )
     place = tuple(origin), tuple(size)
     tile = tuple(grid.shape[2:])
     if not len(place[0]) == len(place[1]) == len(tile):

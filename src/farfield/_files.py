@@ -1,4 +1,4 @@
-"""Files and folders that farfield may replace without confirmation: only those that it made itself."""
+"""Folders that farfield empties and removes, only if it made them, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OwnedFolder:
     Args:
         caller: The function that errors name.
         path: The path of the folder.
-        target: The path of the finished result, for errors.
+        target: The path of the finished result: the folder is renamed to it, and errors name it.
     """
 
     def __init__(self, caller: str, path: Path, target: Path) -> None:
@@ -35,10 +35,10 @@ class OwnedFolder:
         self.lock: FileLock | None = None
 
     def check(self) -> None:
-        """Refuse a path that exists and was not made by farfield.
+        """Refuse a path that exists, was not made by farfield and is not an empty folder.
 
         Raises:
-            FileExistsError: If such a path exists; the text names what is there.
+            FileExistsError: If such a path exists; the text has the reason.
         """
         problem = foreign(self.path)
         if problem is not None:
@@ -51,8 +51,8 @@ class OwnedFolder:
         """Make the folder and lock it against other processes until `let_go`, or until this process ends.
 
         Raises:
-            FileExistsError: If it was not made by farfield.
-            BlockingIOError: If another process has locked it.
+            FileExistsError: If the path exists and was not made by farfield.
+            BlockingIOError: If another process has locked the folder.
         """
         self.check()
         self.path.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ class OwnedFolder:
             raise
 
     def acquire_lock(self) -> FileLock | None:
-        """Lock the folder; return None if a network drive has no such locks.
+        """Lock the folder; return None where the file system has no locks, as on some network drives.
 
         Raises:
             BlockingIOError: If another process has locked it.
@@ -81,7 +81,7 @@ class OwnedFolder:
         except (Timeout, FileNotFoundError):
             raise BlockingIOError(
                 f'{self.caller}: another process is writing "{self.target}"; fix: wait until it is done, '
-                f"or another path."
+                f"or write to another path."
             ) from None
         except (OSError, NotImplementedError):
             return None
@@ -152,7 +152,7 @@ def open_replacement(path: Path) -> Iterator[IO[bytes]]:
 def stage_files(folder: Path) -> Iterator[Path]:
     """Make a temporary folder; its files replace those in `folder` when the block ends without an error.
 
-    The files are on the disk before the first is renamed, so that after a crash each file is the old or the new one.
+    All files are written to the disk before the first is renamed: after a crash each file is the old or the new one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".farfield-") as staging:

@@ -1,4 +1,4 @@
-"""Paths of outputs: inside their folder, with a different name for each input, and never over an input."""
+"""Paths of outputs: always inside their folder, and never over an input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path, PureWindowsPath
 def output_path(folder: Path, name: str, suffix: str = "", number: int | None = None) -> Path:
     """Return the path of the output for an input: `folder/<name><suffix>`, which is always inside the folder.
 
-    Names may come from untrusted files. Of a name that leads outside the folder, absolute or with `..`, only the last
-    part is kept, followed by the number of the input if it is given.
+    Names may come from untrusted files. A name that is absolute or has a part `..` could lead outside the folder: only
+    its last part is kept, followed by the number of the input if one is given.
 
     Args:
         folder: The folder of the outputs.
@@ -22,7 +22,7 @@ def output_path(folder: Path, name: str, suffix: str = "", number: int | None = 
         The path.
 
     Raises:
-        ValueError: If the name has no last part, or if its last part cannot be the name of a file.
+        ValueError: If the name has no last part, if its last part is `..`, or if it contains a NUL character.
 
     Example:
         >>> output_path(Path("masks"), "day/1", ".png").as_posix()
@@ -33,14 +33,14 @@ def output_path(folder: Path, name: str, suffix: str = "", number: int | None = 
     # A Windows path splits at both slashes and at drives, so a name is equally safe on all systems.
     path = PureWindowsPath(name)
     if path.name in ("", "..") or "\0" in name:
-        raise ValueError(f"farfield predict: {name!r} cannot be the name of a file; fix: name the input otherwise.")
+        raise ValueError(f"farfield predict: {name!r} cannot be the name of a file; fix: rename the input.")
     if path.anchor or ".." in path.parts:
         path = PureWindowsPath(path.name if number is None else f"{path.name}-{number}")
     return folder.joinpath(*path.parts[:-1], path.name + suffix)
 
 
 def check_not_input(caller: str, output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output that is an input file, by any path or link, or a folder that contains one.
+    """Refuse an output path that is an input file, also by another path or link, or a folder that contains one.
 
     Args:
         caller: The function that the error names.
@@ -57,5 +57,5 @@ def check_not_input(caller: str, output: Path, inputs: Iterable[Path]) -> None:
         if path.exists() and (output.samefile(path) or path.resolve().is_relative_to(above)):
             raise FileExistsError(
                 f"{caller}: {output} would replace {path}, which is read; nothing was written.\n"
-                "  fix: another output, best in a folder of its own."
+                "  fix: write to another path, best in a folder of its own."
             )

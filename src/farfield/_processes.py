@@ -25,20 +25,21 @@ T = TypeVar("T")
 def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
     """Gather facts from each process before any tensor is sent; an error of one process is raised on all of them.
 
-    Messages of different lengths abort a process, and if one process raises alone the others wait for it: so errors are
-    gathered too.
+    Messages of different lengths abort a process, and if one process alone raises an error, the others wait for it
+    forever. So errors are gathered too.
 
     Args:
         caller: The function that the error names.
-        describe: Checks the arguments of this process and returns facts about them, which can be pickled.
+        describe: Checks the arguments of this process and returns facts about them, which can be pickled. Of its errors
+            LookupError, RuntimeError, TypeError and ValueError are gathered; any other is raised on this process alone.
         group: The processes; by default all.
 
     Returns:
         The facts of all processes, in the order of their ranks.
 
     Raises:
-        ValueError: If there are no processes, or some refuse their arguments; the text is the same on all.
-        Exception: The error of `describe`, if there are no processes or all raise one of the same text.
+        ValueError: If there is no process group, or `describe` fails on some processes; the text is the same on all.
+        Exception: The error of `describe`, if there is no process group or it fails with the same text on all.
     """
     facts, own_text, own_error = None, None, None
     try:

@@ -1,7 +1,8 @@
-"""Attention over a grid that is spread over processes: each summarizes its part, one all-gather, merge, respond.
+"""Attention over a grid that is spread over processes.
 
-A process holds a part of the grid and never more. It sends its summary, whose size does not depend on the number of
-positions (for the Kronecker operators only on the sum of the lengths of the axes), so attention over the whole grid
+Each process summarizes its part. One all-gather exchanges the summaries. Each process merges them and computes the
+responses of its part; no process holds more of the grid. The size of a summary does not depend on the number of
+positions (for the Kronecker operators it depends on the sum of the axes' lengths), so attention over the whole grid
 costs one small message per layer.
 """
 
@@ -44,16 +45,18 @@ def sharded_attention(
 
     `respond(part, merge over processes of summarize(part))`
 
-    Gradients flow through the gathered summaries, so the gradient of a part is that of the whole. Gradients of
-    parameters are this process's share: **summed** over the processes they are those of the whole, for a loss that is
-    the sum of the processes' losses. Data-parallel wrappers average instead; see the guide. If one process refuses its
-    arguments, or if arguments that must be the same differ, all processes raise an error of the same text.
+    The loss is taken to be the sum of the processes' losses. Gradients flow through the gathered summaries, so the
+    gradient of a part includes its effect on the responses of other parts. Gradients of parameters are this process's
+    share: **summed** over the processes they are those of the whole. Data-parallel wrappers average instead; see the
+    guide. If one process refuses its arguments, or if arguments that must be the same differ, all processes raise an
+    error of the same text.
 
     Args:
         layer: The attention, the same on every process.
-        grid: This process's part; parts may have different sizes. Or a `DTensor` that is split on one spatial dim of a
-            1-D mesh, which then decides place and processes: `dim`, `origin`, `size` and `group` are ignored.
-        mask: The valid positions of the part.
+        grid: This process's part; parts may have different sizes. Or a `DTensor` on a 1-D mesh that is split on one
+            spatial dim; it determines place and processes, and `dim`, `origin`, `size` and `group` are ignored.
+        mask: `(b, *m)`, True where a position of the part is valid; None if all are. A `DTensor` if the grid is one, or
+            its local part.
         dim: The spatial dim on which parts follow each other in the order of ranks, from 0; ignored if `origin` and
             `size` are given.
         origin: The part's first index on each axis; with `origin` and `size` parts may lie anywhere. Give both on all
@@ -62,14 +65,15 @@ def sharded_attention(
         group: The processes; by default all.
 
     Returns:
-        The response of the part, equal to that of `layer` on the whole grid at these positions.
+        The response of the part, up to rounding that of `layer` on the whole grid at these positions. For a `DTensor` a
+        `DTensor`, split in the same way.
 
     Raises:
         ValueError: If the operator's summary is the grid, so that gathering it would undo the split; if there are no
             processes; if the layer's norm is in training mode; if the processes have different layers, or only some
             have `origin` and `size`; if one process refuses its arguments.
-        ShapeError: If the parts do not form a grid: different batches, overlapping parts, a gap; if a `DTensor` is not
-            split on one spatial dim.
+        ShapeError: If `dim` is out of range; if the parts do not form a grid: different batches, overlapping parts, a
+            gap; if a `DTensor` is not split on one spatial dim of a 1-D mesh.
         TypeError: If the processes have different dtypes.
 
     Cost:
@@ -93,7 +97,7 @@ def sharded_attention(
     if isinstance(grid, DTensor):
         return attend_dtensor(layer, grid, mask)
     if torch.compiler.is_compiling() and origin is not None and size is not None:
-        place = tuple(origin), tuple(size)  # a graph cannot compare arguments
+        place = tuple(origin), tuple(size)  # a compiled graph cannot gather and compare arguments
     else:
         place = agree(layer, grid, mask, dim, origin, size, group)
     where = {"origin": place[0], "size": place[1]}
@@ -122,19 +126,21 @@ def all_gather_summary(
 
     Args:
         summary: The summary of this process's part, of the same shape on all processes.
-        query_sums: Its query sums, from `GridAttention.gather_queries`, for operators whose queries are sums.
+        query_sums: The query sums of this process's part, from `GridAttention.gather_queries`; only for operators whose
+            queries are sums.
         group: The processes; by default all.
 
     Returns:
         The merged summary and query sums, with the same rounding on every process.
 
     Raises:
-        ValueError: If each position is a slot, so that the summary is as large as the grid; if there are no processes.
+        ValueError: If each position is a slot, so that the summary is as large as the grid; if `torch.distributed` is
+            not initialized.
         ShapeError: If the processes' summaries differ in shape or dtype; the same error on all of them.
 
     Cost:
-        One all-gather of the summary's numbers from each process, as float32 (or float64 for float64), and before it a
-        few hundred bytes, with which the processes compare their shapes.
+        One all-gather of the summary's numbers from each process, as float32 (float64 if one of its tensors is), and
+        before it a few hundred bytes, with which the processes compare their shapes.
     """
 
     def describe() -> str:
@@ -188,25 +194,26 @@ def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: Proce
 
 
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:
-    """Return the place of this process's part if parts follow each other on one spatial dim in the order of ranks.
+    """Return the place of this process's part, where parts follow each other on one spatial dim in the order of ranks.
 
     Args:
         grid: The part, `(batch, channels, *size)`.
-        dim: The spatial dim that is split, from 0.
+        dim: The spatial dim that is split, counted from 0; a negative one is counted from the last.
         group: The processes; by default all.
 
     Returns:
-        Origin of the part, size of the whole grid.
+        The origin of the part and the size of the whole grid.
 
     Raises:
-        ShapeError: If there is no such spatial dim; if the shapes of the parts differ in anything but that dim.
-        ValueError: If there are no processes.
+        ShapeError: If `dim` is out of range or differs between processes; if the parts differ in another dim.
+        ValueError: If `torch.distributed` is not initialized; if only some processes refuse their arguments.
 
     Cost:
         One all-gather of a few integers, which waits for every process: call it once and keep the result.
     """
-    parts = gather_facts("place_of_part", lambda: Part(tuple(grid.shape), check_dim(grid, dim)), group)
-    return lay_out(parts, distributed.get_rank(group))
+    caller = "place_of_part"
+    parts = gather_facts(caller, lambda: Part(tuple(grid.shape), check_dim(caller, grid, dim)), group)
+    return lay_out(caller, parts, distributed.get_rank(group))
 
 
 class Part(NamedTuple):
@@ -241,53 +248,59 @@ def agree(
     Returns:
         The place of this process's part.
     """
+    caller = "sharded_attention"
 
     def describe() -> Part:
         check(layer)
         place = check_input(layer, grid, mask, origin, size)
         line = " ".join(repr(layer).split())
-        return Part(tuple(grid.shape), check_dim(grid, dim) if place is None else None, place, line, grid.dtype)
+        split = check_dim(caller, grid, dim) if place is None else None
+        return Part(tuple(grid.shape), split, place, line, grid.dtype)
 
-    parts = gather_facts("sharded_attention", describe, group)
-    check_same(ValueError, "one layer", [part.layer for part in parts], "build it alike on all of them.")
-    check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], "part.to(dtype), layer.to(dtype).")
+    parts = gather_facts(caller, describe, group)
+    fix = "build it in the same way on all of them."
+    check_same(caller, ValueError, "one layer", [part.layer for part in parts], fix)
+    fix = "part.to(dtype), layer.to(dtype)."
+    check_same(caller, TypeError, "parts of one dtype", [part.dtype for part in parts], fix)
     given = ["no origin and size" if part.place is None else "origin and size" for part in parts]
-    check_same(ValueError, "origin and size, or none of them", given, "give them on all, or leave them out on all.")
-    return lay_out(parts, distributed.get_rank(group))
+    fix = "give them on all, or leave them out on all."
+    check_same(caller, ValueError, "origin and size, or none of them", given, fix)
+    return lay_out(caller, parts, distributed.get_rank(group))
 
 
-def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
+def check_same(caller: str, kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
     """Raise an error of a kind on all processes if `values`, one for each process, differ."""
     if len(set(values)) > 1:
-        raise kind(f"sharded_attention: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
+        raise kind(f"{caller}: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
 
 
-def check_dim(grid: Tensor, dim: int) -> int:
+def check_dim(caller: str, grid: Tensor, dim: int) -> int:
     """Return `dim`, which may be negative, counted from 0; raise ShapeError if it is out of range."""
     spatial_dims = grid.dim() - 2
     if not -spatial_dims <= dim < spatial_dims:
         raise ShapeError(
-            f"sharded_attention: {dim=} is out of range for a grid of {spatial_dims} spatial dims; "
+            f"{caller}: {dim=} is out of range for a grid of {spatial_dims} spatial dims; "
             f"fix: one from 0 to {spatial_dims - 1}."
         )
     return dim % spatial_dims
 
 
-def lay_out(parts: Sequence[Part], own: int) -> Place:
+def lay_out(caller: str, parts: Sequence[Part], own: int) -> Place:
     """Return the place of the part of process `own`; raise ShapeError if the parts do not form a grid."""
     shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
-    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
+    check_same(caller, ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
     if dim is None:
         same = "parts of the same batch and number of spatial dims"
-        check_same(ShapeError, same, [(shape[0], len(shape) - 2) for shape in shapes], "split only spatial dims.")
+        kinds = [(shape[0], len(shape) - 2) for shape in shapes]
+        check_same(caller, ShapeError, same, kinds, "split only spatial dims.")
         check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
         return cast(Place, places[own])
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
         listed = list_by_rank(shapes)
         problem = f"parts may differ only in spatial dim {dim}."
         raise ShapeError(
-            f"sharded_attention: {problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims "
-            f"differ, origin= and size= of sharded_attention."
+            f"{caller}: {problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims differ, "
+            f"origin= and size= of sharded_attention."
         )
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
@@ -298,7 +311,8 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
 def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
     """Raise ShapeError for parts, each inside its whole, that overlap, leave a gap, or have different wholes."""
     origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
-    check_same(ShapeError, "the same size of the whole", [size for _, size in places], "size=, that of the whole grid.")
+    fix = "size=, that of the whole grid, on all of them."
+    check_same("sharded_attention", ShapeError, "the same size of the whole", [size for _, size in places], fix)
     starts = torch.tensor(origins, device="cpu")
     ends = starts + torch.tensor(sizes, device="cpu")
     meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
@@ -320,7 +334,7 @@ def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> 
     if len(placements) != 1 or not isinstance(placements[0], Shard) or placements[0].dim < 2:
         raise ShapeError(
             f"sharded_attention: a DTensor must be split on one spatial dim over a 1-D mesh, got {placements}; "
-            f"fix: grid.redistribute(placements=[Shard(2)])."
+            f"fix: on a 1-D mesh, grid.redistribute(placements=[Shard(2)])."
         )
     part = grid.to_local()
     valid = mask.to_local() if isinstance(mask, DTensor) else mask

@@ -186,7 +186,7 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     Path("runs/version_0/checkpoints").mkdir(parents=True)
     Path("runs/version_0/checkpoints/last.ckpt").touch()
-    with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last: no epoch was validated yet, or the"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last, as no epoch was validated yet, or"):
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     assert not Path("b.tif").exists()
 

@@ -46,7 +46,7 @@ def test_unknown_path(where: Any, text: str) -> None:
 def test_odd_paths() -> None:
     refused(ValueError, 'insert: a place is a path, or a path and one entry as in "fpn[pool]"; got "a[0', Net(), "a[0")
     for nothing in ([], None):
-        refused(ValueError, "insert: where names no place; fix: give one path at least.", Net(), nothing)
+        refused(ValueError, "insert: where names no place; fix: give at least one path.", Net(), nothing)
     net = Net()
     net.trunk = net.stem
     refused(ValueError, 'insert: "trunk" and "stem" are one module; fix: name one of them.', net, ["trunk", "stem"])
@@ -57,7 +57,7 @@ def test_odd_paths() -> None:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 def test_never_called() -> None:
     text = "insert: unused is never called with this example, in eval; its weights may be read without a call."
-    refused(ValueError, text + "\n  fix: insert at what runs: stem, stage, head.", Net(), "unused")
+    refused(ValueError, text + "\n  fix: insert at a module that runs: stem, stage, head.", Net(), "unused")
 
 
 def test_weights_read_without_a_call() -> None:
@@ -77,13 +77,13 @@ def test_a_list_of_modules_is_never_called() -> None:
             return self.blocks[1](self.blocks[0](grid))
 
     text = "blocks is never called with this example, in eval; its weights may be read without a call.\n"
-    refused(ValueError, text + "  fix: insert at what runs: blocks.0, blocks.1.", Listed(), "blocks")
+    refused(ValueError, text + "  fix: insert at a module that runs: blocks.0, blocks.1.", Listed(), "blocks")
 
 
 def test_shared_activation() -> None:
     text = (
-        "insert: stage.1.relu is called 2 times while stage.1 is called once, and an addition cannot tell these calls "
-        "apart.\n  fix: insert at stage.1, or at a module that it calls once."
+        "insert: stage.1.relu is called 2 times while stage.1 is called once, and one addition would change the output "
+        "of every call.\n  fix: insert at stage.1, or at a module that it calls once."
     )
     refused(ValueError, text, Net(), ["stem", "stage.1.relu"])
 
@@ -109,7 +109,7 @@ class Late(nn.Module):
 
 
 def test_an_addition_must_be_called_as_often_as_its_host() -> None:
-    fix = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
+    fix = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
     text = f"was called once and its addition 2 times, so all additions were taken out again.\n  fix: {fix}"
     refused(ValueError, f"insert: 0 {text}", nn.Sequential(Loop(nn.Conv2d(3, 3, 1)), nn.ReLU()), ["1", "0"])
     text = "insert: conv was called never and its addition never, so all additions were taken out again."
@@ -123,7 +123,7 @@ SHAPES = "0: (2, 8, 12, 16) of torch.float32, {}: (2, 8, 6, 8) of torch.float32"
 @pytest.mark.parametrize(("kind", "last"), [(tuple, "1"), (list, "1"), (dict, "pool")])
 def test_several_grids_need_an_entry(kind: Any, last: str) -> None:
     text = (
-        f"insert: levels returns several things, {kind.__name__}({SHAPES.format(last)}); fix: choose an entry, "
+        f"insert: levels returns several values, {kind.__name__}({SHAPES.format(last)}); fix: choose an entry, "
         f'"levels[0]" for example.'
     )
     refused(TypeError, text, Pyramid(kind), "levels")
@@ -131,7 +131,7 @@ def test_several_grids_need_an_entry(kind: Any, last: str) -> None:
 
 
 def test_entries_that_are_none() -> None:
-    text = 'insert: stem returns (2, 8, 12, 16) of torch.float32 and has no entries; fix: "stem".'
+    text = 'insert: stem returns (2, 8, 12, 16) of torch.float32 and has no entries; fix: insert at "stem".'
     refused(TypeError, text, Net(), "stem[0]")
     net = nn.Sequential(nn.AdaptiveMaxPool2d(4, return_indices=True))
     text = "insert: 0[1] must return a grid of floats, got (2, 3, 4, 4) of torch.int64."
@@ -142,7 +142,7 @@ def test_entries_that_are_none() -> None:
             return {"a.b": grid, "values": grid}
 
     for entry in ("a.b", "values"):
-        text = f'insert: entry "{entry}" of  cannot be the name of a module.'
+        text = f'insert: entry "{entry}" of the model cannot be the name of a module; fix: insert at the'
         refused(ValueError, text, Bad(dict), f"[{entry}]")
 
 
@@ -165,7 +165,7 @@ def test_channels_last_without_a_layout() -> None:
 @pytest.mark.parametrize("where", ["blocks", "blocks.0", "blocks.1.linear"])
 def test_channels_last_without_a_layout_at_one_size(where: str) -> None:
     text = (
-        f"insert: {where} returns (2, 9, 10), and at no other input size does the model show which are the channels; "
+        f"insert: {where} returns (2, 9, 10), and no other input size shows which dimension holds the channels; "
         f'its weights have 10.\n  fix: layout="channels_last".'
     )
     refused(ShapeError, text, Tokens(fixed=12), where, example=image[..., :12])
@@ -210,14 +210,14 @@ def test_channels_first_with_the_other_layout() -> None:
 
 def test_the_batch_must_come_first() -> None:
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
-    text = "insert: layers.0 keeps its batch second; fix: build the model with batch_first=True."
+    text = "insert: layers.0 has the batch as its second dimension; fix: build the model with batch_first=True."
     refused(ValueError, text, net, "layers.0", example=torch.rand(5, 2, 8), layout="channels_last")
 
     class Turned(Tokens):
         def forward(self, grid: Tensor) -> Tensor:
             return self.blocks(self.patches(grid).flatten(2).permute(2, 0, 1)).mean(0)
 
-    text = "insert: blocks returns (12, 2, 10), and (12, 4, 10) for twice the batch, which must be its first dimension"
+    text = "insert: blocks returns (12, 2, 10), and (12, 4, 10) for twice the batch, which may change only the first"
     refused(ShapeError, text, Turned(), "blocks", layout="channels_last")
 
 
@@ -300,7 +300,7 @@ def test_a_model_that_returns_nothing_to_see_an_effect_in() -> None:
             super().forward(image)
             return {"features": ()}
 
-    text = "insert: Nothing returns no tensor for this example, so that no addition can be seen to have an effect."
+    text = "insert: Nothing returns no tensor for this example, so the effect of an addition cannot be checked."
     refused(ValueError, text, Nothing(), "stage")
 
 
@@ -385,7 +385,7 @@ class Nested(nn.Module):
 
 
 def test_nested_outputs() -> None:
-    text = "insert: stage returns several things, tuple(0: tuple(0: (2, 8, 3, 4) of torch.float32), 1: int, 2: int); "
+    text = "insert: stage returns several values, tuple(0: tuple(0: (2, 8, 3, 4) of torch.float32), 1: int, 2: int); "
     text += 'fix: insert at "stage.blocks.1" or "stage.blocks.0".'
     refused(TypeError, text, Nested(), "stage")
     insert(Nested(), "stage.blocks.1", identity, example=image)
@@ -443,7 +443,7 @@ def test_compiled_scripted_wrapped() -> None:
     net.stage.compile()
     refused(ValueError, "insert: stage is compiled; fix: insert before .compile().", net, "stage.0")
     for net in (torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 1)), image), torch.jit.script(nn.Sequential(nn.ReLU()))):
-        with pytest.raises(ValueError, match="is scripted; fix: insert in the model it was made of, then script"):
+        with pytest.raises(ValueError, match="is scripted; fix: insert in the original module, then script it"):
             insert(net, "0", identity, example=image)
     refused(ValueError, "insert: 0 is scripted", nn.Sequential(torch.jit.script(nn.ReLU())), "0")
     # What lies beside is no matter.

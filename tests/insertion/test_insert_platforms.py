@@ -180,7 +180,7 @@ def test_distributed_training(net: nn.Module, tmp_path: Path) -> None:
             optimizer.step()
         now = dict(net.named_parameters())
         assert all(not torch.equal(now[name], weight) for name, weight in before.items())
-        text = "remove: DistributedDataParallel is wrapped in DistributedDataParallel, which knows the weights"
+        text = "remove: DistributedDataParallel is wrapped in DistributedDataParallel, which misses weights"
         with pytest.raises(ValueError, match=text):
             remove(parallel)
         text = r"insert: DistributedDataParallel is wrapped.*; fix: insert before wrapping\."

@@ -44,7 +44,7 @@ def test_the_table_says_which_rows_have_a_meaning() -> None:
     [
         (
             "siamese",
-            "siamese has a learned vector, which no host has; fix: take siamese_ones, the same without it, or",
+            "siamese has a learned vector, which no host has; fix: take siamese_ones, which has none, or",
         ),
         ("siamese_local", r'or insert a GridAttention\(channels, "siamese_local"\)\.$'),
         (
@@ -70,6 +70,8 @@ def test_rows_without_a_meaning_are_refused_with_the_reason(row: str, text: str)
 def test_unknown_rows_name_the_nearest() -> None:
     with pytest.raises(LookupError, match=r'replace_attention: no operator "gaussian"'):
         replace_attention(encoder(), "gaussian")
+    with pytest.raises(TypeError, match=r"must be a name of ops\.OPERATORS or an ops\.Operator, got None\."):
+        replace_attention(encoder(), None)
 
 
 def test_an_operator_of_ones_own() -> None:
@@ -80,6 +82,13 @@ def test_an_operator_of_ones_own() -> None:
     doubled_value = twin.layers[0].self_attn(grid, grid, grid, need_weights=False)[0]
     found = model.layers[0].self_attn(grid, grid, grid, need_weights=False)[0]
     torch.testing.assert_close(found, doubled_value / 2)  # no biases: they are zero at first
+
+
+def test_the_fix_for_an_operator_of_ones_own_has_no_name() -> None:
+    operator = dataclasses.replace(ops.OPERATORS["siamese"], per=doubled)
+    with pytest.raises(ValueError, match=r"or insert a GridAttention\(channels, operator\)\.$"):
+        replace_attention(encoder(), operator)
+    assert GridAttention(8, operator).operator is operator
 
 
 def doubled(query: Tensor, summary: ops.Summary) -> int:

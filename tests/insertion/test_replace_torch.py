@@ -152,9 +152,12 @@ def test_padding_may_hold_anything(row: str) -> None:
         ({"key_padding_mask": torch.randn(2, 7)}, "fix: leave this layer out by where="),
         (
             {"key_padding_mask": torch.ones(2, 6, dtype=torch.bool)},
-            r"fix: one value per key: \(2, 1, 1, 7\)",
+            r"fix: one value per key: 7 in the last dimension, and a batch of 1 or 2",
         ),
-        ({"key_padding_mask": torch.ones(2, 7, dtype=torch.int)}, "boolean, True where a pair attends, or additive"),
+        (
+            {"key_padding_mask": torch.ones(2, 7, dtype=torch.int)},
+            r"boolean or additive \(floating point\), got torch",
+        ),
     ],
 )
 def test_what_no_summary_holds_is_refused(arguments: dict[str, object], text: str) -> None:

@@ -103,7 +103,7 @@ def test_fused_twice_and_pickled() -> None:
 
 def test_training_is_refused() -> None:
     net = small("sanet")
-    text = "CompactNet.fuse: batch norms in training still move; fix: module.eval().fuse()."
+    text = "CompactNet.fuse: batch norms still change in training; fix: module.eval().fuse()."
     with pytest.raises(ValueError, match=re.escape(text)):
         net.fuse()
     net.eval().rows[3].train()

@@ -22,10 +22,24 @@ from farfield.nn import GridAttention
         ({"project": "x"}, ValueError, "GridAttention: project='x' must be letters of \"qkvo\""),
         ({"project": "v", "inner_channels": 4}, ValueError, "inner_channels=4 needs queries and keys projected"),
         ({"project": "qv", "inner_channels": 4}, ValueError, "inner_channels=4 needs queries and keys projected"),
+        (
+            {"project": "vo", "inner_channels": 4},
+            ValueError,
+            'projected to them, got project=.vo.; fix: project="qkvo"',
+        ),
+        (
+            {"operator": "siamese_local", "project": "v", "inner_channels": 4},
+            ValueError,
+            'fix: project="qv" or leave inner_channels out',
+        ),
         ({"project": "qk", "value_channels": 4}, ValueError, 'value_channels=4 needs values projected.*project="qkv"'),
         ({"value_channels": 4, "residual": True}, ValueError, 'adds 8 channels to 4; fix: project="vo"'),
         ({"operator": "siamese_local", "project": "qkv"}, ValueError, 'siamese_local reads no keys; fix: project="qv"'),
-        ({"scale": 0.5}, ValueError, "averaged has no softmax of products to scale, got scale=0.5"),
+        (
+            {"scale": 0.5},
+            ValueError,
+            "averaged has no softmax of products to scale, got scale=0.5; fix: leave scale out",
+        ),
     ],
     ids=lambda value: None if not isinstance(value, dict) else ",".join(f"{k}={v}" for k, v in value.items()),
 )

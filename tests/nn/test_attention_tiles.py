@@ -157,5 +157,5 @@ def test_tiles_have_no_batch_statistics() -> None:
     attention = GridAttention(4, "averaged", coefficient_norm=True)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match=r"batch norm in training needs the whole grid; fix: \.eval\(\)"):
+    with pytest.raises(ValueError, match=r"batch norm in training needs the whole grid; fix: module\.eval\(\)"):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), size=(6, 6))

@@ -178,7 +178,7 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
             lambda: BaseBlock(8, 8, spatial_dims=4),
             ValueError,
             "BaseBlock: convolutions have 1, 2 or 3 spatial dims, got spatial_dims=4; "
-            "fix: fold further axes into the batch.",
+            "fix: one of these, with further axes folded into the batch.",
         ),
         (
             lambda: AttentionBlock(8, 8, "softmax", expansion=1),
@@ -203,6 +203,24 @@ def test_channels_last_stays(build: Callable[[], nn.Module]) -> None:
             ShapeError,
             "AttentionBlock: the grid must be (batch, 8, height, width).\n  grid  (2, 8, 5)\n"
             "  fix: a block for this grid: channels=8, spatial_dims=1.",
+        ),
+        (
+            lambda: BaseBlock(8, 8)(torch.randn(8, 5, 5)),
+            ShapeError,
+            "BaseBlock: the grid must be (batch, 8, height, width).\n  grid  (8, 5, 5)\n"
+            "  fix: add the batch, grid[None].",
+        ),
+        (
+            lambda: BaseBlock(8, 8)(torch.randn(2, 8, 3, 3, 3, 3)),
+            ShapeError,
+            "BaseBlock: the grid must be (batch, 8, height, width).\n  grid  (2, 8, 3, 3, 3, 3)\n"
+            "  fix: reshape the grid to (batch, 8, height, width).",
+        ),
+        (
+            lambda: SqueezeExcite(8)(torch.randn(8)),
+            ShapeError,
+            "SqueezeExcite: the grid must be (batch, 8, *size).\n  grid  (8,)\n"
+            "  fix: reshape the grid to (batch, 8, *size).",
         ),
         (
             lambda: SqueezeExcite(8)(torch.randn(2, 6, 5)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,6 +147,12 @@ def test_dropout_of_what_layers_add() -> None:
     assert not torch.equal(module(tokens), module(tokens))
 
 
+def test_few_tokens_of_a_pooled_operator_are_pooled() -> None:
+    row = dataclasses.replace(OPERATORS["factorized_gaussian"], keys_from=ops.pooled(2))
+    module, tokens = TransformerLayer(16, row, heads=2), torch.randn(2, 5, 16)
+    torch.testing.assert_close(module.attend(tokens, None), module.attention(tokens.mT).mT)
+
+
 def test_an_operator_of_ones_own() -> None:
     row = ops.Operator(coefficients=queries, basis=keys, per=OPERATORS["averaged"].per)
     module, named = TransformerLayer(16, row, heads=2), TransformerLayer(16, "averaged", heads=2)
@@ -182,3 +190,7 @@ def test_errors_name_the_fix() -> None:
         with pytest.raises(ShapeError, match=rf"mask must be boolean, \(batch, tokens\), got {mask.dtype}\.") as raised:
             module(torch.randn(2, 9, 16), mask=mask)
         assert "fix: True where a token is valid." in str(raised.value)
+    grid = torch.randn(2, 16, 3, 3)
+    with pytest.raises(ShapeError, match=r"fix: channels come last, e\.g\. grid\.flatten\(2\)\.mT"):
+        module(grid)
+    assert module(grid.flatten(2).mT).shape == (2, 9, 16)

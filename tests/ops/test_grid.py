@@ -77,6 +77,10 @@ def test_siamese_similarity_of_two_vectors_is_equation_3() -> None:
     want = reference.similarity(*(to_numpy(x) for x in (a, b, torch.cat([first, second]))))
     assert ops.siamese_similarity(a, b, first, second).item() == pytest.approx(want, rel=1e-14)
     assert ops.siamese_similarity(b, a, first, second).item() != pytest.approx(want)
+    with pytest.raises(
+        TypeError, match=r"siamese_similarity: a and other_weight must have one dtype, got .*float32; fix"
+    ):
+        ops.siamese_similarity(a, b, first, second.float())
 
 
 def test_pad_grids_makes_a_batch_and_its_mask() -> None:
@@ -116,6 +120,20 @@ def test_pad_grids_refuses(grids: list, error: type, text: str) -> None:
 def test_pooled_names_what_it_knows() -> None:
     with pytest.raises(LookupError, match=r"pooled: .*median.*max.*mean"):
         ops.pooled(2, "median")
+
+
+@pytest.mark.parametrize("size", [0, -1, (2, 0), ()], ids=str)
+def test_a_pooled_window_has_positions(size: int | tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"pooled: a window needs whole numbers from 1, got size=.*; fix: pooled\(2\)"):
+        ops.pooled(size)
+
+
+def test_a_pooled_window_has_the_spatial_dims_of_the_grid() -> None:
+    text = (
+        r"pooled: a window of \(1, 2, 2\) does not fit a grid of 2 spatial dims; fix: pooled\(2\), or a size of 2 numb"
+    )
+    with pytest.raises(ShapeError, match=text):
+        ops.pooled((1, 2, 2)).gather(torch.ones(1, 1, 4, 4))
 
 
 def test_masked_pooling_ignores_masked_positions_of_a_window() -> None:

@@ -464,7 +464,7 @@ def test_a_second_library_is_refused(on: None, monkeypatch: pytest.MonkeyPatch, 
     """Without the refusal torch ends the process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(
-        RuntimeError, match=r"cannot have two; fix: build it in a process of its own, farfield kernels --build"
+        RuntimeError, match=r"cannot load two; fix: build it in a process of its own, farfield kernels --build"
     ):
         kernels.build()
     assert list(tmp_path.iterdir()) == []

@@ -117,7 +117,7 @@ MISUSES = {
     "one refuses a channel": "ValueError: sharded_attention: a process refuses its arguments, so all do.\n"
     "  rank 0  its arguments fit\n  rank 1  ShapeError: GridAttention: grid must have the module's 4 channels, got 3.",
     "one refuses an operator": "rank 1  ValueError: sharded_attention: the summary of softmax_pooled is the grid",
-    "one refuses a dim": "rank 1  ShapeError: sharded_attention: dim=2 is out of range for a grid of 2 spatial dims",
+    "one refuses a dim": "rank 1  ShapeError: place_of_part: dim=2 is out of range for a grid of 2 spatial dims",
     "summaries": "ShapeError: all_gather_summary: the processes must have summaries of one shape and dtype.\n"
     "  rank 0  values",
     "one summary is the grid": "rank 1  ValueError: all_gather_summary: this summary is the grid itself",

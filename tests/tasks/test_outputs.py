@@ -65,7 +65,7 @@ def test_every_name_is_one_inside_the_folder_or_refused(name: str) -> None:
     folder = Path("/out/masks")
     for asked in (name, name.replace("/", "\\")):
         if PureWindowsPath(asked).name in ("", "..") or "\0" in asked:
-            with pytest.raises(ValueError, match=r"farfield predict: .* cannot be the name of a file; fix: name the"):
+            with pytest.raises(ValueError, match=r"farfield predict: .* cannot be the name of a file; fix: rename the"):
                 output_path(folder, asked, ".png", number=3)
             continue
         path = output_path(folder, asked, ".png", number=3)

@@ -1,4 +1,4 @@
-"""The command line: `farfield demo | operators | models | cost | measure | plan | maps | info | recipes`, and training.
+"""The command line `farfield`: tables of operators and costs, maps, a demo, recipes, and training (`COMMANDS`).
 
 Each command is a function `main(argv)` of a module that is imported only when the command runs.
 """
@@ -16,7 +16,7 @@ from farfield import __version__
 
 
 class Command(NamedTuple):
-    """A command: the module whose `main` runs it, the extra that it needs, empty for none, and what it does."""
+    """A command: the module whose `main` runs it, the extra that it needs ("" for none), and a summary."""
 
     module: str
     extra: str
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 # Errors whose message is enough for the user.
 MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
-# Subclasses of these that are faults of the program: they keep their traceback.
+# Subclasses of MESSAGES that are faults of the program: they keep their traceback.
 FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 
 
@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
-        SystemExit: With status 2 for a wrong command line or an error of the library, 130 if interrupted, 141 if the
-            output is closed before its end.
+        SystemExit: With status 2 for a wrong command line or an error of `MESSAGES`, whose text is printed; 130 if
+            interrupted; 141 if the output is closed before its end.
+        Exception: Any other error, those of `FAULTS`, and with `--debug` also those of `MESSAGES`.
     """
     parsed = parser().parse_args(argv)
     if parsed.command is None:
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's name; each command parses its own options."""
+    """Return the parser of the options before the command, and of its name; each command parses its own options."""
     width = max(len(name) for name in COMMANDS)
     listing = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def dispatch(name: str, arguments: list[str]) -> None:
-    """Import the module of a command and run it."""
+    """Import the module of a command and run it; raise for an unknown command or a package that is not installed."""
     if name not in COMMANDS:
         # Imported here: it loads torch, which --help and --version do not need.
         from farfield._checks import unknown

@@ -1,4 +1,4 @@
-"""Configurations of runs, as YAML: only plain values, so that reading one executes nothing; errors name the file."""
+"""Read configurations of runs: YAML of plain values only, so that nothing in a file is executed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def read_configuration(file: Path) -> dict[str, Any]:
         Its entries, which have plain values.
 
     Raises:
-        ValueError: If it is not YAML, has other than plain values, or names a class by something else than a string.
-            The text has the file and the fix.
+        OSError: If it cannot be read.
+        ValueError: If it is not YAML, too long or too deeply nested, if a value is not plain, if the name of a class is
+            not a string, or if the arguments of a class have no names. The text has the file and the fix.
     """
     text = read_text(file)
     try:
@@ -75,7 +76,7 @@ def check_classes(file: Path, place: str, value: Any) -> None:
 
 
 def entry(file: Path, values: dict[str, Any], name: str, place: str, expected: type, fix: str) -> Any:
-    """Return an entry, None if there is none; raise if its type is not the expected one."""
+    """Return an entry, None if there is none; raise a `ValueError` if its type is not the expected one."""
     value = values.get(name)
     if value is not None and not isinstance(value, expected):
         raise ValueError(f"{file}: {place}{name} is {kind(value)}; fix: {fix}.")

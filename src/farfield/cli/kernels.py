@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With status 2 for a wrong option.
+        RuntimeError: With `--build`, if the kernels cannot be compiled; the text has the reason.
     """
     parser = argparse.ArgumentParser(prog="farfield kernels", description=kernels_table.__doc__, allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile them for this processor and this torch")
@@ -35,7 +36,7 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
         {"what": "library", "value": str(kernels.path())},
         {
             "what": "take",
-            "value": "contiguous float32 grids on a CPU; for Kronecker operators with 2 or more spatial dims",
+            "value": "contiguous float32 grids on a CPU: Kronecker operators (2 or more spatial dims), siamese ones",
         },
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]

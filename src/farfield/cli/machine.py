@@ -30,7 +30,7 @@ def machine_rows() -> list[Row]:
 
 
 def devices() -> str:
-    """Return the accelerators that PyTorch finds."""
+    """Return the accelerators that PyTorch can use, as text."""
     if torch.cuda.is_available():
         return ", ".join(
             f"cuda:{index} {torch.cuda.get_device_name(index)} "

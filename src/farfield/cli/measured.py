@@ -18,7 +18,7 @@ SAME = 1e-4
 
 
 def measure_all(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
-    """Measure each operator on each grid; softmax, if selected, runs first, because the others are compared with it."""
+    """Measure each operator on each grid; softmax, if selected, is first: the others are compared with it."""
     device = torch.device(arguments.device)
     names = sorted(names, key=lambda name: name != "softmax")
     rows: list[Row] = []
@@ -72,5 +72,5 @@ def attention_for(name: str, arguments: argparse.Namespace) -> GridAttention:
 
 
 def same(output: torch.Tensor, known: torch.Tensor) -> bool:
-    """Return whether two outputs differ by rounding only."""
+    """Return whether two outputs differ by no more than float32 rounding."""
     return bool((output - known).norm() <= SAME * known.norm())

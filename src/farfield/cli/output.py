@@ -15,7 +15,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key of its value in a row, its heading, and the function that formats the value for people."""
+    """One column of a table for people.
+
+    Attributes:
+        key: The key of its value in a row.
+        heading: The text above it.
+        text: The function that formats the value.
+        left: Whether it is aligned left, and not right.
+    """
 
     key: str
     heading: str
@@ -25,12 +32,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values, and how they are shown to people.
+    """Rows of raw values, and the columns that show them to people.
 
     Attributes:
         title: The line above the table.
         columns: The columns in order; a row may have more values than these.
-        rows: Key -> value; None where there is none.
+        rows: Each maps keys to values; None where there is none.
         notes: Lines below the table.
     """
 
@@ -41,7 +48,7 @@ class Table:
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
-    """Add the options that print a command's table for scripts."""
+    """Add `--json` and `--csv`, which print a command's table for scripts."""
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print a JSON list with one object per row, raw values")
     formats.add_argument("--csv", action="store_true", help="print comma-separated raw values")
@@ -58,7 +65,7 @@ def show(table: Table, arguments: argparse.Namespace) -> None:
 
 
 def write_csv(rows: list[Row]) -> None:
-    """Print rows as CSV below their keys, a list as words separated by spaces."""
+    """Print rows as CSV, with a header of their keys; a list becomes words separated by spaces."""
     writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:
@@ -94,22 +101,22 @@ def format_value(column: Column, row: Row) -> str:
 
 # ---- units -----------------------------------------------------------------------------------------------------------
 def millions(number: float) -> str:
-    """Format MACs as the papers do."""
+    """Format MACs in millions, as the papers do, or unchanged below 5,000."""
     return f"{number / 1e6:,.2f}m" if number >= 5000 else f"{number:,.0f}"
 
 
 def megabytes(number: float) -> str:
-    """Format bytes as KAN does."""
+    """Format bytes in units of 10**6, as KAN does, or of 10**3 below 50,000."""
     return f"{number / 1e6:,.1f}MB" if number >= 50_000 else f"{number / 1e3:,.1f}kB"
 
 
 def megabytes_finely(number: float) -> str:
-    """Format bytes as SAN does."""
+    """Format bytes in units of 10**6 with two decimals, as SAN does, or of 10**9 from there."""
     return f"{number / 1e6:,.2f}MB" if number < 1e9 else f"{number / 1e9:,.2f}GB"
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time with about three digits."""
+    """Format seconds as milliseconds: one decimal, or three below 10 ms."""
     return f"{1e3 * seconds:,.1f}ms" if seconds >= 0.01 else f"{1e3 * seconds:.3f}ms"
 
 

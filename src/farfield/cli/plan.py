@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With status 2 for a wrong option.
+        ValueError: If heads do not divide the channels, the projections are not letters of "qkvo", or this machine does
+            not have the device.
     """
     parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
     parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
@@ -94,12 +96,12 @@ def plan_table(arguments: argparse.Namespace) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Format a short or long time."""
+    """Format seconds, as milliseconds below 1."""
     return f"{seconds:,.1f}s" if seconds >= 1 else milliseconds(seconds)
 
 
 def table_row(plan: Plan) -> Row:
-    """Return the raw values of one operator."""
+    """Return the raw values of one operator, under the keys of `plan_table`'s columns."""
     row: Row = {"operator": plan.operator, "fits": plan.fits}
     for key, needs in (("forward", plan.forward), ("training", plan.training)):
         row |= {f"macs_{key}": needs.macs, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}

@@ -1,6 +1,6 @@
 """`farfield recipes`: the training configurations that farfield ships; `--config` finds them by name.
 
-farfield recipes                          # what there is, what it needs, and what it reaches
+farfield recipes                          # the list, with the cost and the result of each
 farfield recipes imagenette               # the recipe itself
 farfield recipes --copy imagenette        # a copy in this folder, to change
 farfield fit --config imagenette
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
         name: Its name.
         task: The task of the training.
         what: What is trained, and on what.
-        fields: The fields of the comment that it has, by the keys of `FIELDS`' values.
+        fields: The fields that its comment has, under the values of `FIELDS`, such as "to_reach".
     """
 
     name: str
@@ -137,8 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The command line without the program's name; None takes it from the system.
 
     Raises:
+        SystemExit: With status 2 for a wrong option.
         LookupError: For an unknown recipe.
         FileExistsError: For a copy that would replace a file.
+        FileNotFoundError: For a copy to a folder that does not exist.
     """
     parser = argparse.ArgumentParser(
         prog="farfield recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def listing(recipes: Sequence[Recipe]) -> list[str]:
-    """Format what each recipe trains, takes and reaches, as wide as the terminal."""
+    """Format the training, the cost and the result of each recipe, up to 160 characters wide, as the terminal is."""
     width = max(len(recipe.name) for recipe in recipes) + 2
     wrap = textwrap.TextWrapper(min(shutil.get_terminal_size((120, 24)).columns, 160), subsequent_indent=" " * width)
     lines = []

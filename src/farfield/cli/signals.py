@@ -19,9 +19,9 @@ from farfield.tasks.logs import newest_run
 class Stop(Callback):
     """Exit a command of Lightning at once on a signal, with status 128 + its number and a message.
 
-    Lightning itself waits for the end of a batch, which `predict` never checks, and then exits with status 0, which a
+    On SIGTERM, Lightning itself stops at the end of a batch (in `predict` never) and exits with status 0, which a
     scheduler takes for success; on Ctrl-C it exits with 1. Files are written under another name and then renamed, so
-    exiting at any line is safe.
+    they are never incomplete, wherever the process exits.
 
     Args:
         command: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -43,8 +43,8 @@ class Stop(Callback):
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            # A command in the background of a shell ignores Ctrl-C and must keep ignoring it; None is a handler that
-            # is not Python's, which stays too.
+            # A command in the background of a shell ignores Ctrl-C and must keep ignoring it. None stands for a handler
+            # that Python did not install; it stays too.
             self.handlers = {
                 number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)
             }
@@ -64,7 +64,7 @@ class Stop(Callback):
             raise SystemExit(128 + self.number) from None
 
     def register(self) -> None:
-        """Register `leave` for the signals, also in place of Lightning's handlers, set before the loops start."""
+        """Register `leave` for the signals, also in place of handlers that Lightning sets before its loops start."""
         for number in self.handlers:
             signal.signal(number, self.leave)
 

@@ -51,6 +51,9 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With status 2 for a wrong option.
+        LookupError: For an unknown operator or network.
+        ValueError: For heads or projections that an operator does not support.
+        RuntimeError: For a device that this machine does not have.
     """
     name, *options = argv
     describe, build = COMMANDS[name]
@@ -81,7 +84,7 @@ def grid_size(text: str) -> tuple[int, ...]:
 
 
 def grid_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of grid, heads, projections and operators."""
+    """Add the options for the grid, the heads, the projections and the operators."""
     parser.add_argument("--channels", type=number, default=8, help="channels of the grid (default: %(default)s)")
     parser.add_argument("--batch", type=number, default=8, help="samples (default: %(default)s, as in KAN Table 2)")
     parser.add_argument("--heads", type=number, default=1, help="default: %(default)s")
@@ -210,7 +213,7 @@ def cost_table(arguments: argparse.Namespace) -> Table:
     notes = [
         f"MACs and memory: by the papers' formulas; saving: compared with softmax.{printed}",
         "MACs executed: by this library's code, which reduces values before it projects them. Held: its activations.",
-        "Sent: by each process if the grid is spread over several; nothing for operators whose summary is the grid.",
+        "Sent: by each process of a grid spread over several; empty for operators with a summary as large as the grid.",
     ]
     return Table(title, columns, rows, notes)
 

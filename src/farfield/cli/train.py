@@ -94,9 +94,9 @@ TASKS = {
 
 
 class Training(LightningCLI):
-    """The command line of `farfield fit`, `validate`, `test` and `predict`; building an instance runs the command.
+    """The command line of `farfield fit`, `validate`, `test` and `predict`; creating an instance runs the command.
 
-    It adds to Lightning's command line the folder of a run and the files in it, listed in the docstring of this module.
+    To Lightning's command line it adds the folder of a run and its files, which the docstring of this module lists.
 
     Args:
         args: The command line without the program's name; None reads `sys.argv`.
@@ -165,8 +165,8 @@ class Training(LightningCLI):
             run = newest_run(root, file)
             if run is None and self.subcommand != "fit":
                 last = newest_run(root, "checkpoints/last.ckpt")
-                fix = "--ckpt_path last: no epoch was validated yet" if last else "--trainer.default_root_dir"
-                raise CheckpointError(f"no run in {root} has {file}; fix: {fix}, or the file's path.")
+                fix = "--ckpt_path last, as no epoch was validated yet" if last else "--trainer.default_root_dir FOLDER"
+                raise CheckpointError(f"no run in {root} has {file}; fix: {fix}, or --ckpt_path FILE.")
             if run is None:
                 rank_zero_warn(f"farfield fit: {root} has no run to resume; starting a new one.")
             self.folder = run or self.folder
@@ -175,7 +175,7 @@ class Training(LightningCLI):
         checkpoint = read(Path(config.ckpt_path)) if config.ckpt_path else {}
         if self.subcommand == "fit" and config.ckpt_path and "optimizer_states" not in checkpoint:
             fix = (
-                "the last.ckpt of a run, or --model.network farfield.models.from_pretrained to start from saved weights"
+                "the last.ckpt of a run, or --model.network farfield.models.from_pretrained to train from these weights"
             )
             raise CheckpointError(f"{config.ckpt_path} has weights but no training state to resume; fix: {fix}.")
         self.resumed_at = checkpoint.get("global_step")
@@ -186,7 +186,7 @@ class Training(LightningCLI):
             rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network has its initial weights.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer with the run's loggers and atomic checkpoints; evaluation writes nothing to the run."""
+        """Build the trainer with the run's loggers (by default for `fit` only) and atomic checkpoints."""
         config = self._get(self.config_init, "trainer")
         fits = self.subcommand == "fit"
         if not fits:
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         FolderError: For a folder that cannot be trained on.
         CheckpointError: For a checkpoint that cannot be read or written, or is of another network.
         ValueError: For a trainer that cannot be built on this machine, or with these options.
-        LookupError: For an unknown name after `--model.network`.
+        LookupError: For an unknown recipe, task, or network after `--model.network`.
     """
     # The current folder is the last place searched for the user's own networks and data.
     if os.getcwd() not in sys.path:
@@ -266,7 +266,7 @@ def last_checkpoint() -> ModelCheckpoint:
 
 
 def _find_task(argv: Sequence[str]) -> str:
-    """Find the task, on which the parser depends: the first `--task`, else `task:` of the last recipe."""
+    """Find the task, on which the parser depends: the first `--task`, else `task:` of the last file that has one."""
     named, in_recipes = [], ["classify"]
     for place, word in enumerate(argv):
         option, equals, value = word.partition("=")
@@ -282,7 +282,7 @@ def _find_task(argv: Sequence[str]) -> str:
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
-    """Read a recipe and check it before Lightning does: errors of Lightning do not name the file, or are not raised."""
+    """Read a recipe and check it before Lightning does, whose errors do not name the file or are not raised at all."""
     recipe = read_configuration(file)
     for part in PARTS:
         # A part may be the path of another file, as in all command lines of Lightning.
@@ -295,7 +295,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _expand_names(argv: Sequence[str]) -> list[str]:
-    """Replace names: of `models.MODELS` after `--model.network` by its builder's path, of recipes by their file's."""
+    """Replace the name of a network after `--model.network` by its builder's path, that of a recipe by its file's."""
     expand: dict[str, Callable[[str], str]] = {NETWORK: _expand_name, **dict.fromkeys(CONFIG, find_configuration)}
     words = list(argv)
     for place, word in enumerate(words):

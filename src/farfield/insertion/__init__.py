@@ -1,9 +1,9 @@
 """Global attention in existing models, without changing or renaming their weights.
 
-`insert` puts a module after any place of a model and leaves the output as it was; `remove` takes it out again.
-`detector_places` and `resnet_places` translate the papers' names of places into module paths. `replace_attention`
-replaces the softmax attention of a transformer by another operator of `ops.OPERATORS`; `register_transformers`
-registers the operators with Hugging Face's transformers by name.
+`insert` adds a new module after any module of a model; if the new one starts as the identity, the model's output stays
+the same. `remove` takes it out again. `detector_places` and `resnet_places` translate the papers' names of places into
+module paths. `replace_attention` replaces the softmax attention of a transformer by another operator of
+`ops.OPERATORS`; `register_transformers` registers the operators with Hugging Face's transformers by name.
 """
 
 from farfield.insertion._insert.api import insert, remove

@@ -14,7 +14,7 @@ from farfield._checks import unknown
 # Name of the child module that holds an addition.
 CHILD = "farfield"
 
-# Names of the stages of a residual network in the papers: one less than in Detectron.
+# Names of the stages of a residual network in the papers; their numbers are one less than in Detectron.
 STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
 LEVELS = {f"fpn{level + 1}": f"fpn[{entry}]" for level, entry in enumerate((0, 1, 2, 3, "pool"))}
 # Every other block of conv3_x and conv4_x in a network of 50 layers, Wang et al. 2018.
@@ -26,7 +26,7 @@ def detector_places(*names: str) -> list[str]:
 
     The names are those of Factorized Attention, which counts stages as torchvision does: res4 is `layer4`, Detectron's
     "res5". The levels of the pyramid are entries of its output, so attention at one level changes that level alone: the
-    top-down path and fpn5, which is computed from fpn4, use the grids before attention.
+    top-down path uses the grids before attention, and so does fpn5, which is computed from fpn4.
 
     Args:
         names: "res1" to "res4" (stages of the backbone), "fpn1" to "fpn5" (levels of the pyramid; fpn5 is "pool"),
@@ -108,7 +108,7 @@ def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> di
 
     Raises:
         LookupError: If a path matches nothing.
-        ValueError: If two paths lead to one module, or there are none.
+        ValueError: If two paths lead to one module, if no path is given, or if one is not of the form `path[entry]`.
     """
     places: dict[Place, nn.Module] = {}
     for pattern in [where] if isinstance(where, str) else where or ():
@@ -118,7 +118,7 @@ def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> di
             raise no_match(caller, model, path)
         places |= {Place(name, entry): module for name, module in matches}
     if not places:
-        raise ValueError(f"{caller}: where names no place; fix: give one path at least.")
+        raise ValueError(f"{caller}: where names no place; fix: give at least one path.")
     paths: dict[int, str] = {}
     for place, module in places.items():
         other = paths.setdefault(id(module), place.path)
@@ -128,7 +128,7 @@ def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> di
 
 
 def split_entry(caller: str, text: str) -> tuple[str, str | None]:
-    """Split `"fpn[pool]"` into `("fpn", "pool")`."""
+    """Split `"fpn[pool]"` into `("fpn", "pool")`, and `"layer4"` into `("layer4", None)`."""
     match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
     if match is None:
         raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
@@ -136,7 +136,7 @@ def split_entry(caller: str, text: str) -> tuple[str, str | None]:
 
 
 def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over modules whose path matches; `*` matches any part of one segment, but never an addition."""
+    """Iterate over the modules whose path matches; `*` stands for any part of one segment, never for an addition."""
     matches = [("", model)]
     for segment in path.split(".") if path else ():
         form = re.compile(re.escape(segment).replace(r"\*", ".*"))
@@ -150,7 +150,7 @@ def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
-    """Return the error for a path that matches nothing: children where the match ends, and the nearest paths."""
+    """Return the error for a path that matches nothing: the children where the match ends, and the nearest paths."""
     segments = path.split(".")
     stems = [".".join(segments[:end]) for end in reversed(range(len(segments)))]
     stem, parent = next((stem, module) for stem in stems for _, module in matching(model, stem))

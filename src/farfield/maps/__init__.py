@@ -2,8 +2,8 @@
 
 `attention_row` returns the weights of all positions for one query, `basis_masks` the weights of all positions in each
 slot, `axis_maps` the weights between the indices of the axes, `norm_scales` the learned scales of the norms. `health`
-measures the size of the responses and of the gradients of their projections. `layers` finds the attention modules of a
-network and the grids that they are called with; `overlay` draws weights over an image.
+measures the size of the responses and the gradients of the projections. `layers` returns the attention modules of a
+network with the grids that they are called with. `overlay` draws weights over an image.
 """
 
 from farfield.maps.basis import axis_maps, basis_masks

@@ -1,4 +1,4 @@
-"""Basis masks, the weights of positions in the slots; and axis maps, the weights between the indices of the axes."""
+"""Basis masks, the weights of positions in the slots, and axis maps, the weights between the indices of the axes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def basis_masks(
 ) -> Float[Tensor, "b h r *n"]:
     """Return the weight of each key position in each slot.
 
-    `mask_rj = basis_r(k_j) / per_r`: a slot is Σ_j mask_rj v_j, and the attention row of a position is
-    Σ_r coefficients_r(q_i) mask_r, the masks of all slots weighted by the position's coefficients.
+    `mask_rj = basis_r(k_j) / per_r`
 
-    All queries of an operator with a basis share these masks and differ only in their coefficients. The masks of
-    factorized_gaussian sum to 1, those of factorized, averaged and siamese have any sum and sign.
+    Slot r is Σ_j mask_rj v_j. The attention row of position i is Σ_r coefficients_r(q_i) mask_r. All queries share
+    these masks and differ only in their coefficients. The masks of factorized_gaussian sum to 1, those of factorized,
+    averaged and siamese have any sum and sign.
 
     Args:
-        attention: The module, of an operator with a basis.
+        attention: A module whose operator has a basis.
         grid: The grid that keys and values come from.
-        mask: Its valid positions; others have weight 0.
+        mask: True where a position is valid; others have weight 0.
 
     Returns:
         `(b, heads, slots, *n)`, in float32 at least: slots are the key channels of a head, or the terms of siamese.
@@ -41,9 +41,10 @@ def basis_masks(
     Raises:
         ValueError: If the operator has no basis: each position, or each index of an axis, is its own slot.
         ShapeError: If the grid or the mask does not fit the module.
+        TypeError: If `attention` is not a `GridAttention`, or the dtype of the grid or the mask does not fit.
 
     Cost:
-        One projection of the keys, no other MACs, and as many numbers as the keys have.
+        The MACs of one projection of the keys, and memory for a few tensors of the size of the result.
 
     Reference: FA Figure 7, FA Figure 1.
 
@@ -71,7 +72,7 @@ def basis_masks(
         weights = (basis * valid[:, None]).sum(-1, keepdim=True)
         summary = Summary(weights, weights, valid[:, None].sum(-1, keepdim=True), None, peak)
         masks = basis / operator.per(key, summary)
-        # The adjoint of the gather: the weight of a pooled position goes to its window, that of a sum to its terms.
+        # The gradient of the gather spreads a pooled position's weight over its window, a sum's over its terms.
         value = masks.new_ones(()).expand(len(grid), masks.shape[1] * masks.shape[2], *grid.shape[2:])
         with torch.enable_grad():
             positions = operator.keys_from.gather(value.requires_grad_(), grids.key_mask).positions
@@ -88,33 +89,38 @@ def axis_maps(
     mask: Bool[Tensor, " b *m"] | None = None,
     context_mask: Bool[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b h a s"]:
-    """Return the weight of the mean of each index of each axis, for operators whose keys and values are axis means.
+    """Return the weight of each axis mean of the keys, for operators whose keys and values are axis means.
 
-    `map_as = softmax_s(k̄_sᵀ q_a)`, with k̄ the axis means of the keys and q_a a query: an axis mean or a position.
+    `map_as = softmax_s(scale · k̄_sᵀ q_a)`, with k̄_s the key of an axis mean and q_a a query: an axis mean or a position
 
-    Under kronecker_qkv the queries are axis means too, and the response of a position is the sum of the responses of
-    its index on each axis (less their common mean where it is counted more than once, which is not shown). Under
-    kronecker_kv every position has its own query, so `position` is needed. The columns are the axes one after the
-    other, in the grid's order: for an image Σ size = height + width, and `map.split(size, -1)` separates them.
+    There is one axis mean for each index of each axis. The last dimension of the map holds the axes one after the
+    other, in the grid's order: for an image it is height + width long, and `maps.split(size, -1)` separates them.
+
+    The queries of kronecker_qkv are axis means too, and the response of a position is the sum of the responses of its
+    index on each axis. The map does not show the correction that counts the mean of these responses once. Under
+    kronecker_kv every position has its own query, so `position` is needed.
 
     Args:
         attention: The module; a norm of its coefficients uses its running statistics.
         grid: The query grid.
         position: The index of the query position on each axis; None, under kronecker_qkv only, for all indices.
         context: The grid that keys and values come from; by default the query grid.
-        mask: The valid positions of the query grid.
-        context_mask: The valid positions of the context; an index without one has weight 0.
+        mask: True where a position of the query grid is valid.
+        context_mask: True where a position of the context is valid; an index without a valid position has weight 0.
 
     Returns:
-        `(b, heads, a, Σ n)`, in float32 at least: a = 1 for a position of kronecker_kv; for kronecker_qkv one index of
-        each axis, or without a position all Σ m of them.
+        `(b, heads, a, Σ n)`, in float32 at least. For kronecker_kv, a = 1. For kronecker_qkv, a is the number of axes
+        with a position (one index of each axis), and Σ m without.
 
     Raises:
-        ValueError: If keys and values of the operator are not axis means, or a position is missing.
+        ValueError: If the operator's keys are not axis means, a position is missing, or there is a context mask without
+            a context.
         ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
+        TypeError: If `attention` is not a `GridAttention`, or the dtype of a grid or mask does not fit.
 
     Cost:
-        a·c·Σ n MACs, and the axis means; Σ m · Σ n numbers at most, which is 4·N for a square image of N positions.
+        a·c·Σ n MACs per sample, and the axis means. The map has Σ m · Σ n numbers per sample and head at most, which is
+        4·N for a square image of N positions.
 
     Reference: KAN Eq. 16, KAN Eq. 17.
 
@@ -147,13 +153,13 @@ def axis_maps(
 
 
 def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ...] | None) -> Tensor:
-    """See `axis_maps`."""
+    """Compute `axis_maps` from grids and a position that are checked."""
     operator, size = attention.operator, grids.query.shape[2:]
     call, sums = read_call(attention, grids.key), operator.keys_from.gather(grids.key, grids.key_mask)
     key, ones = project_keys(call, sums), sums.valid[:, None]
     queries, valid = operator.queries_from.gather(grids.query, grids.query_mask)
     if position is not None:
-        # One index of each axis, in the concatenation of all axes; or one index of all positions, in their order.
+        # Queries are all axes concatenated, of which each axis has one index; or all positions, in row-major order.
         columns = [sum(size[:axis]) + index for axis, index in enumerate(position)]
         if operator.queries_from.side_by_side:
             columns = [sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))]

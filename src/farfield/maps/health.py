@@ -22,17 +22,17 @@ class Health(NamedTuple):
     """Measurements of one attention module of a network.
 
     Attributes:
-        layer: The path of the module; for its second call `path (call 2)`.
+        layer: The path of the module in the network; for its second call `path (call 2)`.
         operator: The name of its operator.
         identity: Whether its output projection is zero, so that the module is the identity. The numbers are then those
-            after `output.reset_parameters()`, without a bias.
-        cut: Whether no gradient reaches the response, as behind a gate that is 0. The gradients are then computed from
-            random numbers in its place.
-        response: The standard deviation of the response over positions, as a share of that of the grid.
-        constant: The share of the response's mean square that is the same at all positions.
+            after `output.reset_parameters()`, with a bias of 0.
+        cut: Whether no gradient reaches the response, as behind a gate that is 0. `gradients` and `host` are then those
+            of a random gradient of the response.
+        response: The standard deviation of the response over positions, divided by that of the grid.
+        constant: The share of the response's mean square that its mean over positions has.
         gradients: Projection -> the norm of its gradient divided by that of its weight, as a share of the largest of
             the layer. `weight` is w of siamese operators.
-        host: The norm of the gradient of the layer's inputs, as a share of the norm of the gradient of its response.
+        host: The norm of the gradient of the module's inputs, divided by the norm of the gradient of its response.
     """
 
     layer: str
@@ -53,24 +53,26 @@ def health(model: nn.Module, example: Any) -> list[Health]:
 
     A network can train well although its attention has no effect: the response is so small, or so nearly constant over
     positions, that it does not change the output, and the projections get no gradient that would change this. It can be
-    measured before the first step. A response below 0.01, or a projection below 0.001 of the largest, is a bad start.
+    measured before the first step. If `response` is below 0.01, or one of `gradients` below 0.001, the attention is
+    likely to stay without effect.
 
-    The model runs forward and backward once, in the mode that it is in: call `train()` before training, because norms
-    have no running statistics yet. The loss is a sum of all outputs with random weights. Then each layer is measured
-    separately, on the inputs that it got. A layer that is the identity, because its output projection is zero, is
-    measured with a random output projection. All this is done with a copy: the model does not change.
+    The model runs forward and backward once, in the mode that it is in. Before training, call `model.train()` first,
+    because the norms have no running statistics yet. The loss is a sum of all outputs with random weights. Then each
+    module is measured separately, on the inputs of its call. A module that is the identity, because its output
+    projection is zero, is measured with a random output projection. All this is done with a copy: the model and the
+    random states do not change.
 
     Args:
-        model: Any network, also in the form of a task.
+        model: Any network, or a task of `farfield.tasks`.
         example: The model's input, normalised as in training: a tensor, a tuple of arguments, or a dict of keyword
             arguments. Use a batch of images: batch norm sets the means of a single image to 0, and the means of noise
             are nearly constant, while most operators use differences of means.
 
     Returns:
-        One entry for each call of a `GridAttention`, in the order they run.
+        One entry for each call of a `GridAttention`, in the order of the calls.
 
     Cost:
-        One training step, one more of the attention alone, and a copy of the model.
+        A forward and a backward pass of the model and of each attention module, and a copy of the model.
 
     Example:
         >>> import torch
@@ -93,11 +95,11 @@ def health(model: nn.Module, example: Any) -> list[Health]:
 
 
 def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tensor | None]]:
-    """Run a model forward and backward; return its layers and the gradient of each response, None without one."""
+    """Run a model forward and backward; return its layers and the gradient of each response, or None if it has none."""
     kept: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, response: Tensor) -> Tensor:
-        # Gradients start here if nothing before requires them, as in a frozen network.
+        # If nothing before requires gradients, as in a frozen network, the response itself has to.
         kept.append(response if response.requires_grad else response.detach().requires_grad_())
         # Copied: the next module may work in place.
         return kept[-1].clone()
@@ -122,7 +124,7 @@ def is_identity(attention: GridAttention) -> bool:
 
 
 def reset_output(attention: GridAttention) -> None:
-    """Draw the weight of the output projection and set its bias to 0: a bias is no part of the operator's response."""
+    """Draw the output projection's weight and set its bias to 0, which is not part of the operator's response."""
     linear = attention.output
     if linear is not None:
         linear.reset_parameters()
@@ -183,12 +185,14 @@ class Spread(NamedTuple):
 
 
 def spread(grid: Tensor, mask: Tensor | None) -> Spread:
-    """Return the `Spread` of a grid over its valid positions, for all channels and samples together."""
+    """Return the `Spread` of a grid over the valid positions of each sample, averaged over channels and samples."""
     values, valid = flatten(grid.detach().to(accumulation(grid.dtype)), mask)
-    mean = values.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
-    return Spread(float(mean.square().mean().sqrt()), float(((values - mean) * valid).square().mean().sqrt()))
+    count = valid.sum(-1, keepdim=True).clamp_min(1)
+    mean = values.sum(-1, keepdim=True) / count
+    variance = ((values - mean) * valid).square().sum(-1, keepdim=True) / count
+    return Spread(float(mean.square().mean().sqrt()), float(variance.mean().sqrt()))
 
 
 def noise(like: Tensor, seed: int = 0) -> Tensor:
-    """Return random numbers in the shape of a tensor, independent of the global random state."""
+    """Return normal random numbers of a tensor's shape, dtype and device, independent of the global random state."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)

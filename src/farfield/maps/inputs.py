@@ -1,4 +1,4 @@
-"""The common start of all maps: checked query and key grids, and the queries and keys projected from them."""
+"""Shared by the maps: checks of the query and key grids, and the projection of queries and keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_grids(
     mask: Tensor | None,
     context_mask: Tensor | None,
 ) -> Grids:
-    """Check the arguments of a map as the module checks those of a call; return the grids."""
+    """Check the arguments of a map as `GridAttention.forward` checks its own; return the grids."""
     if not isinstance(attention, GridAttention):
         kind = type(attention).__name__
         fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
@@ -45,7 +45,8 @@ def read_grids(
     check_input(attention, grid, mask)
     if context is None:
         if context_mask is not None:
-            raise ValueError(f"{caller}: context_mask is the mask of a context, and there is none; fix: mask=….")
+            fix = "give the context too, or, for the mask of the grid, mask= instead of context_mask="
+            raise ValueError(f"{caller}: got context_mask but no context; fix: {fix}.")
         context, context_mask = grid, mask
     else:
         check_input(attention, context, context_mask, name="context", mask_name="context_mask")
@@ -59,12 +60,12 @@ def read_grids(
 
 
 def normal(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it was made in inference mode: autograd refuses inference tensors."""
+    """Return the tensor, or a copy if it was created in inference mode, which autograd cannot use."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Check that a position lies in a grid."""
+    """Raise ShapeError for a position that does not lie in a grid; return it as a tuple."""
     position, size = tuple(position), tuple(grid.shape[2:])
     if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
         middle = tuple(length // 2 for length in size)
@@ -74,7 +75,7 @@ def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[i
 
 
 def read_call(attention: GridAttention, grid: Tensor) -> Call:
-    """Return the operator with detached projections of queries and keys, and with a norm only if it norms products."""
+    """Return the operator with detached projections of queries and keys, and the norm only if it is one of products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
     query, key = (
         Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)

@@ -33,12 +33,11 @@ class Layer(NamedTuple):
 def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """Run a network once and return every `GridAttention` in it with the grids that it is called with.
 
-    It finds attention in farfield's own networks, in your networks, and where `insert` put it into a model of another
-    library. The maps of a layer are those of its module and its grids:
-    `attention_row(layer.attention, layer.grid, position)`.
+    The network may be one of farfield's, your own, or a model of another library after `insert`. A map of a layer takes
+    its module and its grid: `attention_row(layer.attention, layer.grid, position)`.
 
     Args:
-        network: Any network; it runs in eval mode and without gradients, and then returns to the mode it was in.
+        network: Any network. It runs in eval mode and without gradients; then its modules are in their old modes again.
         inputs: The inputs of the network, normalised as in training.
 
     Returns:
@@ -62,7 +61,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
 
 @contextmanager
 def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
-    """Record every call of an attention module in the dictionary, in the order of the calls."""
+    """Record every call of an attention module within the context, in a dictionary as `layers` returns."""
     recorded: dict[str, Layer] = {}
     names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
 
@@ -84,7 +83,7 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
 
 @contextmanager
 def eval_mode(network: nn.Module) -> Iterator[None]:
-    """Put a network in eval mode, and then each of its modules back in the mode it was in."""
+    """Put a network in eval mode within the context, and each of its modules back in its old mode after it."""
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:

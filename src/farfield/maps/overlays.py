@@ -22,17 +22,18 @@ LUMINANCE = (0.299, 0.587, 0.114)
 def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Float[Tensor, "3 y x"]:
     """Draw weights over an image: bright where they are large, blue where they are negative, dark where they are 0.
 
-    The image is darkened to grey and the weights are interpolated between the centres of the positions. Colours are
-    full where a weight is among the largest hundredth and at least a quarter of the largest: after a softmax one or two
-    positions can be far above all others, which would otherwise not be visible. So two overlays compare shapes, not
-    sizes.
+    The image is darkened to grey and the weights are interpolated between the centres of the positions. A weight has
+    its full colour if its absolute value is among the largest hundredth of all and at least a quarter of the largest:
+    after a softmax one or two weights can be far above the others, which a scale up to the largest would hide. Each
+    overlay has its own scale, so the colours of two overlays are not comparable.
 
     Args:
-        image: Colours in 0..1.
-        weights: An attention row of one head or the mean of several, a basis mask, any map of positions; of any size.
+        image: Colours in 0..1, red, green and blue.
+        weights: An attention row of one head or the mean of several, a basis mask, or any other map of positions. Its
+            size may differ from the image's.
 
     Returns:
-        The image, of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.
+        A new image of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.
 
     Raises:
         ShapeError: If the image is not `(3, height, width)` or the weights are not `(height, width)`.

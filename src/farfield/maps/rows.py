@@ -26,31 +26,32 @@ def attention_row(
 ) -> Float[Tensor, "b h *n"]:
     """Return the weight of each key position for the query of one position.
 
-    `row_j = ∂ response_position / ∂ v_j`: responses are linear in the values, so one derivative of one response is the
-    row of the attention matrix, also of operators that never form one.
+    `row_j = ∂ response_position / ∂ v_j`: responses are linear in the values, so the derivative of one response is a
+    row of the implied attention matrix, also for operators that never form this matrix.
 
     Rows sum to 1 where the operator normalises (kronecker_qkv_literal: to the number of spatial dims); those of
     siamese, averaged, dot and factorized have any sum and sign. The norm of responses and the projections of values and
-    outputs, which act on channels, are left out. Max pooling takes each value channel from its own position; here the
-    weight of a window is spread evenly over its valid positions.
+    outputs are left out, because they act on channels. Max pooling takes each channel of the values from a position of
+    its own; here the weight of a window is spread evenly over its valid positions.
 
     Args:
         attention: The module; a norm of its coefficients uses its running statistics.
         grid: The query grid.
         position: The index of the query position on each axis.
         context: The grid that keys and values come from; by default the query grid.
-        mask: The valid positions of the query grid.
-        context_mask: The valid positions of the context; others have weight 0.
+        mask: True where a position of the query grid is valid.
+        context_mask: True where a position of the context is valid; others have weight 0.
 
     Returns:
         `(b, heads, *n)`, the row as a grid over the key positions, in float32 at least.
 
     Raises:
         ShapeError: If the position does not lie in the grid, or the grids or masks do not fit the module.
-        TypeError: If `attention` is not a `GridAttention`.
+        TypeError: If `attention` is not a `GridAttention`, or the dtype of a grid or mask does not fit.
+        ValueError: If there is a context mask without a context.
 
     Cost:
-        One forward and one backward pass with one value channel per head: memory grows with the grid.
+        One forward and one backward pass with one value channel per head; memory is linear in the grid.
 
     Reference: FA Figure 2.
 
@@ -70,7 +71,7 @@ def attention_row(
             query_mask = query_mask if query_mask is None else query_mask.narrow(axis + 1, start, 1)
         index = (0,) * len(index)
     key, masks = grids.key, {"mask": grids.key_mask, "query_mask": query_mask}
-    # Only the values are part of the graph: queries and keys are constants.
+    # Queries and keys are constants: only the values require gradients.
     with with_running_statistics(attention), full_precision(key), torch.no_grad():
         value = key.new_ones(len(key), attention.heads, *key.shape[2:]).requires_grad_()
         call = read_call(attention, key)

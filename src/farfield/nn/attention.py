@@ -27,29 +27,30 @@ class GridAttention(nn.Module):
 
     `output(attention(query(X), key(Y), value(Y)))`, plus X if residual.
 
-    Projections of values and outputs act on the summary and not on the grid (reduce first, project second), exactly,
-    biases included; so do the norm of the coefficients and siamese scores. One instance serves sequences, images and
-    volumes. See `ops.softmax_attention` and its siblings for the equations.
+    The value projection acts on the summary and not on the grid (reduce first, project second), exactly, bias included;
+    so does the output projection where that takes fewer MACs. The norm acts on queries or slots, and siamese scores are
+    part of the query and key projections. One instance takes sequences, images and volumes. The equations are in
+    `ops.softmax_attention` and the functions of the other operators.
 
     Args:
-        channels: Channels of the grid, and of its context.
+        channels: Channels of the grid and of the context.
         operator: A name in `ops.OPERATORS`, or an `ops.Operator` of your own.
         heads: Number of heads; channels are split into them in order.
         project: Which linear projections there are: letters of "qkvo" (query, key, value, output), in any order.
-        inner_channels: Channels of projected queries and keys; the grid's by default.
-        value_channels: Channels of projected values; the grid's by default.
+        inner_channels: Channels of projected queries and keys; `channels` by default.
+        value_channels: Channels of projected values; `channels` by default.
         bias: Whether the projections have a bias.
         scale: Factor of the products of queries and keys, for softmax and Kronecker operators; by default 1/√d for d
             channels of queries and keys per head, as in torch's `scaled_dot_product_attention`. The papers have 1.0.
         coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"`: see `CoefficientNorm`.
-        residual: Whether the grid is added. An output projection then starts at zero, so that the module is the
-            identity at first (to undo: `attention.output.reset_parameters()`). Other projections start as Glorot
-            uniform, biases at 0.
+        residual: Whether the grid is added to the response. An output projection then starts at zero, so that the
+            module is the identity at first (to undo: `attention.output.reset_parameters()`). Other projections start as
+            Glorot uniform, biases at 0.
 
     Raises:
         LookupError: If there is no such operator.
-        ShapeError: If heads do not divide the channels.
-        ValueError: If the options do not fit together.
+        ShapeError: If heads do not divide the inner channels or the value channels.
+        ValueError: If the options do not fit together, or heads are not a whole number from 1.
 
     Reference: KAN Figure 3, SAN Figure 1, FA Figure 1.
 
@@ -62,7 +63,8 @@ class GridAttention(nn.Module):
         (True, torch.Size([2, 64, 14, 14]))
     """
 
-    _version = 2  # of the state dict; in 1, kronecker_qkv was the operator as printed and the default scale 1.0
+    # Of the state dict. In version 1 `kronecker_qkv` was today's `kronecker_qkv_literal`, and the default scale 1.0.
+    _version = 2
 
     def __init__(
         self,
@@ -104,7 +106,10 @@ class GridAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw projections and w as Glorot uniform, biases at 0, and a residual's output projection at zero."""
+        """Draw projections and the vector of learned scores as Glorot uniform; set biases to 0.
+
+        With a residual, the output projection is set to 0. The norm keeps its parameters and statistics.
+        """
         for linear in (self.query, self.key, self.value, self.output):
             if linear is not None:
                 draw(linear)
@@ -133,16 +138,19 @@ class GridAttention(nn.Module):
         Args:
             grid: The query grid; keys and values come from it too if there is no context.
             context: The grid that keys and values come from; its size and spatial dims may differ from the grid's.
-            mask: The grid's own valid positions; others may hold anything, are read as 0 and change no response.
-            context_mask: The context's valid positions.
+            mask: True where a position of the grid is valid; others may hold anything, are read as 0 and change no
+                response.
+            context_mask: True where a position of the context is valid.
 
         Returns:
-            `(b, p, *m)` in the grid's dtype and memory format; p are the channels, or `value_channels` without an
-            output projection.
+            `(b, p, *m)` in the grid's dtype and memory format; p is `channels`, or `value_channels` without an output
+            projection.
 
         Raises:
-            ShapeError: If the grids or masks do not fit.
-            TypeError: If dtypes do not fit.
+            ShapeError: If the grids or masks do not fit the module or each other.
+            TypeError: If a grid is not floating-point of the module's dtype (any under autocast), or a mask is not
+                boolean.
+            ValueError: If there is a context mask without a context, or the tensors are on different devices.
         """
         check_input(self, grid, mask)
         check_context(self, grid, context, context_mask)
@@ -162,13 +170,20 @@ class GridAttention(nn.Module):
         """Summarize the keys and values of a grid, or of a tile of one.
 
         Args:
-            grid: The key grid or tile.
-            mask: Its valid positions.
-            origin: Of a tile: its first index on each axis.
-            size: Of a tile: the size of the whole.
+            grid: The key grid, or the tile.
+            mask: True where a position is valid.
+            origin: For a tile, its first index on each axis; None for a whole grid.
+            size: For a tile, the size of the whole grid; None for a whole grid.
 
         Returns:
-            A summary; summaries of tiles merge, in any order, to that of the whole.
+            The summary. The summaries of all tiles, merged by `summary.merge(other)` in any order, are the summary of
+            the whole grid.
+
+        Raises:
+            ShapeError: If the grid or mask does not fit the module, or the tile does not lie in the whole grid.
+            TypeError: If the grid is not floating-point of the module's dtype (any under autocast), or the mask is not
+                boolean.
+            ValueError: If only one of `origin` and `size` is given, or the tensors are on different devices.
         """
         place = check_input(self, grid, mask, origin, size)
         return summarize_grid(self.call_for(grid), grid, mask=mask, place=place)
@@ -181,16 +196,20 @@ class GridAttention(nn.Module):
         origin: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
     ) -> Gathered:
-        """Gather the queries of a tile, for operators whose queries are sums over the whole grid (kronecker_qkv).
+        """Sum a tile along the axes, for operators whose queries are axis means of the whole grid (kronecker_qkv).
 
         Args:
-            grid: The query grid or tile.
-            mask: Its valid positions.
-            origin: Of a tile: its first index on each axis.
-            size: Of a tile: the size of the whole.
+            grid: The query grid, or the tile.
+            mask: True where a position is valid.
+            origin: For a tile, its first index on each axis; None for a whole grid.
+            size: For a tile, the size of the whole grid; None for a whole grid.
 
         Returns:
-            Sums and counts, which merge from tiles to those of the whole, for `respond(query_sums=…)`.
+            The sums and the numbers of valid positions in them. Those of all tiles, merged by `sums.merge(other)`, are
+            those of the whole grid, for `respond(query_sums=…)`.
+
+        Raises:
+            ShapeError, TypeError, ValueError: As `summarize`.
         """
         place = check_input(self, grid, mask, origin, size)
         return self.operator.queries_from.gather(grid, mask, place)
@@ -208,18 +227,20 @@ class GridAttention(nn.Module):
         """Respond to a summary at every position of a grid, or of a tile of one.
 
         Args:
-            grid: The query grid or tile.
-            summary: Of keys and values.
-            mask: The query grid's valid positions; others are read as 0.
-            origin: Of a tile: its first index on each axis.
-            size: Of a tile: the size of the whole.
-            query_sums: Of a tile, for operators whose queries are sums: those of the whole, from `gather_queries`.
+            grid: The query grid, or the tile.
+            summary: The summary of the keys and values of a whole grid, from `summarize`.
+            mask: True where a position of the query grid is valid; others are read as 0.
+            origin: For a tile, its first index on each axis; None for a whole grid.
+            size: For a tile, the size of the whole query grid; None for a whole grid.
+            query_sums: For a tile, if queries are axis means: the merged `gather_queries` of all tiles.
 
         Returns:
-            The response of each position.
+            `(b, p, *m)`, the response of each position, plus the grid if residual; p as in `forward`.
 
         Raises:
-            ValueError: If a tile's query sums are missing, or a tile responds while batch norm is in training.
+            ShapeError, TypeError: As `summarize`, or if the summary has another batch size.
+            ValueError: As `summarize`, or if a tile's query sums are missing, or the module is in training mode and has
+                a norm, which needs the whole grid.
         """
         place = check_input(self, grid, mask, origin, size)
         check_summary(self, grid, summary, place, query_sums is not None)
@@ -228,7 +249,7 @@ class GridAttention(nn.Module):
         return hide(grid, mask) + response if self.residual else response
 
     def call_for(self, grid: Tensor) -> Call:
-        """Return the operator with this module's projections, as matrices that act on a summary."""
+        """Return the operator with this module's projections, read as matrices and biases, and its norm."""
         query, key = read_projection(self.query, grid), read_projection(self.key, grid)
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)

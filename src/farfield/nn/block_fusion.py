@@ -1,11 +1,11 @@
-"""The blocks' equations without their concatenations, and without attention's grid. `blocks.py` has the plain forms.
+"""Blocks computed without concatenated grids and without the grid of responses. `blocks.py` has the plain forms.
 
 A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and attention is linear in its slots:
 
     W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
 
-so the far path enters the block's last convolution through its summary: as one product with a few coefficients per
-position, or, where queries are sums along axes, as one vector per axis, added in place.
+so the block's last convolution acts on the slots of the global path and not on its responses. What the global path adds
+is then one product with a few coefficients per position, or, where queries are axis means, one vector per axis.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockWithAttention(Protocol):
 
 
 def are_bare(*parts: nn.Module | None) -> bool:
-    """Whether all parts that are not None may be taken apart: none has hooks or is wrapped."""
+    """Whether no part is wrapped or has hooks, so that its layers may be computed in another way; None is ignored."""
     return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
 
 
@@ -65,7 +65,7 @@ def base_block(block: Block, grid: Tensor) -> Tensor:
 
 
 def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
-    """Compute `AttentionBlock.plain` without concatenating: the far path enters the last convolution separately."""
+    """Compute `AttentionBlock.plain` without concatenating: the last convolution acts on both paths separately."""
     near = block.depthwise(block.expand(grid))
     attention = block.attention
     if block.stride == 1 and enters_by_summary(attention):
@@ -76,7 +76,7 @@ def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
 
 
 def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
-    """In training, zero the block's contribution to some samples and scale it up for the others."""
+    """In training, set the block's output to 0 for some samples and scale it up for the others (stochastic depth)."""
     if not block.training or block.drop_path == 0:
         return out
     share = 1 - block.drop_path
@@ -84,7 +84,7 @@ def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
 
 
 def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
-    """Whether projecting slots is cheaper than projecting responses: not where there are as many slots as positions."""
+    """Whether the last convolution acts on the slots: a plain module with a basis, or with axis means as queries."""
     if type(attention) is not GridAttention or hooked(attention):
         return False
     operator = attention.operator

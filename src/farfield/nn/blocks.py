@@ -21,9 +21,9 @@ from farfield.nn.spatial_dims import layers
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 
-# Least bound of a block's output, for float16, whose largest number has a fourth root of 16.
+# Least bound of a block's output: in float16 the fourth root of the largest number would be 16.
 LEAST_BOUND = 1000.0
-# The size in error texts, by the number of spatial dims.
+# The names of the axes in error texts, by the number of spatial dims.
 SIZES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
@@ -31,21 +31,23 @@ class BaseBlock(Fusable):
     """Inverted residual: 1x1 to rc channels, depthwise 3x3 of stride s, 1x1 to d; plus the input if s = 1 and c = d.
 
     With `skip` the first 1x1 makes (r-1)c channels and the input itself is the rest of the rc, which reuses features
-    and saves c² weights. Without it the block is MobileNetV2's. At r = 1 there is no first 1x1 and the two are one.
+    and saves c² weights. Without it the block is MobileNetV2's. At r = 1 there is no first 1x1, and `skip` changes
+    nothing.
 
     Args:
-        channels: c.
-        out_channels: d.
-        expansion: r.
+        channels: c, channels of the input.
+        out_channels: d, channels of the output.
+        expansion: r, 1 at least.
         stride: s.
         skip: Whether the input is concatenated to the expanded channels.
         spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:
-        drop_path: Share of the samples whose output is the skip alone in training (stochastic depth); 0 at first.
+        drop_path: In training, where the block adds its input: the probability that a sample's output is the input
+            alone (stochastic depth); 0 by default.
 
     Raises:
-        ValueError: For an expansion or stride below 1, or more than 3 spatial dims.
+        ValueError: For an expansion or stride below 1, or a number of spatial dims that is not 1 to 3.
 
     Reference: KAN Figure 4 (a) BaseModule, (b) BaseSkipModule; SAN Figure 2 (a).
 
@@ -80,14 +82,18 @@ class BaseBlock(Fusable):
         self.project = convolved(wide, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
-        """Return the block's grid, its size divided by the stride and rounded up."""
+        """Return the block's output: `out_channels`, and each axis divided by the stride and rounded up.
+
+        Raises:
+            ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
+        """
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
             return block_fusion.base_block(self, grid)
         return self.plain(grid)
 
     def plain(self, grid: Tensor) -> Tensor:
-        """Compute the figure layer by layer, as `forward` does where a layer is wrapped or has hooks."""
+        """Compute the block layer by layer, as `forward` does where a layer is wrapped or has hooks."""
         wide = grid if self.expand is None else self.expand(grid)
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
@@ -103,8 +109,8 @@ class AttentionBlock(Fusable):
     channels, and only the values are projected: c² weights. At s > 1 the global path is average-pooled by s.
 
     Args:
-        channels: c.
-        out_channels: d.
+        channels: c, channels of the input.
+        out_channels: d, channels of the output.
         operator: A name in `ops.OPERATORS`, an `Operator`, or a module that keeps a grid's shape, as `SqueezeExcite`.
         expansion: r, 2 at least.
         stride: s.
@@ -113,11 +119,13 @@ class AttentionBlock(Fusable):
         spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:
-        drop_path: Share of the samples whose output is the skip alone in training (stochastic depth); 0 at first.
+        drop_path: In training, where the block adds its input: the probability that a sample's output is the input
+            alone (stochastic depth); 0 by default.
 
     Raises:
-        ValueError: For an expansion below 2, a stride below 1, or more than 3 spatial dims.
+        ValueError: For an expansion below 2, a stride below 1, or a number of spatial dims that is not 1 to 3.
         LookupError: For a name that is not in `ops.OPERATORS`.
+        ShapeError: If heads do not divide the channels.
 
     Reference: KAN Figure 4 (c) AttnModule, (d) AttnSkipModule; SAN Figure 2 (b).
 
@@ -159,43 +167,49 @@ class AttentionBlock(Fusable):
         self.project = convolved(self.expanded + channels, out_channels, activate=False, spatial_dims=spatial_dims)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b d *m"]:
-        """Return the block's grid, its size divided by the stride and rounded up."""
+        """Return the block's output: `out_channels`, and each axis divided by the stride and rounded up.
+
+        In eval mode the output of some operators is clamped, see `bounded`.
+
+        Raises:
+            ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
+        """
         check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
             return self.bounded(block_fusion.attention_block(self, grid))
         return self.bounded(self.plain(grid))
 
     def plain(self, grid: Tensor) -> Tensor:
-        """Compute the figure layer by layer, unbounded, as `forward` does where a layer is wrapped or has hooks."""
+        """Compute the block layer by layer, without the bound, as `forward` does for layers with hooks or wrappers."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
         return grid + block_fusion.drop_samples(self, out) if self.residual else out
 
     def far(self, grid: Tensor) -> Tensor:
-        """Return the global path: attention of the grid, plus the grid, pooled by the stride."""
+        """Return the global path: attention of the grid, plus the grid if `skip`, pooled by the stride."""
         far = self.attention(grid)
         if self.skip:
             far = grid + far
         return self.average(far) if self.stride > 1 else far
 
     def bounded(self, out: Tensor) -> Tensor:
-        """In eval mode, bound the block's output where the attention's response is no average of values.
+        """In eval mode, clamp the block's output for operators whose responses are not averages of values.
 
-        The response is then a product of two or three factors computed from the input. Batch norm bounds it in
-        training, but in eval mode not for an image that is far from the running statistics: after a few more blocks it
-        would be infinite. The bound is the fourth root of the dtype's largest number, 4·10⁹ in float32, so that no
-        image near the statistics is changed.
+        Such a response is a product of two or three factors computed from the input. In training, batch norm bounds it.
+        In eval mode it does not for an image that is far from the running statistics, and after a few more blocks the
+        output would be infinite. The bound is the fourth root of the dtype's largest number, 4·10⁹ in float32, and 1000
+        at least, so that no image near the statistics is changed.
         """
         attention = self.attention
         if self.training or type(attention) is not GridAttention or attention.operator.averages:
             return out
         largest = max(torch.finfo(out.dtype).max ** 0.25, LEAST_BOUND)
-        if out.requires_grad or torch.jit.is_tracing():  # a trace is the same with and without gradients
+        if out.requires_grad or torch.jit.is_tracing():  # so that a trace is the same with and without gradients
             return out.clamp(-largest, largest)
         return out.clamp_(-largest, largest)
 
     def fold(self) -> None:
-        """Fold a norm of the attention's responses: a scale into the value projection, a shift into the last bias."""
+        """Fold a norm of responses: its scale into the value projection, its shift into the last convolution's bias."""
         attention, convolution = self.attention, self.project.convolution
         if type(attention) is not GridAttention or convolution.bias is None:
             return
@@ -211,7 +225,7 @@ class AttentionBlock(Fusable):
         attention.coefficient_norm = None
 
     def average(self, grid: Tensor) -> Tensor:
-        """Pool by the stride, rounded up as the padded depthwise convolution does: 7 positions at stride 2 give 4."""
+        """Average-pool by the stride to the size of the depthwise convolution: 7 positions at stride 2 give 4."""
         # Not torch's pooling with ceil_mode, which AOTInductor compiles only for sizes of the example's parity.
         strides = (self.stride,) * self.spatial_dims
         positions = windows(grid.new_ones((1, 1, *grid.shape[2:])), strides, 0).sum(-1)
@@ -221,16 +235,16 @@ class AttentionBlock(Fusable):
 class SqueezeExcite(nn.Module):
     """Scale each channel by a gate computed from the means of all channels: sigmoid(W₂ relu(W₁ mean(x))) · x.
 
-    The baseline of SAN Table 4: global like attention, but the same at every position. Without biases and at ρ = 2 it
-    has the c² weights of a value projection; only with these options do the parameters match the table.
+    The baseline of SAN Table 4: global like attention, but the same at every position. The defaults, ρ = 2 without
+    biases, give the c² weights of a value projection, and only they match the numbers of parameters in the table.
 
     Args:
-        channels: c.
+        channels: c, channels of the grid.
         reduction: ρ; there are c/ρ channels between the two layers.
         bias: Whether the two layers have biases.
 
     Raises:
-        ShapeError: If `reduction` does not divide the channels.
+        ShapeError: If `reduction` is below 1 or does not divide the channels.
 
     Reference: SAN Table 4 (SENet).
 
@@ -253,7 +267,7 @@ class SqueezeExcite(nn.Module):
         self.excite = nn.Linear(channels // reduction, channels, bias=bias)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with its channels scaled."""
+        """Return the grid with its channels scaled; raise a ShapeError for other channels."""
         check_channels("SqueezeExcite", grid, self.channels)
         means = grid.mean(tuple(range(2, grid.dim())))
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
@@ -261,7 +275,7 @@ class SqueezeExcite(nn.Module):
 
 
 def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
-    """Raise for an expansion or stride that leaves no channels or positions, and for more than 3 spatial dims."""
+    """Raise ValueError for an expansion or stride that is too small, or spatial dims that are not 1 to 3."""
     layers(caller, spatial_dims)
     if expansion < smallest:
         why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
@@ -271,9 +285,15 @@ def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, 
 
 
 def check_channels(caller: str, grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
-    """Raise for a grid of other channels, or another number of spatial dims, than a block was built for."""
+    """Raise ShapeError for a grid of other channels, or another number of spatial dims, than a block was built for."""
     if grid.dim() < 3 or grid.shape[1] != channels or (spatial_dims is not None and grid.dim() != spatial_dims + 2):
         size = "*size" if spatial_dims is None else SIZES[spatial_dims]
-        fix = f"a block for this grid: channels={grid.shape[1] if grid.dim() > 1 else None}"
-        fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
-        raise shape_error(caller, f"the grid must be (batch, {channels}, {size}).", fix, grid=grid)
+        expected = f"(batch, {channels}, {size})"
+        if spatial_dims is not None and grid.dim() == spatial_dims + 1 and grid.shape[0] == channels:
+            fix = "add the batch, grid[None]."
+        elif grid.dim() < 3 or (spatial_dims is not None and grid.dim() - 2 not in SIZES):
+            fix = f"reshape the grid to {expected}."
+        else:
+            fix = f"a block for this grid: channels={grid.shape[1]}"
+            fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
+        raise shape_error(caller, f"the grid must be {expected}.", fix, grid=grid)

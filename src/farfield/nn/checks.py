@@ -63,7 +63,8 @@ def check_options(module: Attention, project: str) -> None:
         )
     if module.scale != 1.0 and not module.operator.has_scale:
         raise ValueError(
-            f"GridAttention: {module.operator_name} has no softmax of products to scale, got scale={module.scale}."
+            f"GridAttention: {module.operator_name} has no softmax of products to scale, got scale={module.scale}; "
+            f"fix: leave scale out."
         )
     check_heads("GridAttention", module.heads, module.inner_channels, "query")
     check_heads("GridAttention", module.heads, module.value_channels, "value")
@@ -78,10 +79,11 @@ def check_projections(
     letters = operator.projections(project)
     if letters != project:
         raise ValueError(f'{caller}: {name} reads no keys; fix: project="{letters}".')
-    if inner_channels != channels and not set(operator.projections("qk")) <= set(project):
+    missing = "".join(letter for letter in operator.projections("qk") if letter not in project)
+    if inner_channels != channels and missing:
         raise ValueError(
             f"{caller}: {inner_channels=} needs queries and keys projected to them, "
-            f'got {project=}; fix: project="qkv" or leave inner_channels out.'
+            f'got {project=}; fix: project="{missing}{project}" or leave inner_channels out.'
         )
 
 
@@ -95,22 +97,24 @@ def check_version(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Raise for a state of version 0.1 if its operator has another meaning now; warn of another default scale.
+    """Report an error for a state of farfield 0.1 if its operator has changed; warn if its default scale has changed.
 
-    Only a state dict with metadata, from `torch.save`, has a version; a saved model has a format in its config.json.
+    The version is in the metadata of a state dict, which `torch.save` keeps. A saved model has none: its config.json
+    has a format number.
     """
     if metadata.get("version") != 1:
         return
+    name = prefix.rstrip(".") or "GridAttention"
     if module.has_default_scale and module.scale != 1.0:
         warnings.warn(
-            f"GridAttention: {prefix}: this state is of farfield 0.1, where the default scale was 1.0, and here it is "
+            f"{name}: this state is of farfield 0.1, where the default scale was 1.0, and here it is "
             f"{module.scale:.4g}; fix: scale=1.0 gives the same numbers, if it was left out there too.",
             stacklevel=2,
         )
     if module.operator.queries_from.normalize is not None:
         errors.append(
-            f"{prefix.rstrip('.')}: this state is of farfield 0.1, whose {module.operator_name} was the operator as "
-            f'printed; fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'
+            f"{name}: this state is of farfield 0.1, whose {module.operator_name} is {module.operator_name}_literal "
+            f'now; fix: operator="{module.operator_name}_literal", and models.kanet with it in place of kanet_qkv.'
         )
 
 
@@ -124,7 +128,7 @@ def check_input(
     name: str = "grid",
     mask_name: str = "mask",
 ) -> Place | None:
-    """Raise for grids that do not fit the module; return where a tile lies."""
+    """Raise for a grid, mask or tile that does not fit; return the place of a tile, or None for a whole grid."""
     check_grid("GridAttention", name, grid)
     if grid.shape[1] != module.channels:
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
@@ -145,7 +149,7 @@ def check_input(
 
 
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
-    """Raise for a context that does not fit the grid."""
+    """Raise for a context that does not fit the module or the grid, or a context mask without a context."""
     if context is None:
         if context_mask is not None:
             raise ValueError(
@@ -163,17 +167,17 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
 
 
 def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:
-    """Raise for a summary of another batch, and for tiles that cannot respond without the whole grid."""
+    """Raise for a summary of another batch size, and for a tile whose response needs the whole grid."""
     if summary.count.shape[0] != grid.shape[0]:
         problem = "grid and summary must have the same batch."
-        fix = "summarize a batch of the same size."
-        raise shape_error("GridAttention", problem, fix, grid=grid, values=summary.values)
+        fix = "summarize a grid of the same batch size."
+        raise shape_error("GridAttention.respond", problem, fix, **{"grid": grid, "summary.values": summary.values})
     if place is None or place[1] == tuple(grid.shape[2:]):
         return
     if not query_sums and not module.operator.queries_from.side_by_side:
         raise ValueError(
             f"GridAttention.respond: {module.operator_name} takes its queries from sums over the whole grid; "
-            f"fix: query_sums=, the merged gather_queries of all tiles."
+            f"fix: query_sums=…, the merged gather_queries of all tiles."
         )
     if module.training and module.coefficient_norm is not None:
-        raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: .eval().")
+        raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: module.eval().")

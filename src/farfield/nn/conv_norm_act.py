@@ -41,7 +41,7 @@ class ConvNormParameters(NamedTuple):
 
 
 class Convolved(Fusable, nn.Sequential):
-    """A convolution, its batch norm and an optional ReLU6, with their names in state dicts.
+    """A convolution, its batch norm and an optional ReLU6: `convolution`, `norm` and `activation` in state dicts.
 
     `beside` and `across` run the same layers on several grids as if their channels were concatenated, without the
     concatenation: a depthwise convolution and batch norm treat each channel separately, and a 1x1 convolution of a
@@ -57,7 +57,7 @@ class Convolved(Fusable, nn.Sequential):
 
     @property
     def is_bare(self) -> bool:
-        """Whether all layers are torch's own: no hooks, wrappers, parametrizations or other kinds of norm."""
+        """Whether the layers are torch's convolution and batch norm, without hooks, wrappers or parametrizations."""
         norm = self.norm_or_none
         if norm is not None and (type(norm) not in NORMS or norm.running_mean is None or norm.weight is None):
             return False
@@ -71,12 +71,12 @@ class Convolved(Fusable, nn.Sequential):
         )
 
     def beside(self, grids: list[Tensor]) -> list[Tensor]:
-        """Run these layers, depthwise, on each of the grids."""
+        """Run these layers, if depthwise, on each of the grids: the parts of their output on the concatenated grids."""
         pieces = self.pieces([grid.shape[1] for grid in grids])
         return [self.run(grid, piece) for grid, piece in zip(grids, pieces, strict=True)]
 
     def across(self, grids: list[Tensor]) -> Tensor:
-        """Run these layers, 1x1, on the concatenated grids."""
+        """Run these layers, if 1x1, on the concatenated grids without concatenating them."""
         weights = self.convolution.weight.split([grid.shape[1] for grid in grids], 1)
         out = convolve(grids[0], weights[0], self.convolution.bias)
         for grid, weight in zip(grids[1:], weights[1:], strict=True):
@@ -84,7 +84,7 @@ class Convolved(Fusable, nn.Sequential):
         return self.after(out)
 
     def after(self, out: Tensor) -> Tensor:
-        """Norm and activate the output of the convolution, which is referenced nowhere else."""
+        """Norm and activate an output of the convolution, which may be overwritten."""
         return self.follow(out, self.pieces([out.shape[1]])[0])
 
     def pieces(self, sizes: list[int]) -> list[ConvNormParameters]:
@@ -102,7 +102,7 @@ class Convolved(Fusable, nn.Sequential):
         ]
 
     def run(self, grid: Tensor, piece: ConvNormParameters) -> Tensor:
-        """Run the layers with a piece of their parameters."""
+        """Run the layers with the parameters of some of their channels."""
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
@@ -112,7 +112,7 @@ class Convolved(Fusable, nn.Sequential):
         return self.follow(out, piece)
 
     def follow(self, out: Tensor, piece: ConvNormParameters) -> Tensor:
-        """Norm and activate the output of the convolution."""
+        """Norm and activate the channels of an output that `piece` is for."""
         if piece.statistics is not None:
             out = normed(out, piece.statistics, self.norm_or_none, piece.momentum)
         activation = self._modules.get("activation")
@@ -181,7 +181,7 @@ class _Clamp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        """Pass gradients where nothing was clamped."""
+        """Return the gradient where nothing was clamped, and 0 elsewhere."""
         (clamped,) = ctx.saved_tensors
         return torch.ops.aten.hardtanh_backward(grad_output, clamped, 0.0, 6.0)
 
@@ -192,7 +192,7 @@ def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any
 
 
 def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
-    """Norm a grid by its channels' statistics; in place in inference, if possible."""
+    """Apply batch norm to a grid; in place in inference, if possible."""
     mean, variance, weight, bias = statistics
     if norm.training or is_watched(out) or out.dtype != accumulation(variance.dtype):
         return F.batch_norm(out, mean, variance, weight, bias, norm.training, momentum, norm.eps)
@@ -211,7 +211,7 @@ if CONVOLVE_AND_CLAMP is not None:
 
 
 def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
-    """Whether torch's oneDNN can convolve and clamp before it writes: one pass less over the grid."""
+    """Whether torch's oneDNN can convolve and clamp in one operation: one pass less over the grid."""
     able = CONVOLVE_AND_CLAMP is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
     return bool(able) and fits and not autocasts(grid) and not is_watched(grid, weight)

@@ -19,30 +19,32 @@ from farfield.ops.table import Operator, products, weight
 class CoefficientNorm(nn.Module):
     """Batch norm inside an operator: of its coefficient matrix, or of its responses.
 
-    Where coefficients are a softmax of products, it is batch norm of the products over the heads before the softmax
-    (KAN): the shift cancels in the softmax, and a scale of the query per head remains. Otherwise it is batch norm of
-    the responses over their channels (SAN): a scale on the slots and a shift. Statistics are those of
-    `torch.nn.BatchNorm2d` on the explicit matrix, from the moments of queries, keys and slots; in distributed training
-    they are those of all processes. They are computed in float32 at least; running ones in float16 are at most
-    65,504, which is a standard deviation of 256: where responses vary more, keep the norm of a half-precision module in
-    float32, `attention.coefficient_norm.float()`.
+    Where coefficients are a softmax of products, it is batch norm of the products before the softmax, with the heads as
+    features (KAN): the shift cancels in the softmax, and one factor per head on the queries remains. Otherwise it is
+    batch norm of the responses, with their channels as features (SAN): a factor on the slots and a shift.
+
+    Statistics are those of `torch.nn.BatchNorm2d` on the explicit matrix, computed from the moments of queries, keys
+    and slots, in float32 at least; in distributed training they are those of all processes. Running statistics in
+    float16 are clamped to 65,504, the variance for a standard deviation of 256. Where responses vary more, keep the
+    norm of a half-precision module in float32: `attention.coefficient_norm.float()`.
 
     A column of the matrix holds the products of one query with all keys, and their mean cancels in the softmax as well.
-    For `kronecker_qkv` the column means hold nearly all of the variance (97 % at the start), so that its softmax is
-    nearly flat. With `columns` only the variance within columns counts, and products there have a deviation of 1 for
-    any operator.
+    For `kronecker_qkv` the differences between the column means are nearly all of the variance (97 % at the start), so
+    that its softmax is nearly flat. With `columns` the variance is that within columns, and the normed products have a
+    standard deviation of 1 within columns for any operator.
 
     Args:
         operator: The operator whose coefficients or responses are normed.
         heads: Number of heads.
         channels: Channels of the response.
-        columns: Whether products are divided by their deviation within columns; only for a softmax of products.
+        columns: Whether products are divided by their standard deviation within columns; only for a softmax of
+            products.
         eps: Added to the variance.
         momentum: Weight of a batch in the running statistics.
 
     Raises:
-        ValueError: If the operator adds its responses along axes, so that their statistics have no closed form; or for
-            columns without a softmax of products.
+        ValueError: If the responses are normed and the operator adds them along axes, so that their statistics have no
+            closed form; or for columns without a softmax of products.
 
     Reference: KAN §4.1, SAN Appendix.
     """
@@ -71,7 +73,8 @@ class CoefficientNorm(nn.Module):
                 f"CoefficientNorm: columns=True needs a softmax of products, which this operator has not; fix: {fix}"
             )
         if not (self.of_products or operator.queries_from.side_by_side):
-            raise ValueError("CoefficientNorm: responses that are added along axes have no norm in closed form.")
+            problem = "responses that are added along axes have no statistics in closed form"
+            raise ValueError(f"CoefficientNorm: {problem}; fix: coefficient_norm=False.")
         features = heads if self.of_products else channels
         self.weight = nn.Parameter(torch.ones(features))
         self.register_parameter("bias", None if self.of_products else nn.Parameter(torch.zeros(features)))
@@ -90,13 +93,14 @@ class CoefficientNorm(nn.Module):
         """Fold the norm into the query and the summary.
 
         Args:
-            query: `(b, h, d, m)`, multiplied by the scale of products if there is one.
+            query: Queries `(b, h, d, m)`, already multiplied by the scale of the products if there is one.
             query_valid: `(b, 1, m)`, more than 0 where a query is valid.
-            summary: Of keys and values.
-            operator: The operator with the order of products that the summary has; by default the module's own.
+            summary: The summary of keys and values.
+            operator: The operator that made the summary, which may take its products in another order; by default the
+                module's own.
 
         Returns:
-            The query, the summary, and a shift `(channels,)` of the responses or None.
+            The queries and the summary, normed, and a shift `(channels,)` of the responses or None.
         """
         with full_precision(query):
             mean, variance = self.statistics(
@@ -111,7 +115,7 @@ class CoefficientNorm(nn.Module):
     def statistics(
         self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator
     ) -> tuple[Tensor, Tensor]:
-        """Return mean and variance: of the batch in training, which updates the running ones, else the running ones."""
+        """Return the mean and variance of each feature: of the batch in training, which update the running ones."""
         wide = accumulation(self.running_var.dtype)
         if not self.training:
             return self.running_mean.to(wide), self.running_var.to(wide)
@@ -140,11 +144,12 @@ class CoefficientNorm(nn.Module):
 
 
 def norm_of(operator: Operator) -> bool | Literal["columns"]:
-    """Return the `coefficient_norm` for an operator, where its responses would be too small beside the skip.
+    """Return the `coefficient_norm` that an operator needs if its response is added to a grid; False if none.
 
-    That is so for averages of averages. Means over axes differ little from each other: with a norm within columns the
-    products of their softmax have a deviation of 1. The basis of `factorized_gaussian` weighs positions nearly equally
-    at first, so its responses are normed. A softmax over the positions themselves needs no norm, nor do sums.
+    Averages of averages differ so little between positions that their responses would be too small beside the grid.
+    Axis means are such averages: with a norm within columns the products before their softmax have a standard deviation
+    of 1. The basis of `factorized_gaussian` weighs positions nearly equally at first, so its responses are normed. A
+    softmax over single positions needs no norm, and neither do operators without a softmax.
     """
     if not operator.has_scale:
         return operator.averages
@@ -152,7 +157,7 @@ def norm_of(operator: Operator) -> bool | Literal["columns"]:
 
 
 def gather_moments(moments: Moments) -> Moments:
-    """Return the moments of the union of all processes' batches; gradients flow through."""
+    """Return the moments of the batches of all processes together, differentiably."""
     own = torch.stack([moments.mean, moments.variance, moments.count.expand_as(moments.mean)])
     mean, variance, count = all_gather(own).unbind(1)
     return pooled_moments(mean, variance, count.flatten(1)[:, 0])

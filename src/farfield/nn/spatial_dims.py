@@ -26,8 +26,8 @@ LAYERS = {
 def layers(caller: str, spatial_dims: int) -> Layers:
     """Return the layers for a number of spatial dims.
 
-    Attention takes the number of spatial dims from its grid. Torch's convolutions have it in their class, so a module
-    with convolutions needs the argument.
+    Attention works for any number of spatial dims. Torch has one class of convolutions for each number, so a module
+    with convolutions needs the number when it is built.
 
     Args:
         caller: The name in the error text.
@@ -43,6 +43,6 @@ def layers(caller: str, spatial_dims: int) -> Layers:
     if spatial_dims not in LAYERS:
         raise ValueError(
             f"{caller}: convolutions have 1, 2 or 3 spatial dims, got spatial_dims={spatial_dims!r}; "
-            f"fix: fold further axes into the batch."
+            f"fix: one of these, with further axes folded into the batch."
         )
     return LAYERS[spatial_dims]

@@ -27,17 +27,19 @@ def attend_tokens(
     dropout: float = 0.0,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by any operator.
+    """Attend by any operator, from each query to all keys and values: `keys_from` and `queries_from` are not applied.
 
     Args:
-        operator: The operator: its coefficients come from the queries, its basis from the keys.
+        operator: The operator. Its coefficients come from the queries, its basis from the keys. If it has scores, they
+            are the sums of the channels of a head: a learned vector has to be multiplied into queries and keys before.
         query: `(b, h, m, d)`.
         key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
         value: `(b, g, n, c)`.
         valid: `(b, 1, 1, n)`, True where a key is valid; None if all are. Other positions may hold anything.
-        scale: Factor of products under a softmax; other operators have none.
-        dropout: Dropout of the weights of the basis, or of the coefficients for operators without a basis.
-        weights: Whether to return the implied matrix too, which takes m·n numbers per head.
+        scale: Factor of the products before a softmax; ignored for other operators.
+        dropout: Probability of dropping a weight of the basis, or a coefficient if the operator has no basis. It does
+            not depend on any training mode.
+        weights: Whether to return the implied attention matrix too, which takes m·n numbers per head.
 
     Returns:
         The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
@@ -84,6 +86,6 @@ def drop_coefficients(
 def drop_basis(
     basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a basis with some weights dropped: a slot sums fewer positions, or averages them if it is a mean."""
+    """Return a basis with some weights dropped and the others scaled: a slot sums or averages fewer positions."""
     weights, peak = basis(key, valid)
     return F.dropout(weights, dropout), peak

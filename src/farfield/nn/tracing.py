@@ -1,4 +1,4 @@
-"""Running a model for inspection: with or without numbers, as far as needed, counting bytes, leaving no trace."""
+"""Running a model for inspection: on real or fake tensors, with the random states restored and bytes counted."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def tensors(outputs: Any) -> list[Tensor]:
 
 
 class EnoughError(Exception):
-    """Stop a run early: everything that it is for has been collected."""
+    """Raised to stop a run early, when everything needed from it is known."""
 
 
 # ---- without numbers -------------------------------------------------------------------------------------------------
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """Make tensors with shapes and without numbers inside the context; errors are raised, not also logged."""
+    """Make tensors fake inside the context: shapes without numbers. Their errors are raised and not also logged."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
@@ -78,18 +78,18 @@ def without_numbers() -> Iterator[None]:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape and dtype whose device is the CPU."""
+    """Return an uninitialized tensor of this shape and dtype on the CPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def empty_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers without numbers, for `torch.func.functional_call`."""
+    """Return uninitialized parameters and buffers of a model on the CPU, for `torch.func.functional_call`."""
     return {name: empty_like(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages that operations allocate in this context, each until its last reference is gone.
+    """Count the bytes of all storages that operations allocate in this context, each until it is freed.
 
     Attributes:
         live: Bytes allocated now.
@@ -99,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        # Storage address -> weak reference, of all live storages that were seen; those from before count 0 bytes.
+        # Address -> weak reference, of all live storages that were seen; those from before the context count 0 bytes.
         self.seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def follow(self, tensor: Tensor, *, counts: bool) -> None:
-        """Register a tensor's storage once; with `counts` its bytes count until it is freed."""
+        """Register a tensor's storage if it is new; with `counts`, count its bytes until it is freed."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.seen:

@@ -28,20 +28,21 @@ class TransformerLayer(nn.Module):
         channels: Channels of each token.
         operator: A name in `ops.OPERATORS`, or an `ops.Operator` of your own.
         heads: Number of heads, which the channels are split into.
-        hidden: Channels of the feed-forward layer; four times as many by default.
+        hidden: Channels of the feed-forward layer; `4 * channels` by default.
         dropout: Dropout of the outputs of attention and feed-forward layer, in training.
-        attention_dropout: Dropout, in training, of the weights of the basis, or of the N×N coefficients where each
-            token is a slot, which are then formed. For operators that attend to every token and learn no score vector.
+        attention_dropout: Dropout of attention, in training: of the weights of the basis, or, where each token is a
+            slot, of the coefficients, whose N × N matrix is then formed. It needs an operator that attends to every
+            token and learns no score vector.
         epsilon: Epsilon of the norms.
 
     Raises:
         LookupError: If there is no such operator.
         ShapeError: If heads do not divide the channels.
-        ValueError: If there is attention dropout for an operator that has no weights of tokens.
+        ValueError: If heads are not a whole number from 1, or the operator does not permit attention dropout.
 
     Cost:
-        For N tokens of c channels and d = c/heads, factorized: N·12·c² MACs and what the slots take; kept for
-        the backward pass are some grids of N·c numbers and the feed-forward layer's, and no N² numbers.
+        Factorized, with N tokens of c channels, d = c/heads and hidden = 4·c: 12·N·c² MACs for the projections and the
+        feed-forward layer, and about 2·c·d·min(N, c) for the slots. The backward pass keeps O(N·c) numbers, none of N².
 
     Reference: FA Table 8, FA Eq. 5.
 
@@ -73,13 +74,13 @@ class TransformerLayer(nn.Module):
             operator,
             heads=heads,
             project="qkvo" if entry is None or entry.reads_keys else "qvo",
-            # The papers have no scale; transformers do, and only products under a softmax need it.
+            # The papers have no scale. Transformers have one, and only products before a softmax need it.
             scale=(channels // heads) ** -0.5 if softmax and heads > 0 else 1.0,
         )
         if attention_dropout and not drops(self.attention.operator):
             raise ValueError(
                 f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
-                f"pools tokens or learns a score vector; fix: attention_dropout=0."
+                f"pools tokens or learns a score vector; fix: attention_dropout=0.0."
             )
         hidden = 4 * channels if hidden is None else hidden
         self.norm = nn.LayerNorm(channels, epsilon)
@@ -91,19 +92,20 @@ class TransformerLayer(nn.Module):
         """Return the response of each token.
 
         Args:
-            tokens: With channels last, as transformers have them.
+            tokens: `(b, n, c)`, channels last.
             mask: True where a token is valid. Others may hold anything, and change no response and no gradient.
 
         Returns:
             `(b, n, c)`; finite but meaningless for tokens that are not valid.
 
         Raises:
-            ShapeError: If the tokens do not have the layer's channels, or the mask does not fit them.
+            ShapeError: If the tokens are not `(b, n, c)` with the layer's channels, or the mask not boolean `(b, n)`.
         """
         channels = self.attention.channels
         if tokens.dim() != 3 or tokens.shape[2] != channels:
             problem = f"tokens must be (batch, tokens, {channels})."
-            raise shape_error("TransformerLayer", problem, "channels come last, e.g. grid.mT.", tokens=tokens)
+            fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
+            raise shape_error("TransformerLayer", problem, fix, tokens=tokens)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
             raise shape_error("TransformerLayer", problem, "True where a token is valid.", mask=mask, tokens=tokens)
@@ -130,15 +132,18 @@ class TransformerLayer(nn.Module):
         return response if attention.output is None else attention.output(response)
 
     def projects_first(self, tokens: int) -> bool:
-        """Whether values are projected before they are reduced: where there are fewer tokens than channels.
+        """Whether values are projected before they are summed in slots: where there are fewer tokens than channels.
 
-        Reducing first takes c²·d MACs per sample and projection and keeps c² numbers, in place of N·c·d and N·c.
+        For each sample and projection, reducing first takes c²·d MACs and keeps c² numbers; projecting first takes
+        N·c·d MACs and keeps N·c numbers. `attend_tokens` projects first, for operators with a basis of all tokens.
         """
         operator = self.attention.operator
         # A compiled graph has one order; choosing would compile it again for other lengths.
         few = tokens < self.attention.channels and not torch.compiler.is_compiling()
         # The attention module itself is not called then, so its hooks would not run.
-        return few and operator.basis is not None and operator.score is None and not hooked(self.attention)
+        if not few or operator.basis is None or operator.score is not None or hooked(self.attention):
+            return False
+        return operator.keys_from == operator.queries_from == ALL
 
 
 def drops(operator: Operator) -> bool:

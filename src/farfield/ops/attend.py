@@ -1,4 +1,4 @@
-"""What the functions of the named operators share: their arguments, the checks of these, and the call of the engine."""
+"""Shared by the functions of the named operators: the text of their arguments, the checks, the call of the engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ Function = TypeVar("Function", bound=Callable[..., Tensor])
 ARGUMENTS = {
     "query": "The query grid, `(b, c, *m)`.",
     "key": "The key grid, `(b, c, *n)`.",
-    "value": "The values of the keys, `(b, p, *n)`.",
-    "weight": "The learned vector w, `(c,)`; c/heads numbers per head.",
-    "heads": "Channels are split into this many groups in order; each attends by itself.",
-    "mask": "`(b, *n)`, True where a key is valid; others may hold anything. Without a valid key the response is 0.",
-    "query_mask": "`(b, *m)`, True where a query is valid; others may hold anything, count as 0 and respond finitely.",
+    "value": "The value grid, `(b, p, *n)`, one value for each key.",
+    "weight": "The learned vector w, `(c,)`: c/heads numbers for each head, in order.",
+    "heads": "Channels are split into this many groups in order, which attend separately; it divides c and p.",
+    "mask": "`(b, *n)`, True where a key is valid (None: all); masked keys and values may hold anything, NaN included. "
+    "Without a valid key, the responses of a sample are 0.",
+    "query_mask": "`(b, *m)`, True where a query is valid (None: all); masked queries may hold anything, NaN included, "
+    "and are read as 0.",
     "scale": "Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.",
 }
 RESULTS = """Returns:
@@ -31,11 +33,12 @@ RESULTS = """Returns:
 
 Raises:
     ShapeError: If the shapes of grids, masks and weight, or heads and channels, do not fit together.
-    TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean."""
+    TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
+    ValueError: If heads is not a whole number from 1, or grids, masks and weight are on different devices."""
 
 
 def document_arguments(function: Function) -> Function:
-    """Add to an operator's docstring, before its cost, what all operators share: arguments, result and errors."""
+    """Add to an operator's docstring, before its cost, the text that operators share: arguments, result and errors."""
     if function.__doc__:  # none under python -OO
         first, rest = inspect.cleandoc(function.__doc__).split("Cost:", 1)
         arguments = "\n".join(f"    {name}: {ARGUMENTS[name]}" for name in inspect.signature(function).parameters)
@@ -56,7 +59,10 @@ def attend(
     weight: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Check the arguments of an operator's function and attend; scores are one channel per head (SAN 4)."""
+    """Check the arguments of an operator's function and attend.
+
+    For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
+    """
     check_attention(caller, query, key, value, heads, mask, query_mask)
     score = IDENTITY
     if operator.score is not None:

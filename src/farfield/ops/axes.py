@@ -16,21 +16,22 @@ from farfield.ops.grid import AXES
 def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
-    `axis_means(X)[:, :, i] = mean of X over all positions with index i on their axis`; the axes are concatenated.
+    For one axis, entry i is the mean of X over all positions whose index on that axis is i; the axes are concatenated.
 
     These are KAN's lateral and horizontal means [L | H], for any number of spatial dims: the marginals that a Kronecker
     operator attends to in place of all positions. A grid of one spatial dim is its own axis mean.
 
     Args:
         grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a position is valid; means run over those and are 0 for an index without one.
+        mask: `(b, *n)`, True where a position is valid; means run over those, and are 0 at an index without one.
 
     Returns:
         `(b, c, Σ n)`, in the grid's dtype.
 
     Raises:
-        ShapeError: If the grid has no spatial dim or an empty one, or the mask does not have its size.
+        ShapeError: If the grid has no spatial dim or an empty dimension, or the mask does not fit it.
         TypeError: If the grid is not floating point or the mask not boolean.
+        ValueError: If the mask is on another device.
 
     Cost:
         b·c·N additions per axis, no MACs.
@@ -53,9 +54,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
 def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Tensor, "b c *size"]:
     """Add the vectors of all axes into a grid.
 
-    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for two spatial dims; one term per axis for any number.
-
-    It turns axis vectors into a grid without a multiplication.
+    `Y[:, :, y, x] = L[:, :, y] + H[:, :, x]` for two spatial dims; in general one term per axis.
 
     Args:
         vectors: `(b, c, Σ size)`, the axes concatenated in the order of `size`.
@@ -65,7 +64,8 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
         `(b, c, *size)`.
 
     Raises:
-        ShapeError: If the vectors are not Σ size long.
+        ShapeError: If the vectors are not `(b, c, Σ size)`, or are empty.
+        TypeError: If they are not floating point.
 
     Cost:
         (len(size) - 1)·b·c·N additions, no MACs.
@@ -81,7 +81,7 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
     """
     check_grid("outer_sum", "vectors", vectors)
     if vectors.dim() != 3 or vectors.shape[2] != sum(size):
-        fix = f"give one vector per axis, {sum(size)} numbers for size {tuple(size)}."
+        fix = f"concatenate one vector per axis, {sum(size)} numbers for size {tuple(size)}."
         raise shape_error("outer_sum", "vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
     axes = AXES if choose_fast() is None else once(AXES)
     return axes.scatter(vectors, size)

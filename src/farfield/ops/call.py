@@ -1,4 +1,4 @@
-"""An operator with the projections around it; projecting gathered positions to queries and keys."""
+"""An operator with the projections around it, and the projection of gathered positions to queries and keys."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Call(NamedTuple):
         operator: The operator.
         heads: Number of heads; channels of queries, keys and values are split into them in order.
         scale: Factor of the products of queries and keys, for operators with a softmax of them.
-        query: Projection of the query grid.
-        key: Projection of the key grid.
+        query: Projection of the query grid to queries, or to scores for operators with a score.
+        key: Projection of the key grid to keys, or to scores.
         value: Projection of the value grid, which acts on the summary.
         output: Projection of the responses, which acts on the summary where that is cheaper.
         norm: Batch norm of coefficients or responses.
@@ -60,7 +60,14 @@ class Call(NamedTuple):
         return same and all(part is None for part in parts)
 
     def work(self, queries: int, keys: int, channels: int, width: int) -> Work:
-        """Return the sizes that MACs per sample follow from, for `channels` of the input and `width` of the values."""
+        """Return the sizes that determine the MACs of one sample.
+
+        Args:
+            queries: Number of queries.
+            keys: Number of keys.
+            channels: Channels of the queries if they are not projected.
+            width: Channels of the values if they are not projected.
+        """
         inner = channels if self.query.matrix is None else len(self.query.matrix)
         value, output = self.value.matrix, self.output.matrix
         biased = self.output.bias is not None or (self.norm is not None and self.norm.bias is not None)
@@ -88,7 +95,10 @@ def project_keys(call: Call, gathered: Gathered) -> Tensor:
 
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
-    """Project gathered positions to queries `(b, h, d, m)` or scores; sums give means, and 0 where nothing is valid."""
+    """Project gathered positions to queries `(b, h, d, m)`; d is 1 if the operator reduces queries to scores.
+
+    Sums of positions are divided by their number first; a sum without a valid position gives 0.
+    """
     (positions, valid), (matrix, bias) = gathered, call.query
     if call.operator.queries_from.side_by_side:
         return split_heads(project(positions, call.query), call.heads)

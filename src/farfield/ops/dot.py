@@ -23,8 +23,9 @@ def dot_attention(
 
     `response_i = (1/d) Σ_j (k_jᵀ q_i) v_j`, d channels per head.
 
-    It computes in the quadratic order and is the reference for `factorized_attention`, which is equal.
-    It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
+    It always computes in the quadratic order and is the reference for `factorized_attention`, which is equal. The
+    divisor is the number of channels, not of positions: in float16, responses to large grids whose values have one sign
+    can exceed 65,504.
 
     Cost:
         b·M·N·(c + p) MACs; b·h·M·N coefficients in memory.

@@ -3,7 +3,7 @@
     attend(call, q, k, v) == respond_grid(call, q, summarize_grid(call, k))        where k is v
 
 The equations are `summary.summarize` and `summary.respond` with the functions of `table.OPERATORS`. `choose_fast` is
-the one place that decides whether `fast`, which gives the same in less time or memory, is used.
+the one place that decides whether `fast`, which computes the same in less time or memory, is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SWITCH = "FARFIELD_FAST"
 
 
 def choose_fast() -> FastSteps | None:
-    """Return the fast steps; None if they are switched off, or while a graph of torch's operations is recorded."""
+    """Return the fast steps; None if FARFIELD_FAST=0 switches them off, or while torch compiles, exports or traces."""
     return None if os.environ.get(SWITCH) == "0" or is_recorded() else FAST
 
 
@@ -39,15 +39,15 @@ def attend(
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend from one grid to others; self-attention gathers and projects its input once.
+    """Attend from the query grid to the key grid; self-attention gathers and projects its input once.
 
     Args:
         call: The operator with its projections.
         query: The query grid, `(b, c, *m)`.
         key: The key grid, `(b, c, *n)`.
-        value: The value grid, `(b, p, *n)`; a projection of values reads it where it is the key grid.
-        mask: `(b, *n)`, True where a key is valid.
-        query_mask: `(b, *m)`, True where a query is valid; others are read as 0.
+        value: The value grid, `(b, p, *n)`; it may be the key grid.
+        mask: `(b, *n)`, True where a key is valid; None if all are.
+        query_mask: `(b, *m)`, True where a query is valid; others are read as 0. None if all are valid.
 
     Returns:
         `(b, out, *m)` in the query grid's dtype and memory format.
@@ -69,16 +69,16 @@ def attend(
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
-    """Summarize the keys and values of a grid, or of a tile of one.
+    """Summarize the keys and values of a grid or of a tile.
 
     Args:
         call: The operator with its projections.
         grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a position is valid.
-        place: For a tile: its origin and the size of the whole.
+        mask: `(b, *n)`, True where a position is valid; None if all are.
+        place: The origin of a tile and the size of the whole grid; None for a whole grid.
 
     Returns:
-        The summary; summaries of tiles merge, in any order, into that of the whole.
+        The summary; the summaries of all tiles merge, in any order, into that of the whole.
     """
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
@@ -96,19 +96,20 @@ def respond_grid(
     query_sums: Gathered | None = None,
     target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
-    """Respond to a summary at every position of a grid, or of a tile of one.
+    """Respond to a summary at every position of a grid or of a tile.
 
     Args:
         call: The operator with its projections.
         grid: The query grid, `(b, c, *m)`.
-        summary: Of keys and values.
-        mask: `(b, *m)`, True where a position is valid; others are read as 0.
-        place: For a tile: its origin and the size of the whole.
-        query_sums: For a tile, for operators whose queries are sums over the grid: the sums of the whole.
-        target: From a bias to the grid `(b, out, *m)`, bias included, that projected responses are added to.
+        summary: The summary of keys and values.
+        mask: `(b, *m)`, True where a position is valid; others are read as 0. None if all are valid.
+        place: The origin of a tile and the size of the whole grid; None for a whole grid.
+        query_sums: The query sums of the whole grid, for a tile of an operator whose queries are sums over the grid.
+        target: Only with an output projection: a function from the bias of the responses, or None, to a grid
+            `(b, out, *m)` that contains this bias. The projected responses are added to that grid, perhaps in place.
 
     Returns:
-        `(b, out, *m)`.
+        The responses, `(b, out, *m)`.
     """
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
@@ -120,10 +121,12 @@ def respond_grid(
 def summarize_positions(
     fast: FastSteps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
-    """Project keys, summarize, and project the slots' values; for `itself_queries`, project the queries too.
+    """Project keys, summarize, and project the values of the slots.
+
+    With `itself_queries`, the queries come from the same positions, and a fast step may project them too.
 
     Returns:
-        The queries `(b, h, d, n)` or None, and the summary.
+        The queries `(b, h, d, n)`, None if they are not projected, and the summary.
     """
     result = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
     if result is None:
@@ -149,7 +152,7 @@ def respond_positions(
     place: Place | None = None,
     target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
-    """Normalize, respond, project the responses and scatter them into a grid like the query grid."""
+    """Normalize, respond, project the responses and scatter them into a grid of the query grid's size."""
     queries, scale, bias = call.operator.queries_from, call.scale, call.output.bias
     query = project_queries(call, query_positions) if query is None else query
     if call.norm is not None:
@@ -205,7 +208,10 @@ def respond_projected(
     matrix: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Respond; heads are concatenated, or, with a matrix, projected by it on the slots and added up."""
+    """Return responses `(b, out, m)`: the heads concatenated or, with a matrix `(h, out, c)`, projected and added up.
+
+    The matrix projects the slots.
+    """
     responses = None if fast is None else fast.respond(call, query_positions, query, summary, matrix, bias)
     if responses is not None:
         return responses

@@ -21,12 +21,13 @@ def averaged_attention(
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by its product with the query, divided by the number of positions.
 
-    `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, N the number of valid keys, never forming an N×N matrix.
+    `response_i = (1/N) (Σ_j v_j k_jᵀ) q_i`, N the number of valid keys.
 
-    Without a softmax the product is associative: with keys and values first, the cost is linear in the positions.
+    Without a softmax the product is associative: with keys and values first, the cost is linear in the positions. For
+    so few positions that the quadratic order takes fewer MACs, that order is used.
 
     Cost:
-        b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
+        At most b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
 
     Reference: SAN Eq. 2.
 
@@ -52,15 +53,16 @@ def factorized_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Combine, by the query as coefficients, the values gathered by the key as a basis.
+    """Sum the values with each key channel as weights, and combine the sums with the query channels as coefficients.
 
     `response_i = (1/d) (Σ_j v_j k_jᵀ) q_i`, d channels per head: dot-product attention in the linear order.
 
-    Each key channel is a weighting of the positions (a basis); each query channel is the coefficient of one of them.
-    It divides by channels and not by positions: in float16, responses to long grids of one sign exceed 65,504.
+    Each key channel holds one weight per position (the basis); each query channel is the coefficient of one such sum.
+    The divisor is the number of channels, not of positions: in float16, responses to large grids whose values have one
+    sign can exceed 65,504. For so few positions that the quadratic order takes fewer MACs, that order is used.
 
     Cost:
-        b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
+        At most b·(M + N)·c·p/h MACs; c·p/h numbers in the summary.
 
     Reference: FA Eq. 3, FA Eq. 8.
 
@@ -93,14 +95,14 @@ def factorized_gaussian_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Combine, by a softmax over channels, the means gathered by a softmax over positions.
+    """Average the values by a softmax of each key channel, and combine the means by a softmax of the query channels.
 
-    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: softmax over *positions* of the basis, over *channels*
-    of the coefficients.
+    `response_i = Σ_r softmax_r(q_i) Σ_j softmax_j(k_j,r) v_j`: the softmax of the keys runs over *positions*, that of
+    the queries over *channels*.
 
     Both factors are normalised, so the implied attention row is a distribution over positions, as in softmax attention,
-    at a cost linear in the positions. It approximates softmax attention in kind, not in value. FA's Eq. 4 prints the
-    inner softmax around the product; FA's text, followed here, puts it on the basis.
+    at a cost linear in the positions. Its values are not those of softmax attention. FA's Eq. 4 prints the inner
+    softmax around the product of keys and values; here, as in FA's text, it is taken of the keys alone.
 
     Cost:
         b·(M + N)·c·p/h MACs and b·c·(M + N) exponentials; c·p/h numbers in the summary.

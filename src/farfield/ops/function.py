@@ -1,7 +1,7 @@
-"""A faster form of a function in one `torch.autograd.Function`, which every transform of torch goes through.
+"""A faster form of a function in one `torch.autograd.Function`, with which every transform of torch works.
 
-Values and first gradients come from the fast form. Derivatives of gradients, forward-mode tangents and `torch.vmap` use
-the plain form.
+Values and first gradients come from the faster form. Derivatives of gradients, forward-mode tangents and `torch.vmap`
+use the plain form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def always() -> bool:
 
 
 class Shape(NamedTuple):
-    """What the derivatives of a linear function need of an argument."""
+    """The size, dtype and device of an argument: all that the derivatives of a linear function need."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -48,7 +48,7 @@ def shapes_alone(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def of_shapes(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
-    """Replace each `Shape` by one number, expanded to its size."""
+    """Replace each `Shape` by a zero, expanded to its size."""
     return [
         torch.zeros((), dtype=each.dtype, device=each.device).expand(each.size) if isinstance(each, Shape) else each
         for each in arguments
@@ -68,24 +68,26 @@ def accelerate(
     vmapped: Callable[..., Any] | None = None,
     kernels_run: Callable[[], bool] = never,
 ) -> Callable[..., Any]:
-    """Compute `plain` by `forward`, and its gradients by `backward`.
+    """Return a function that computes `plain` by `forward`, and its gradients by `backward`.
 
     Args:
-        plain: From arguments, tensors or not, to a tensor or a tuple of tensors and None, by torch's operations.
-        forward: The same outputs, followed by those that are kept for the backward pass beside the arguments.
+        plain: Takes tensors and other arguments; returns a tensor, or a tuple of tensors and None. It consists of
+            torch's operations.
+        forward: Takes the same arguments; returns the same outputs, followed by those that are kept for the backward
+            pass beside the arguments.
         backward: `(arguments, kept, grad_outputs, wanted, precision)` to the gradients of the arguments: `kept` are the
-            constants and the kept outputs, `grad_outputs` the gradients of the other outputs, `wanted` which arguments
-            need a gradient, and `precision()` is a context of the autocast that the forward pass ran under.
+            constants and the kept outputs, `grad_outputs` the gradients of the other outputs, `wanted` is True for each
+            argument that needs a gradient, and `precision()` is a context with the autocast of the forward pass.
         constants: Number of outputs of `plain`, the last ones, that have no gradient.
         kept: Number of further outputs of `forward`.
-        save: From the arguments to what is saved in their place.
-        restore: From what was saved, and `precision`, to the arguments.
+        save: From the arguments to those that are saved for the backward pass; by default all, unchanged.
+        restore: From the saved arguments, and `precision`, to the arguments.
         again: `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
         vmapped: The function that `torch.vmap` maps; by default `plain`.
         kernels_run: Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
 
     Returns:
-        A function of the same arguments that returns what `forward` returns.
+        A function of the same arguments that returns the outputs of `forward`; under vmap, None for the `kept` ones.
     """
 
     class Accelerated(torch.autograd.Function):
@@ -135,20 +137,20 @@ def accelerate(
 
 
 def are_free(arguments: Sequence[Any]) -> bool:
-    """Whether no gradient is needed: no tensor requires one, and none is wrapped by a transform."""
+    """Whether no gradient is needed: autograd records no argument, and no transform of torch.func wraps one."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     return not is_recorded_by_autograd(*tensors) and all(map(has_memory, tensors))
 
 
 def load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the arguments of the forward pass, and what was kept beside them."""
+    """Return the arguments of the forward pass, and the outputs that were kept beside them."""
     count, saved = len(ctx.others), ctx.saved_tensors
     arguments = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=False)]
     return restore(arguments, ctx.precision), saved[count:]
 
 
 class TensorFunction:
-    """`plain` as a function of some of its arguments; returns those of its first outputs that are tensors.
+    """`plain` as a function of its arguments at `places`; returns the tensors among its first `outputs` outputs.
 
     Attributes:
         is_tensor: Which outputs are tensors; known after the first call.
@@ -159,7 +161,7 @@ class TensorFunction:
         self.is_tensor: list[bool] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `plain` with these tensors in their places."""
+        """Call `plain` with these tensors at `places`."""
         given = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             given[place] = tensor
@@ -169,7 +171,7 @@ class TensorFunction:
         return tuple(each for each in outputs if each is not None)
 
     def chosen(self) -> list[Any]:
-        """Return the arguments that it is a function of."""
+        """Return the arguments at `places`."""
         return [self.arguments[place] for place in self.places]
 
     def fill(self, results: Iterable[Any]) -> list[Any]:
@@ -193,7 +195,7 @@ def compute_vjp(
 def compute_jvp(
     plain: Callable[..., Any], arguments: Sequence[Any], tangents: Sequence[Any], outputs: int
 ) -> list[Tensor | None]:
-    """Return tangents of the outputs, by the vector-Jacobian product of a vector-Jacobian product, which is linear."""
+    """Return tangents of the outputs: the vector-Jacobian product of the vector-Jacobian product, which is linear."""
     places = [place for place, tangent in enumerate(tangents) if isinstance(tangent, Tensor)]
     run = TensorFunction(plain, arguments, places, outputs)
     values, pull = torch.func.vjp(run, *run.chosen())[:2]
@@ -215,7 +217,7 @@ def compute_vmap(
 
 
 def precision(tensor: Tensor) -> Precision:
-    """Return a function that gives a context of the current autocast, for a backward pass that recomputes."""
+    """Return a function that makes a context with the current autocast, for a backward pass that recomputes."""
     device = tensor.device.type
     if not autocasts(tensor):
         return contextlib.nullcontext

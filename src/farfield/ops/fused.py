@@ -1,6 +1,7 @@
-"""Softmax attention by torch's kernel, which keeps no matrix of products; by its equation where the kernel cannot.
+"""Softmax attention by torch's kernel, which keeps no matrix of products.
 
-The kernel has first derivatives in reverse mode only. It takes positions as `(b, h, positions, channels)`.
+The kernel has first derivatives in reverse mode only; all other derivatives are those of the equation. Positions are
+`(b, h, positions, channels)` here, as the kernel takes them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     """
     if is_recorded():
         return scaled_dot_product(query, key, value, mask, scale)
-    if not all(map(is_itself, (query, key, value))):  # a transform of torch.func, which differentiates by itself
+    if not all(map(is_itself, (query, key, value))):  # under a transform of torch.func, or with a tangent
         return cast(Tensor, _transformed(query, key, value, mask, scale))
     response = scaled_dot_product(query, key, value, mask, scale)
     return cast(Tensor, _derivable(response, query, key, value, mask, scale)) if response.requires_grad else response
@@ -75,7 +76,7 @@ def gradients(
 def gradients_by_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `gradients` by the kernel, without a matrix."""
+    """Return the same as `gradients`, by the kernel and without a matrix of products."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scaled_dot_product(query, key, value, mask, scale)
@@ -105,7 +106,7 @@ def differentiate(
 
 
 _gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel, kernels_run=always)
-# The attention for transforms of torch.func.
+# The attention for transforms of torch.func and for tangents.
 _transformed = accelerate(
     attend,
     scaled_dot_product,
@@ -117,7 +118,7 @@ _transformed = accelerate(
 
 
 class _Derivable(torch.autograd.Function):
-    """The kernel's response, unchanged. Its gradient is the kernel's, or the equation's if differentiated again."""
+    """The kernel's response, unchanged. Its gradient is the kernel's; the equation's, if it is differentiated again."""
 
     @staticmethod
     def forward(

@@ -22,25 +22,26 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, size of the
 
 
 class Gathered(NamedTuple):
-    """Positions of a grid and how valid they are.
+    """Positions of a grid, and which of them are valid.
 
     Attributes:
-        positions: `(b, c, n)`; 0 where nothing is valid.
-        valid: `(b, 1, n)`; 1 where a position is valid, else 0. For axis sums the number of valid positions summed.
+        positions: `(b, c, n)`; 0 where a position is masked.
+        valid: `(b, 1, n)`; 1 where a position is valid, else 0. For axis sums the number of valid positions in each.
     """
 
     positions: Tensor
     valid: Tensor
 
     def merge(self, other: Gathered) -> Gathered:
-        """Add the sums and counts of another tile (only axis sums add)."""
+        """Add the sums and counts of another tile; for axis sums only."""
         return Gathered(self.positions + other.positions, self.valid + other.valid)
 
 
 def refuse_scatter(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Raise ValueError: a pooled response belongs to no position of the grid."""
+    """Raise ValueError: for such positions, as pooled ones, no function puts responses into a grid."""
     raise ValueError(
-        "Operator: queries cannot come from positions without a scatter; fix: queries_from=ops.ALL or ops.AXES."
+        "Operator: queries cannot come from positions without a scatter function, such as pooled ones; "
+        "fix: queries_from=ops.ALL or ops.AXES."
     )
 
 
@@ -49,7 +50,7 @@ class Positions(NamedTuple):
 
     Attributes:
         gather: `(grid, mask, place) -> Gathered`.
-        scatter: `(responses (b, c, n), size, place) -> grid`; by default it raises, and only keys come from there.
+        scatter: `(responses (b, c, n), size, place) -> grid`; the default raises an error: only keys come from there.
         side_by_side: True if the positions of tiles are concatenated, False if they are added.
         normalize: `(responses, valid, spatial_dims) -> responses`, applied before the scatter; None changes nothing.
     """
@@ -84,7 +85,7 @@ def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
 
 # ---- all positions ---------------------------------------------------------------------------------------------------
 def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather every position, by view (KAN §2.2, unfolding along the channel mode)."""
+    """Gather every position (KAN §2.2, unfolding along the channel mode); without a mask, as a view."""
     positions = grid.flatten(2)
     if mask is None:
         one = grid.new_ones((), dtype=accumulation(grid.dtype))
@@ -93,14 +94,14 @@ def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None
 
 
 def unflatten(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Scatter one response per position back to a grid, by view."""
+    """Scatter one response per position back to a grid, as a view."""
     return responses.unflatten(2, tuple(size))
 
 
 # ---- pooled positions ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Pool:
-    """Pool windows of `size` in ceil mode: the largest or the mean of their valid positions, channel by channel."""
+    """Pool windows of `size` in ceil mode: the maximum or the mean of their valid positions, channel by channel."""
 
     size: int | tuple[int, ...]
     kind: str
@@ -116,7 +117,8 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
     sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
     if len(sizes) != spatial_dims:
         raise ShapeError(
-            f"softmax_pooled: a pooling size of {sizes} does not fit a grid of {spatial_dims} spatial dims."
+            f"pooled: a window of {sizes} does not fit a grid of {spatial_dims} spatial dims; "
+            f"fix: pooled({max(sizes)}), or a size of {spatial_dims} numbers."
         )
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
@@ -133,7 +135,7 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
-    """Return `(b, c, *ceil(size / sizes), window)`: the positions of each window, padded by `fill`."""
+    """Return `(b, c, *ceil(size / sizes), window)`: the positions of each window, padded with `fill`."""
     spatial_dims = len(sizes)
     pad = [extent for length, size in zip(grid.shape[2:], sizes, strict=True) for extent in (-length % size, 0)]
     grid = F.pad(grid, pad[::-1], value=fill)
@@ -174,7 +176,7 @@ def valid_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None =
 
 
 def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
-    """Pad a tile's axes with zeros to those of the whole."""
+    """Pad the vectors of a tile's axes with zeros to the lengths of the whole grid's axes."""
     if place is None:
         return parts
     return [
@@ -201,10 +203,11 @@ def add_parts(parts: list[Tensor]) -> Tensor:
 
 
 def count_mean_once(responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
-    """Subtract from the axes' vectors what makes their outer sum count its mean more than once (KAN 13).
+    """Shift the axes' vectors so that their outer sum contains the mean once and not once per axis (KAN 13).
 
-    The outer sum of n axes' vectors has the mean n·m over positions, m being the mean of all vectors, weighted by
-    their counts of positions. Subtracting (n - 1)/n · m from each leaves m, and the implied attention rows sum to 1.
+    Let m be the mean of the vectors of all n axes, weighted by their counts of positions. The outer sum has the mean
+    n·m over positions. After (n - 1)/n · m is subtracted from each vector, its mean is m, and the implied attention
+    rows sum to 1.
 
     Args:
         responses: `(b, c, Σ size)`.
@@ -224,20 +227,21 @@ NORMALIZED_AXES = AXES._replace(normalize=count_mean_once)
 
 
 def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
-    """Return key positions that are pooled first (Wang et al. 2018), for a user's own operator.
+    """Return the positions of keys and values that are pooled first (Wang et al. 2018), for a user's own operator.
 
     Ceil mode: an axis of size 7 pooled by 2 has 4 windows. Masked positions take no part, nor does a window without a
-    valid position.
+    valid position. Tiles must start at multiples of the window.
 
     Args:
-        size: Size of a window and its stride; one number, or one per axis.
-        kind: "max" or "mean".
+        size: Size of a window and its stride; one number from 1, or one per axis.
+        kind: "max" or "mean" of the valid positions, channel by channel.
 
     Returns:
         The `keys_from` of an `Operator`.
 
     Raises:
         LookupError: If `kind` is neither.
+        ValueError: If a size is below 1.
 
     Cost:
         One read of the grid.
@@ -251,6 +255,8 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
     """
     if kind not in ("max", "mean"):
         raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
+    if min((size,) if isinstance(size, int) else size, default=0) < 1:
+        raise ValueError(f"pooled: a window needs whole numbers from 1, got size={size!r}; fix: pooled(2).")
     return Positions(Pool(size, kind))
 
 

@@ -1,4 +1,4 @@
-"""Attention of Kronecker attention networks (KAN): to the averages along each axis in place of all positions."""
+"""Attention of Kronecker attention networks (KAN): to the means along each axis in place of all positions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def kronecker_kv_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend from every position to the averages along each axis.
+    """Attend from every position to the means along each axis.
 
-    `O = attn(X, C, C)` with C = [L | H] the axis means of the key grid (`axis_means`).
+    `O = attn(X, C, C)` with C = [L | H] the axis means (`axis_means`) of the key grid and of the value grid.
 
-    A grid of N positions has Σ size axis means: h + w for an image. With one spatial dim it is softmax attention. Means
-    run over valid keys; an index without one takes no part.
+    A grid has Σ size axis means: height + width for an image. With one spatial dim it is softmax attention. Means run
+    over valid keys; an index without one takes no part.
 
     Cost:
         b·M·S·(c + p) MACs and b·h·M·S coefficients, with S = Σ size of the key grid.
@@ -63,17 +63,16 @@ def kronecker_qkv_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend from the averages along each axis to the averages along each axis, and add the responses to a grid.
+    """Attend from the means along each axis to the means along each axis, and form a grid by the outer sum.
 
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
 
-    The attention itself is quadratic in Σ size only; the grid is read once and written once. Means run over valid
-    positions, and an index without a valid key takes no part. The outer sum of n axes contains the grand mean n times;
-    it is counted once, so that the implied attention rows sum to 1. `kronecker_qkv_literal_attention` is the printed
-    form, without that correction.
+    The attention is quadratic in Σ size only. Means run over valid positions, and an index without a valid key takes no
+    part. The outer sum of n axes contains the grand mean n times; it is counted once, so that the implied attention
+    rows sum to 1. `kronecker_qkv_literal_attention` is the printed form, without that correction.
 
     Cost:
-        b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.
+        b·S²·(c + p) MACs with S = Σ size; with the compiled kernels, one read and one write of the grid.
 
     Reference: KAN Eq. 17, KAN Eq. 18, and KAN Eq. 13 for the mean that is counted once.
 
@@ -108,16 +107,15 @@ def kronecker_qkv_literal_attention(
     query_mask: Bool[Tensor, " b *m"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend from the averages along each axis to the averages along each axis, and add the responses as printed.
+    """Attend from the means along each axis to the means along each axis, with the outer sum as the paper prints it.
 
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
 
-    It contains the grand mean once per axis, which hides what varies within an image: networks learn better with
-    `kronecker_qkv_attention`. The implied attention rows sum to the number of spatial dims, not to 1. Masks and cost
-    are the same.
+    The result contains the grand mean once per axis; networks learn better with `kronecker_qkv_attention`, which counts
+    it once. The implied attention rows sum to the number of spatial dims, not to 1. Masks act in the same way.
 
     Cost:
-        b·S²·(c + p) MACs with S = Σ size, and one read and one write of the grid.
+        b·S²·(c + p) MACs with S = Σ size; with the compiled kernels, one read and one write of the grid.
 
     Reference: KAN Eq. 17, KAN Eq. 18.
 

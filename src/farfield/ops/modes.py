@@ -10,12 +10,12 @@ from torch.autograd import forward_ad
 
 
 def is_recorded() -> bool:
-    """Whether a graph is being recorded, which is to hold torch's own operations only."""
+    """Whether torch compiles, exports or traces: such a graph must contain torch's own operations only."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own; a tensor wrapped by a transform has none, and torch raises an error."""
+    """Whether a tensor has a storage; one that a transform of torch.func wraps has none, and torch raises an error."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
@@ -24,7 +24,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_itself(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own and no tangent."""
+    """Whether no transform of torch.func wraps a tensor and it carries no forward-mode tangent."""
     return has_memory(tensor) and not has_tangent(tensor)
 
 
@@ -34,7 +34,7 @@ def has_tangent(argument: object) -> bool:
 
 
 def is_recorded_by_autograd(*tensors: Tensor) -> bool:
-    """Whether autograd records operations on any of the tensors."""
+    """Whether autograd records operations on these tensors: gradients are on and one of them requires one."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -45,5 +45,5 @@ def autocasts(tensor: Tensor) -> bool:
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Compute in the tensors' own dtypes also under autocast: sums over positions accumulate in float32 or wider."""
+    """Return a context without autocast, in which operations keep the dtypes of their arguments."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()

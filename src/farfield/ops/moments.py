@@ -1,6 +1,6 @@
 """The statistics of batch norm on coefficients or responses, in closed form from moments of queries, keys and slots.
 
-Numbers are centred before they are squared: no small number is the difference of two large ones.
+Numbers are centred before they are squared, so that no variance is the difference of two large numbers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def product_moments(
         Moments of `h` features.
 
     Cost:
-        b·d²·(m + r) MACs, in place of b·d·m·r and the matrix.
+        b·h·d²·(m + r) MACs, in place of b·h·d·m·r and a matrix of b·h·m·r numbers.
 
     Reference: KAN §4.1 (batch normalisation on the coefficient matrices).
     """

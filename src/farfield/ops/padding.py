@@ -15,17 +15,20 @@ from farfield._checks import ShapeError, check_grid, check_same_kind, shape_erro
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
     """Make one batch of grids of different sizes, and the mask of their valid positions.
 
-    Padding changes no response: with the mask, every operator gives the same as for each grid alone.
+    With the mask as `mask` and `query_mask`, every operator's responses are those of each grid alone, up to rounding.
 
     Args:
         grids: Grids `(c, *size)` with the same number of spatial dims, channels, dtype and device.
 
     Returns:
-        The batch `(b, c, *largest size)`, zeros behind each grid, and the mask `(b, *largest size)`.
+        The batch `(b, c, *largest size)`, with zeros after the end of each grid, and the mask `(b, *largest size)`,
+        True where a position is valid.
 
     Raises:
-        ShapeError: If there are no grids, or their numbers of spatial dims or channels differ.
-        TypeError: If their dtypes differ.
+        ShapeError: If there are no grids, one is empty or has no spatial dim, or their numbers of spatial dims or
+            channels differ.
+        TypeError: If one is not floating point, or their dtypes differ.
+        ValueError: If their devices differ.
 
     Cost:
         One copy.

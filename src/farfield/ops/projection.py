@@ -33,11 +33,11 @@ def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
     """Return the projection of any affine module, so that it can act on a summary; the identity for None.
 
     It is the weight and bias of a plain `nn.Linear`; any other module m (LoRA, quantized, hooked) runs once on unit
-    vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ.
+    vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is not checked.
 
     Args:
-        module: Has `in_features`.
-        like: A grid with the dtype and device that the matrix of such a module is to have.
+        module: An affine module with `in_features`, or None.
+        like: A grid; the matrix and bias of a module that is run have its dtype and device.
     """
     if module is None:
         return IDENTITY
@@ -51,7 +51,7 @@ def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is nothing but its weight and bias."""
+    """Whether a module is an `nn.Linear`, no subclass, without forward hooks: its weight and bias define it."""
     return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -86,5 +86,5 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     if matrix is None:
         return positions
     # Expanded: otherwise matmul would copy the positions to fold samples and positions into one dimension.
-    matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums of half precision are float32
+    matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums over half precision are float32
     return matrix @ positions if bias is None else torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)

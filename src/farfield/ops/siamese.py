@@ -25,11 +25,11 @@ def siamese_attention(
 
     `response_i = v̄ (wᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ w)`, the mean over valid keys of (q_i + k_j)ᵀ w · v_j.
 
-    The similarity (SAN 4) is symmetric and additive, so the sum over positions splits: two vectors summarize the whole
-    grid, and the grid is read once and written once.
+    The similarity (SAN 4) is symmetric and additive, so the sum over positions splits: two vectors per head summarize
+    all keys and values. With the compiled kernels, self-attention reads the grid once and writes it once.
 
     Cost:
-        About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.
+        b·(M + N)·(h·c + 2·p) MACs, less b·N·h·c in self-attention; 2·p numbers in the summary.
 
     Reference: SAN Eq. 5, SAN Eq. 6.
 
@@ -69,11 +69,11 @@ def siamese_local_attention(
 
     `response_i = v̄ (wᵀ q_i)`.
 
-    SAN's ablation without the global term: the response of a position is the mean of the valid values, weighted by
-    its own score. Keys are not read; they are an argument so that all operators have the same signature.
+    SAN's ablation without the global term: the response of a position is the mean of the valid values, multiplied by
+    the score of its query. Keys are not read; they are an argument so that all operators have the same signature.
 
     Cost:
-        About b·M·(c + p) + b·N·p MACs; p numbers in the summary.
+        b·M·(h·c + p) + b·N·p MACs; p numbers in the summary.
 
     Reference: SAN Table 6.
 
@@ -108,14 +108,14 @@ def siamese_ones_attention(
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
-    """Attend by siamese similarity with a vector of ones, which is not learned.
+    """Attend by the siamese similarity with a vector of ones in place of a learned one.
 
     `response_i = v̄ (1ᵀ q_i) + (1/N) Σ_j v_j (k_jᵀ 1)`.
 
     SAN's ablation without parameters; N is the number of valid keys.
 
     Cost:
-        About b·(M + N)·(c + 2·p) MACs; 2·p numbers in the summary.
+        b·(M + N)·(h·c + 2·p) MACs, less b·N·h·c in self-attention; 2·p numbers in the summary.
 
     Reference: SAN Table 8.
 
@@ -146,21 +146,22 @@ def siamese_similarity(
 ) -> Float[Tensor, " ..."]:
     """Compute the similarity of two vectors as the weighted sum of their features.
 
-    `s(a, b) = (a + b)ᵀ w`; with a second vector `aᵀ w + bᵀ w'`, which is not symmetric.
+    `s(a, b) = (a + b)ᵀ w`; with a second weight vector `aᵀ w + bᵀ w'`, which is not symmetric.
 
-    A siamese network sees both inputs with one set of weights; sharing w makes the similarity symmetric.
+    A siamese network processes both inputs with the same weights; sharing w makes the similarity symmetric.
 
     Args:
         a: `(..., c)`.
-        b: `(..., c)`.
+        b: `(..., c)`, with the same leading dimensions.
         weight: w, `(c,)`.
-        other_weight: w' of the second input (SAN Eq. 3); None shares w (SAN Eq. 4).
+        other_weight: w', `(c,)`, for the second input (SAN Eq. 3); None shares w (SAN Eq. 4).
 
     Returns:
-        `(...)`.
+        The similarity of each pair, `(...)`.
 
     Raises:
         TypeError: If dtypes differ.
+        ValueError: If devices differ.
 
     Cost:
         2·c MACs per pair.
@@ -173,12 +174,13 @@ def siamese_similarity(
         >>> ops.siamese_similarity(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([10.0, 1.0]))
         tensor(46.)
     """
-    check_same_kind("siamese_similarity", a=a, b=b, weight=weight)
-    return a @ weight + b @ (weight if other_weight is None else other_weight)
+    other = weight if other_weight is None else other_weight
+    check_same_kind("siamese_similarity", a=a, b=b, weight=weight, other_weight=other)
+    return a @ weight + b @ other
 
 
 def check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
-    """Raise ShapeError for a weight that does not have one number per query channel."""
+    """Raise an error for a weight that does not have one number per query channel, or another dtype or device."""
     check_grid(caller, "query", query)
     if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
         raise ShapeError(

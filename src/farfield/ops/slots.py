@@ -11,7 +11,7 @@ from farfield.ops.modes import full_precision
 
 
 def concatenate(slots: Tensor, others: Tensor) -> Tensor:
-    """Concatenate slots that are positions."""
+    """Concatenate the slots of two summaries whose slots are positions."""
     return torch.cat([slots, others], 2)
 
 
@@ -20,7 +20,8 @@ class Summary(NamedTuple):
 
     Attributes:
         values: `(b, h, r, c)`, the sum over positions of weight · value; h is 1 where heads share the values.
-        weights: `(b, h, r, 1)`, the sum over positions of weight: the factor of a bias of the values.
+        weights: `(b, h, r, 1)`, the sum over positions of weight, by which a bias of the values is multiplied; h is 1
+            where heads share the weights.
         count: `(b, 1, 1, 1)`, the number of valid keys.
         keys: `(b, h, r, d)`, the sum of a slot's keys, for operators that compare queries with the keys of slots.
         peak: `(b, h, r, 1)`, the maximum that exponents are relative to.
@@ -37,7 +38,10 @@ class Summary(NamedTuple):
     complete: bool = False
 
     def merge(self, other: Summary) -> Summary:
-        """Merge with the summary of other positions, in any order: the summary of all of them, up to rounding."""
+        """Return the summary of these positions and those of `other`.
+
+        The order of merging changes only the rounding and, where slots are positions, the order of the slots.
+        """
         join = concatenate if self.side_by_side else torch.add
         peak = None
         if self.peak is not None and other.peak is not None:
@@ -59,7 +63,7 @@ class Summary(NamedTuple):
         return self._replace(values=self.values * factor, weights=self.weights * factor, peak=peak)
 
     def project_values(self, matrix: Tensor, bias: Tensor | None = None) -> Summary:
-        """Apply a projection of the values to the slots: reduce first, project second, exactly.
+        """Project the values of the slots: up to rounding, the same as projecting all values before they are summed.
 
         Args:
             matrix: `(h, p, c)`, one matrix per head.
@@ -67,6 +71,9 @@ class Summary(NamedTuple):
 
         Returns:
             The summary of the projected values, `(b, h, r, p)`.
+
+        Cost:
+            b·h·r·c·p MACs.
 
         Example:
             >>> import torch

@@ -1,4 +1,4 @@
-"""Softmax attention: the reference that all other operators make cheaper."""
+"""Softmax attention over all positions, or over pooled keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def softmax_attention(
     The regular (non-local) operator: exact, quadratic in the number of positions. The papers do not scale the products.
 
     Cost:
-        b·M·N·(c + p) MACs; b·h·M·N coefficients, never all in memory.
+        b·M·N·(c + p) MACs; b·h·M·N coefficients, in memory only for small grids.
 
     Reference: KAN Eq. 1, SAN Eq. 1, FA Eq. 9.
 
@@ -66,9 +66,9 @@ def softmax_pooled_attention(
 
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
-    Non-local networks pool keys and values, channel by channel, to divide the cost by 2^dims; an axis of size 7 has 4
-    windows (ceil mode), and a window pools its valid keys. `ops.pooled` is for operators with other windows or with
-    means.
+    Non-local networks pool keys and values, channel by channel, which divides the cost by 2^spatial_dims. An axis of
+    size 7 has 4 windows (ceil mode). A window pools its valid keys; one without any takes no part. `ops.pooled` is for
+    operators with other windows or with means.
 
     Cost:
         b·M·N'·(c + p) MACs with N' windows, a quarter of N for images of even size.

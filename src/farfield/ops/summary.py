@@ -1,8 +1,8 @@
-"""Far field by summary: summarize keys and values into slots, merge, respond. Once, for all operators.
+"""The equations of attention, once for all operators: summarize keys and values into slots, merge, respond.
 
     attention(q, k, v) == respond(q, summarize(k, v))
 
-Positions `(b, h, channels, positions)`; slots `r`.
+Positions are `(b, h, channels, positions)`; r is the number of slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
 # Most positions that one matrix product sums, and the size of a block. The error of a product grows with the root of
-# its length: up to 120 eps over 2^20 float32 positions, 2 eps over 2,048; a sum of many products over 1,024: 3 eps.
+# its length: up to 120 eps over 2^20 float32 positions, 2 eps over 2,048. The sum of products over blocks of 1,024 has
+# 3 eps.
 PRODUCT, BLOCK = 2048, 1024
 # Positions in half precision that are converted to float32 at a time, so that the whole grid is not copied.
 WIDENED = 16384
-# A matrix of coefficients is small if its longer side is at most SMALL times the channels of a head.
+# A matrix of coefficients is small if its longer dimension is at most SMALL times the channels of a head.
 SMALL = 8
 
 
@@ -34,9 +35,9 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
 
     Args:
         operator: The operator.
-        key: `(b, h, d, n)`; with a score, `(b, h, 1, n)`.
+        key: `(b, h, d, n)`; for operators with a score, `(b, h, 1, n)`; finite in masked positions.
         value: `(b, h, c, n)`, or `(b, 1, c, n)` if every head takes all channels; 0 in masked positions.
-        valid: `(b, 1, 1, n)`, 1 where a position is valid; for axis sums the number of positions summed.
+        valid: `(b, 1, 1, n)`, 1 where a position is valid, else 0; for axis sums the number of valid positions in each.
         complete: True if no position is masked, so that no slot needs a mask.
 
     Returns:
@@ -72,7 +73,7 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
 
 
 def merge_all(parts: list[Summary]) -> Summary:
-    """Merge pairwise, so that the rounding error grows with the logarithm of their number."""
+    """Merge summaries pairwise, so that the rounding error grows with the logarithm of their number."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
@@ -94,7 +95,10 @@ def sum_positions(
 
 
 def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """Σ_j rows_j ⊗ positions_j: `(…, r, n)` and `(…, c, n)` to `(…, r, c)`; one product sums at most PRODUCT."""
+    """Return Σ_j rows_j ⊗ positions_j, from `(…, r, n)` and `(…, c, n)` to `(…, r, c)`.
+
+    One matrix product sums at most PRODUCT positions, except in float64 and in compiled code.
+    """
     length, dtype = positions.shape[-1], accumulation(positions.dtype)
     if dtype != positions.dtype:
         pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
@@ -121,12 +125,12 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
 
     Args:
         operator: The operator.
-        query: `(b, h, d, m)`; with a score, `(b, h, 1, m)`.
-        summary: Of the keys and values.
-        scale: Factor of the products, for operators whose coefficients are a softmax of them.
+        query: `(b, h, d, m)`; for operators with a score, `(b, h, 1, m)`.
+        summary: The summary of the keys and values.
+        scale: Factor of the products, for operators whose coefficients are a softmax of them; others ignore it.
 
     Returns:
-        `(b, h, c, m)`.
+        The responses, `(b, h, c, m)`, in the query's dtype.
 
     Cost:
         b·h·r·c·m MACs, and b·h·r·d·m for operators that compare queries with the keys of slots.
@@ -142,7 +146,7 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
         torch.Size([2, 1, 8, 7])
     """
     slots = (summary.values / operator.per(query, summary)).to(query.dtype)  # (b, h, r, c)
-    if operator.coefficients is softmax_of_products:  # never materialised: scaled_dot_product_attention
+    if operator.coefficients is softmax_of_products:  # by torch's kernel, or by two products
         same = summary.keys is summary.values and operator.per is weight
         keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
         if summary.complete and matrix_is_small(query, slots):
@@ -160,9 +164,9 @@ def attend_heads(
 
 
 def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
-    """Whether the matrix of coefficients is at most SMALL times the queries: then two plain products are faster.
+    """Whether the matrix of coefficients is small (see SMALL): then two plain products are faster than the kernel.
 
-    False where the products would round to half precision, and in a compiled graph, which serves all sizes.
+    False where the products would round to half precision, and in a compiled graph, which is one for all sizes.
     """
     if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
         return False
@@ -170,7 +174,7 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 
 
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
-    """Apply softmax_of_products to slots by torch's kernel, which takes `(…, positions, channels)`."""
+    """Combine slots by `softmax_of_products`, by torch's kernel, which takes `(…, positions, channels)`."""
     dtype = query.dtype
     if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep the casts
         dtype = torch.get_autocast_dtype(query.device.type)

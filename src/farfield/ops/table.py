@@ -1,9 +1,10 @@
-"""The library on one screen: an operator is a basis, coefficients, and where its queries, keys and values come from.
+"""The table of operators: a basis, coefficients, and where queries, keys and values come from.
 
     response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
 
-A user's own operator is two functions at module level and an `Operator`; masks, tiles, folded projections, norms and
-attention maps work with it. Shapes: keys `(b, h, d, n)`, queries `(b, h, d, m)`, slots `r`, valid `(b, 1, 1, n)`.
+A user's own operator is two functions (at module level, so that they can be pickled) and an `Operator`; masks, tiles,
+folded projections, norms and attention maps work with it. Shapes: keys `(b, h, d, n)`, queries `(b, h, d, m)`, valid
+`(b, 1, 1, n)`; r is the number of slots.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def keys(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
 
 
 def exponentials(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """FA 4: a softmax over positions before its division; exponents are relative to a peak, which cancels in it."""
+    """FA 4: the numerators of a softmax over positions; exponents are relative to a peak, which cancels later."""
     key = key.masked_fill(valid == 0, -torch.inf)
     # The least finite number for a slot without a valid position: -inf minus -inf would be NaN.
     peak = key.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(key.dtype).min)  # (b, h, r, 1)
@@ -45,12 +46,12 @@ def one_and_key(score: Tensor, valid: Tensor) -> tuple[Tensor, None]:
 
 # ---- coefficients(query, summary) -> (b, h, r, m): how a query combines the slots ----------------------------------
 def queries(query: Tensor, summary: Summary) -> Tensor:
-    """SAN 2, FA 3."""
+    """SAN 2, FA 3: each query channel is the coefficient of one slot."""
     return query
 
 
 def softmax_over_channels(query: Tensor, summary: Summary) -> Tensor:
-    """FA 4."""
+    """FA 4: the softmax of each query over its channels."""
     return query.softmax(2)
 
 
@@ -65,7 +66,7 @@ def products(query: Tensor, summary: Summary) -> Tensor:
 
 
 def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
-    """KAN 1: softmax of KᵀQ over slots that hold a valid position; `respond` does not call it but computes it fused."""
+    """KAN 1: softmax of KᵀQ over slots that hold a valid position; `respond` computes the same without calling it."""
     valid = summary.weights > 0  # (b, 1, r, 1)
     means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
     hidden = ~valid & valid.any(2, keepdim=True)  # nothing is hidden in a sample without valid slots: no NaN
@@ -74,12 +75,12 @@ def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
 
 # ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
 def weight(query: Tensor, summary: Summary) -> Tensor:
-    """The slot's weight, which makes the slot a weighted mean; 1 for a slot without weight, in range in any dtype."""
+    """The slot's weight, by which its sum becomes a weighted mean; 1 for a slot of weight 0."""
     return torch.where(summary.weights == 0, 1, summary.weights)
 
 
 def position(query: Tensor, summary: Summary) -> Tensor:
-    """The number of valid positions."""
+    """The number of valid positions, at least 1."""
     return summary.count.clamp_min(1)
 
 
@@ -94,13 +95,14 @@ class Operator:
     """response_i = Σ_r coefficients_r(q_i) · (Σ_j basis_r(k_j) v_j) / per_r
 
     Attributes:
-        coefficients: How a query combines the slots.
-        basis: The weight of each key in each slot; None if each key is a slot of its own.
+        coefficients: `(query, summary) -> (b, h, r, m)`, how a query combines the slots.
+        basis: `(key, valid) -> ((b, h, r, n), peak or None)`, the weight of each key in each slot; None if each key is
+            a slot of its own.
         per: The divisor of a slot's sum: its weight, the number of positions or the number of channels.
-        keys_from: Where keys and values come from: ALL, POOLED or AXES.
+        keys_from: Where keys and values come from: ALL, AXES, POOLED or another `pooled(…)`.
         queries_from: Where queries come from: ALL, AXES or NORMALIZED_AXES.
-        score: Whether queries and keys are first reduced to scores by one vector per head (SAN 4): "learned", "ones" or
-            None.
+        score: The vector, one per head, by which queries and keys are first reduced to scores (SAN 4): "learned" or
+            "ones"; None if they are not.
         reads_keys: Whether the basis depends on the keys; if not, keys are not projected.
     """
 
@@ -113,12 +115,12 @@ class Operator:
     reads_keys: bool = True
 
     def projections(self, letters: str) -> str:
-        """Return those of `letters`, of "qkvo", that the operator has: no "k" if keys are not read."""
+        """Return the `letters` (of "qkvo") of projections that the operator has: all but "k" if keys are not read."""
         return letters if self.reads_keys else letters.replace("k", "")
 
     @property
     def merges_by_adding(self) -> bool:
-        """Whether the slots of tiles are added; otherwise each position is a slot, and slots are concatenated."""
+        """Whether the slots of tiles are added; if not, each position is a slot, and slots are concatenated."""
         return self.basis is not None or not self.keys_from.side_by_side
 
     @property
@@ -133,7 +135,7 @@ class Operator:
 
     @property
     def weighs_by_products(self) -> bool:
-        """Whether the weights of values are products of keys and queries: rotary positions in both act as distances."""
+        """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
         products_of_slots = self.basis is keys and self.coefficients is queries
         return products_of_slots or self.coefficients in (products, softmax_of_products)
 

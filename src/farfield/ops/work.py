@@ -29,13 +29,13 @@ class Work(NamedTuple):
     biased: bool = False
 
     def folds_output(self, slots: int, *, basis: bool) -> bool:
-        """Whether the output projection is cheaper on the slots than on the responses."""
+        """Whether the output projection acts on the slots and not on the responses: an estimate of which is cheaper."""
         if not basis:  # as many slots as positions: projecting them costs no more for one head
             return bool(self.out) and self.heads == 1 and self.out <= self.width
         return bool(self.out) and slots * self.heads <= self.width + self.out
 
     def macs(self, slots: int, *, basis: bool) -> int:
-        """Count the MACs of a summary of `slots` per head, its projections and the responses.
+        """Count the MACs of a summary, the responses, and the projections of values and outputs, for one sample.
 
         Args:
             slots: Slots per head.

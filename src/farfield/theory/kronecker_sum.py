@@ -1,7 +1,8 @@
 """Solutions and log determinant of Ω⊕Ψ = Ω⊗I + I⊗Ψ by two small eigendecompositions, with finite gradients.
 
-Autograd through `torch.linalg.eigh` divides by differences of eigenvalues, so it is NaN at Ω = Ψ = I. The functions
-here do not depend on the choice of eigenvectors, and their gradients in closed form divide only by sums of eigenvalues.
+The gradient of `torch.linalg.eigh` divides by differences of eigenvalues, so it is NaN at Ω = Ψ = I. The results of the
+functions here do not depend on the choice of eigenvectors, and their gradients in closed form divide only by sums of
+eigenvalues.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _PartialTraces(Function):
         from_row = torch.einsum("...ij,...ii->...j", inverse.square(), a)
         a = a * (inverse @ inverse.mT) + torch.diag_embed(from_column)
         b = b * (inverse.mT @ inverse) + torch.diag_embed(from_row)
-        # The result depends on Ω and Ψ through saved constants: one more derivative in them must fail, not be wrong.
+        # The result depends on Ω and Ψ through saved constants: one more derivative by them must raise, not be wrong.
         refusal = _Refusal.apply(row, column)
         row_result = refusal - row_vectors @ a @ row_vectors.mT
         return row_result, refusal - column_vectors @ b @ column_vectors.mT, None, None, None

@@ -22,22 +22,23 @@ class MatrixNormal(Distribution):
 
     No matrix of size hw × hw is ever formed: a product needs two small Cholesky factors, a sum also two small
     eigendecompositions. No gradient divides by a difference of eigenvalues, so all are correct where eigenvalues
-    coincide (Ω = Ψ = I). Derivatives of every order exist, except third ones of a sum's `log_prob` and `entropy` with
-    respect to Ω and Ψ, which raise an error.
+    coincide (Ω = Ψ = I). Derivatives of every order exist, except third and higher ones of a sum's `log_prob` and
+    `entropy` with respect to Ω and Ψ, which raise NotImplementedError.
 
     Args:
         loc: Mean, with or without batch dimensions in front.
         row_covariance: Ω, covariance between rows: symmetric, positive definite.
         column_covariance: Ψ, covariance between columns: symmetric, positive definite.
         structure: "product" for Ω⊗Ψ, "sum" for Ω⊕Ψ.
-        validate_args: Whether to check the values of the parameters and of each `value` too. It is on by default:
-            torch's own default is one switch for the whole process, which `torch.compile` turns off.
+        validate_args: Whether to check the values of the parameters and of each `value`, and not only their shapes and
+            dtypes. The default of torch's distributions is a switch of the process, which `torch.compile` turns off.
 
     Raises:
         ShapeError: If the shapes do not fit each other.
-        TypeError: If the parameters are not of one floating dtype, float32 or float64.
+        TypeError: If the parameters are not all float32 or all float64 tensors.
         LookupError: If there is no such structure.
-        ValueError: If a covariance is not symmetric and positive definite, or `loc` is not finite.
+        ValueError: If a covariance is not symmetric and positive definite, `loc` is not finite, or the parameters are
+            on different devices.
 
     Cost:
         O(h³ + w³) MACs once, O(hw(h + w)) for each matrix in `rsample` or `log_prob`.
@@ -73,7 +74,7 @@ class MatrixNormal(Distribution):
         if validate_args:
             _check_values(loc, row_covariance, column_covariance)
         self.structure = structure
-        # Factorised once, here: later changes of a parameter in place have no effect, as in MultivariateNormal.
+        # Factorised once: later changes of a covariance in place have no effect, as in MultivariateNormal.
         self._covariance: _Covariance = STRUCTURES[structure](row_covariance, column_covariance)
         self._set(loc, row_covariance, column_covariance, batch)
         # The values are checked above, with errors that name the fix.
@@ -86,7 +87,7 @@ class MatrixNormal(Distribution):
         self.column_covariance = column_covariance.expand(batch + column_covariance.shape[-2:])
 
     def expand(self, batch_shape: Sequence[int], _instance: MatrixNormal | None = None) -> MatrixNormal:
-        """Repeat the distribution over `batch_shape` without copying or factorising again."""
+        """Return the distribution expanded to `batch_shape`, without copying or factorising again."""
         new = self._get_checked_instance(MatrixNormal, _instance)
         new.structure, new._covariance = self.structure, self._covariance
         new._set(self.loc, self.row_covariance, self.column_covariance, torch.Size(batch_shape))
@@ -114,7 +115,13 @@ class MatrixNormal(Distribution):
         return self.loc + self._covariance.draw(self._extended_shape(torch.Size(sample_shape)))
 
     def log_prob(self, value: Float[Tensor, "*#sample h w"]) -> Float[Tensor, " *sample"]:
-        """Return the log density of `value`: −½ (squared Mahalanobis distance + log determinant + hw·log 2π)."""
+        """Return the log density of `value`: −½ (squared Mahalanobis distance + log determinant + hw·log 2π).
+
+        Raises:
+            ShapeError: If the value does not broadcast to `(*sample, *batch, h, w)`.
+            TypeError: If its dtype is not that of the parameters.
+            ValueError: If it is on another device or, with `validate_args`, not finite.
+        """
         _check_value(value, self)
         positions = self.event_shape.numel()
         distance = self._covariance.squared_distance(value - self.loc)
@@ -174,7 +181,7 @@ class _Sum:
         return _diagonal(self.row)[..., :, None] + _diagonal(self.column)[..., None, :]
 
     def draw(self, shape: torch.Size) -> Tensor:
-        # Covariances of independent terms add: two draws need neither a square root of the sum nor its derivative.
+        # The covariances of independent terms add, so two draws replace a square root of the sum and its derivative.
         return self.row_factor @ _noise(shape, self.row) + _noise(shape, self.row) @ self.column_factor.mT
 
     def squared_distance(self, difference: Tensor) -> Tensor:
@@ -226,14 +233,16 @@ def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
     for name, covariance in (("row_covariance", row), ("column_covariance", column)):
         if constraints.positive_definite.check(covariance).all():
             continue
-        fault = "it holds NaN or infinity"
+        fault, fix = "it holds NaN or infinity", f"make it finite; ~{name}.isfinite() is True at the wrong entries"
         if covariance.isfinite().all():
             asymmetry = (covariance - covariance.mT).abs().max().item()
             smallest = torch.linalg.eigvalsh(symmetric(covariance)).min().item()
             fault = f"its smallest eigenvalue is {smallest:.3g}, its largest asymmetry {asymmetry:.3g}"
+            fix = f"make it symmetric, ({name} + {name}.mT) / 2, and add a multiple of the identity"
+            fix += f" above {-smallest:.3g}" if smallest < 0 else ""
         raise ValueError(
             f"MatrixNormal: {name} {tuple(covariance.shape)} must be symmetric and positive definite; {fault}.\n"
-            f"  fix: make it symmetric, ({name} + {name}.mT) / 2, and add a small multiple of the identity."
+            f"  fix: {fix}."
         )
 
 
@@ -245,7 +254,7 @@ def _check_value(value: Tensor, distribution: MatrixNormal) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        fix = f"give it as (*sample, {', '.join(map(str, expected))}), one matrix for each of loc."
+        fix = f"give it as (*sample, {', '.join(map(str, expected))}), one matrix for each matrix of loc."
         raise shape_error("MatrixNormal.log_prob", "value must fit loc.", fix, value=value, loc=distribution.loc)
     check_same_kind("MatrixNormal.log_prob", loc=distribution.loc, value=value)
     if distribution._validate_args and not value.isfinite().all():

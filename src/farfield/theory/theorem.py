@@ -25,14 +25,15 @@ def averages(distribution: MatrixNormal) -> Averages:
     sum:     X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·I + Ψ/h),   X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·I + Ω/w)
     product: X̄_row ~ N(mean over rows, (1ᵀΩ1/h²)·Ψ),         X̄_col ~ N(mean over columns, (1ᵀΨ1/w²)·Ω)
 
-    KAN prints the sum's covariances as (Ω̄ + Ψ)/h and (Ψ̄ + Ω)/w, with Ω̄ and Ψ̄ the means of the diagonals. That adds a
-    scalar to a matrix (read Ω̄·I + Ψ) and holds for diagonal Ω and Ψ, for which 1ᵀΩ1/h² = Ω̄/h; those above hold for all.
+    KAN prints the sum's covariances as (Ω̄ + Ψ)/h and (Ψ̄ + Ω)/w, with Ω̄ and Ψ̄ the means of the diagonals. Ω̄ + Ψ, a
+    scalar plus a matrix, has to be read as Ω̄·I + Ψ, and the formulas hold for diagonal Ω and Ψ, for which
+    1ᵀΩ1/h² = Ω̄/h. The formulas above hold for all Ω and Ψ.
 
     Args:
-        distribution: Distribution of the matrix.
+        distribution: Distribution of the h × w matrix.
 
     Returns:
-        The two marginal distributions; they are not independent of each other.
+        The two marginal distributions. As random vectors the two averages are not independent of each other.
 
     Reference: KAN Eq. 4, KAN Eq. 5.
 
@@ -63,8 +64,9 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normaliz
     X̃ = [r₁, …, r_h]ᵀ + [c₁, …, c_w]  ~  MN(outer sum of the means, cov(c) ⊕ cov(r))
 
     With the averages of a matrix X whose mean is an outer sum this is Theorem 1. X̃ has X's mean plus one constant, the
-    mean of X's mean. For h = w and diagonal Ω and Ψ its covariance is (Ω⊕Ψ)/h + (Ω̄ + Ψ̄)/h·I. In trace that is 2/h times
-    the covariance of X (Eq. 7); as a matrix it is a multiple of it only where all positions of X have one variance.
+    mean of X's mean. For h = w and diagonal Ω and Ψ the covariance of X̃ is (Ω⊕Ψ)/h + (Ω̄ + Ψ̄)/h·I. Its trace is 2/h
+    times that of the covariance of X (Eq. 7). As a matrix it is a multiple of the covariance of X only if all positions
+    of X have the same variance.
 
     Args:
         row: Distribution of one row (w numbers), such as `averages(x).row`.
@@ -74,7 +76,7 @@ def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normaliz
             the same. `ops.kronecker_qkv_attention` does this to the responses of a grid.
 
     Returns:
-        The sum's distribution, structure "sum".
+        The distribution of X̃, with structure "sum".
 
     Reference: KAN Eq. 6, KAN Eq. 7, KAN Eq. 13, KAN Theorem 1.
 

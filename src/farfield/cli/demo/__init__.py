@@ -1,4 +1,4 @@
-"""`farfield demo`: train two networks on real images, measure KAN's Table 2, and draw a picture, in minutes."""
+"""`farfield demo`: train two networks on handwritten digits, measure KAN's Table 2, and draw a picture, in minutes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def train_all(options: argparse.Namespace, console: Console) -> list[Row]:
 
 
 def begin(updates: Queue[Update], threads: int) -> None:
-    """Prepare a training process."""
+    """Prepare a training process: its threads, the queue of its progress, and its end with the main process."""
     torch.set_num_threads(threads)
     Bar.updates = updates
     threading.Thread(target=leave_with_parent, daemon=True).start()
@@ -181,6 +181,9 @@ class Bar(Callback):
 
     Args:
         network: Name of the network.
+
+    Attributes:
+        updates: The queue to that process, the same for all instances; `begin` sets it.
     """
 
     updates: Queue[Update]
@@ -201,7 +204,7 @@ class Bar(Callback):
 
 
 def costs(name: str, network: torch.nn.Module) -> Row:
-    """Count the cost of one image: by the network as trained, and by the full network with the papers' rule."""
+    """Count the cost of one image: in the network as trained, and in the full network by the papers' rule."""
     small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
     full = cost.predict(models.MODELS[name]().eval(), channels=3, size=(224, 224), convention="paper")
     counts = {"weights": small.weights, "macs": small.macs, "full_weights": full.weights, "full_macs": full.macs}

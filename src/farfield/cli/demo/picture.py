@@ -1,4 +1,4 @@
-"""The picture of `farfield demo`: what one position of a photograph attends to, by operator."""
+"""The picture of `farfield demo`: the attention row of one position of a photograph, by each operator."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def write(path: Path, position: Sequence[int] = POSITION, size: Sequence[int] = 
 
 
 def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
-    """Compute features of the surroundings of each position: colour and contrast at two scales, and no coordinates.
+    """Compute features of the surroundings of each position: colour at two scales, edges and contrast; no coordinates.
 
-    The features of a position have length √SHARPNESS and are there twice, once negated: products are
-    SHARPNESS · cosine, and each channel is large where one property is.
+    The channels are the features and the negated features, so that a property and its opposite both have a channel with
+    large values. The channels of a position have length √SHARPNESS together: products are SHARPNESS · cosine.
     """
     lab = color.rgb2lab(photograph)
     blurred = [filters.gaussian(lab, width, channel_axis=-1) for width in (3, 12)]
@@ -81,7 +81,7 @@ def panel(name: str, grid: Tensor, position: Sequence[int]) -> Panel:
     """Compute the attention row of one operator at the position, and its cost by formula."""
     attention = GridAttention(grid.shape[1], name)
     if attention.weight is not None:
-        # Nothing is trained here: the principal direction of the positions replaces a learned one.
+        # Nothing is trained here: the principal direction of the features replaces the learned vector.
         direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
         with torch.no_grad():
             attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
@@ -119,7 +119,7 @@ def show_photograph(axis: Axes, photograph: NDArray[np.float64], position: Seque
 
 
 def show_panel(axis: Axes, photograph: NDArray[np.float64], one: Panel, position: Sequence[int], most: int) -> None:
-    """Show one operator's weights as a glow over the darkened photograph, and its cost as a bar."""
+    """Show one operator's weights as a glow over the darkened photograph, and the logarithm of its MACs as a bar."""
     height, width = photograph.shape[:2]
     dark = color.rgb2gray(photograph)[..., None] * np.array([0.26, 0.28, 0.33])
     glow = transform.resize(one.weights / np.quantile(np.abs(one.weights), 0.998), (height, width), order=3)

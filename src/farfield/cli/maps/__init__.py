@@ -6,9 +6,8 @@
     farfield maps --model runs/imagenette --norms
     farfield maps --network kanet_qkv --image photo.jpg --health
 
-The first command lists the attention layers, the last measures the responses and gradients of each of them, the others
-draw a figure. A pixel is given by one index per axis, as positions are everywhere in farfield: row,column, from 0,0 at
-the top left.
+The first command lists the attention layers. The last measures the response and the gradients of each layer. The others
+draw a figure. A pixel is given as row,column, from 0,0 at the top left.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With status 2 for a wrong option.
-        ValueError: For a position outside the image, a network without attention, or a figure that its operator does
-            not support.
-        LookupError: For an unknown layer.
+        ValueError: For a position outside the image, a network without attention, a figure that its operator does not
+            support, or a model or image that cannot be read.
+        LookupError: For an unknown layer or network.
         OSError: For a missing model or image, and an output that would replace one of the photographs.
     """
     options = parser()

@@ -15,7 +15,7 @@ from torch import Tensor
 from farfield.maps import overlay
 from farfield.tasks.checkpoints import written
 
-# Of the query positions: distinguishable with colour vision deficiency, and on any photograph.
+# Colours of the query positions: distinguishable with colour vision deficiency, and on any photograph.
 COLOURS = ("#ff3b30", "#34c759", "#2f7bff", "#ffd60a", "#d65cff", "#ff9f0a", "#40e0ff", "#ff7eb6")
 INK, FAINT = "#1b1d21", "#6b7280"
 PANELS = 6
@@ -118,7 +118,7 @@ def mark(axis: Axes, heat: Heat) -> None:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, in the format of its suffix."""
+    """Write a figure atomically, in the format of its suffix; refuse a suffix of no such format."""
     formats = figure.canvas.get_supported_filetypes()
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in formats:

@@ -30,7 +30,7 @@ DATA = {f"farfield.data.classify.{kind.__name__}": kind for kind in (ImageFolder
 
 
 class ClassEntry(NamedTuple):
-    """A class in the configuration of a run: the file of the configuration, the full name, and the arguments."""
+    """A class in the configuration of a run: the file, the class's full name or None, and its arguments."""
 
     file: Path
     name: str | None
@@ -74,8 +74,11 @@ def load(source: str, builder: str | None = None) -> LoadedNetwork:
 
     Raises:
         OSError: If there is no such model.
-        CheckpointError: If a checkpoint is damaged, or is of another network.
-        ValueError: If the configuration does not name the function that builds the network, or names other classes.
+        CheckpointError: If a checkpoint is damaged, or is of another network, or there is none for `builder`.
+        LookupError: If farfield has no network of the name `builder`.
+        TypeError: If `builder` does not return a module.
+        ValueError: If the configuration does not name the function that builds the network, or names other classes; or
+            if `builder` cannot be imported.
     """
     path = newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
@@ -101,7 +104,7 @@ def build_untrained(builder: str) -> LoadedNetwork:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest run in a folder of runs; any other path is returned unchanged."""
+    """Return the newest run in a folder of runs; return any other path unchanged."""
     runs = [run for run in path.glob("version_*") if (run / "config.json").is_file() or checkpoints(run)]
     return max(runs, key=number, default=path)
 

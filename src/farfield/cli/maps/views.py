@@ -37,7 +37,7 @@ class View(NamedTuple):
 
 # ---- photographs and layers ------------------------------------------------------------------------------------------
 def read_photograph(path: Path) -> Photograph:
-    """Read a photograph and rotate it as its EXIF orientation states."""
+    """Read a photograph and rotate it by its EXIF orientation; raise if it is missing or cannot be read."""
     try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
@@ -53,7 +53,7 @@ def read_photograph(path: Path) -> Photograph:
 
 
 def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> dict[str, Layer]:
-    """Return each attention layer of a network, with the grid that it gets for a photograph."""
+    """Return each attention layer of a network, with its inputs for a photograph."""
     layers = maps.layers(trained.network, trained.prepare(photograph.pixels, side))
     check_has_attention(trained.network, layers)
     return layers
@@ -73,7 +73,7 @@ def is_image(layer: Layer) -> bool:
 
 
 def finest(layers: dict[str, Layer]) -> str | None:
-    """Return the first of the layers with the most positions over an image."""
+    """Return the first of the layers with the most positions over an image; None if no layer has such positions."""
     positions = {name: layer.grid[0, 0].numel() for name, layer in layers.items() if is_image(layer)}
     return max(positions, key=lambda name: positions[name], default=None)
 
@@ -134,7 +134,7 @@ def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | N
 
 
 def quarters(image: Tensor) -> Tensor:
-    """Split an image into a batch of four: batch norm in training makes the means of a single image 0."""
+    """Split an image into a batch of four, because batch norm in training makes the means of a single image 0."""
     height, width = (length // 2 for length in image.shape[2:])
     parts = image[..., : 2 * height, : 2 * width].unflatten(3, (2, width)).unflatten(2, (2, height))
     return parts.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""The inserted module ("addition") as a child of the module it follows ("host"), whose own names stay as they are."""
+"""Add the inserted module ("addition") as a child of the module it follows ("host"), or remove it."""
 
 from __future__ import annotations
 

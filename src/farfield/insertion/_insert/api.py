@@ -1,4 +1,4 @@
-"""Insert a module at any place of a model, and take it out again: the model's own weights keep their names."""
+"""Insert modules at places of a model, and remove them again: the model's own weights keep their names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from farfield.insertion._insert.layout import LAYOUTS, Layout, channel_axis, che
 from farfield.insertion._insert.probe import Seen, probe
 from farfield.insertion._places import CHILD, Place, find_places
 
-AROUND = "if a place runs its own children in a way of its own, insert at one of them or at the module around it."
+AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
 
 def insert(
@@ -38,23 +38,23 @@ def insert(
     example: Any,
     layout: Layout | None = None,
 ) -> dict[str, nn.Module]:
-    """Put a new module after each place of a model; weights, their names and the output stay as they are.
+    """Add a new module after each place of a model, without changing or renaming the model's weights.
 
     `place(x)  →  made(place(x))`
 
-    The new module ("addition") is a child named `farfield` of its place: no weight of the model changes its name, so an
-    earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). A module that is the identity
-    at initialization, as `GridAttention(…, project="qkvo", residual=True)` is, leaves the output exactly as it was
-    (`torch.equal`), so training starts from the model as it is. Any other module that keeps shape and dtype is accepted
-    too, and changes the output at once.
+    The new module ("addition") is a child named `farfield` of the module at its place ("host"): no weight of the model
+    changes its name, so an earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). An
+    addition that is the identity at initialization, as `GridAttention(…, project="qkvo", residual=True)`, leaves the
+    output of the model exactly as it was (`torch.equal`), so training starts from the model as it is. Any other
+    addition that keeps the shape, dtype and device of its input is accepted too, and changes the output at once.
 
     The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
     place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
     first, and with the additions in place to verify that each is called as often as its host and affects the output of
-    the model. If one fails, all are removed again. Flags, buffers, hooks and random numbers are restored.
+    the model. If a check fails, all additions are removed again. Flags, buffers, hooks and random states are restored.
 
-    An addition is called before all other forward hooks of its place. A sequence that has one does not count it among
-    its modules; its last block calls it.
+    An addition runs before all other forward hooks of its host. The length, iteration and indexing of a host that is an
+    `nn.Sequential` skip it; the last block of such a host calls it, unless that is a module of torch.nn itself.
 
     Args:
         model: Changed in place. Compile, export or wrap it afterwards.
@@ -62,21 +62,29 @@ def insert(
             place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
         make: Function from the number of channels of a place to a new module, called once per place; for example
             `functools.partial(GridAttention, …)`.
-        example: An input of the model: a tensor, a tuple of arguments or a dict of named ones. Batch first.
-        layout: Where the places keep their channels: "channels_first" `(batch, channels, *size)`, or "channels_last",
-            as the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height, width, channels)` of a
-            Swin. The default is "channels_first", which is refused where neither another input size nor the weights
-            confirm it. A layout that is given is refused only where one of them contradicts it.
+        example: An input of the model, batch first: a tensor, a list of samples, a tuple of arguments, or a dict of
+            named ones.
+        layout: The position of the channels in the outputs of the places: "channels_first" `(batch, channels, *size)`,
+            or "channels_last", as in the tokens `(batch, tokens, channels)` of a ViT or the grids `(batch, height,
+            width, channels)` of a Swin. By default "channels_first" is assumed, and refused unless another input size
+            or the weights confirm it. A layout that you give is refused only if another input size contradicts it.
 
     Returns:
-        The path of each place and its new module, on the device and in the dtype of the place's output.
+        The path of each place -> its new module, on the device and in the dtype of the place's output.
 
     Raises:
         LookupError: If a path matches nothing, or a place returns no such entry.
-        ShapeError: If the layout does not fit, the batch is not first, or an addition does not keep the shape.
-        TypeError: If a place returns no floating-point grid, `make` no module, or an addition another dtype.
-        ValueError: If a place never runs, runs several times, has an addition already, has no effect, or lies in a
-            compiled, scripted or wrapped model; or if the model refuses the example.
+        ShapeError: If a place has no spatial dims, the layout does not fit, the batch is not first, or an addition does
+            not keep the shape.
+        TypeError: If the model or a result of `make` is no module, a place returns no floating-point grid or several
+            without an entry in its path, or an addition does not keep dtype or device.
+        ValueError: If a place never runs, runs more often than the module around it, has an addition already, has no
+            effect, or lies in a compiled, scripted or wrapped model; if the model fails with the example or with the
+            additions; if an addition returns non-finite numbers; if `layout` or `where` is not of the given form.
+
+    Cost:
+        About five forward passes, some of them of an example of up to four times the size, and at least one more for
+        each place.
 
     Example:
         >>> from functools import partial
@@ -118,14 +126,15 @@ def insert(
 
 
 def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
-    """Remove additions from a model, which is then exactly what it was before `insert`.
+    """Remove additions from a model; without them it is the same as before `insert`.
 
     Args:
         model: Changed in place.
         where: Paths as in `insert`; a path without an entry means each entry of the place. All additions by default.
 
     Raises:
-        LookupError: If there is no addition at a path, or none at all.
+        LookupError: If a path matches nothing, if there is no addition at it, or if the model has none.
+        TypeError: If the model is no module.
         ValueError: If the model is compiled, scripted or wrapped.
 
     Example:
@@ -143,7 +152,7 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
         raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
-        # A host that another layer has replaced is not in the model any more, so exact paths come first.
+        # A host that another layer has replaced is not in the model any more, so paths of additions come first.
         exact = [place for place in present if str(place) == pattern]
         wanted = exact or find_places("remove", model, pattern)
         matched = [place for place in present if place in wanted or Place(place.path) in wanted]
@@ -176,7 +185,7 @@ def make_all(
 
 
 def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
-    """Make the caller of each layer check that it keeps its addition: layers may be fused or replaced later."""
+    """Make the module around each host without children check its addition: such a layer may be replaced later."""
     for place, host in places.items():
         if place.path and set(host._modules) == {CHILD}:
             around = caller_of(seen, place.path)

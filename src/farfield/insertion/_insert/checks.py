@@ -1,4 +1,4 @@
-"""Checks of a host: it can be changed, runs once per call of its parent, and returns a grid."""
+"""Checks of a host: it can be changed, runs at most once per call of its parent, and returns a grid."""
 
 from __future__ import annotations
 
@@ -34,44 +34,49 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
         module, name = model.get_submodule(at) if at else model, at or type(model).__name__
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"{caller}: {name} is scripted; fix: {caller} in the model it was made of, then script.")
+            raise ValueError(f"{caller}: {name} is scripted; fix: {caller} in the original module, then script it.")
         if "OptimizedModule" in kinds:
             raise ValueError(f"{caller}: {name} is compiled; fix: {caller} in its _orig_mod, then compile that.")
         if module._compiled_call_impl is not None:
             raise ValueError(f"{caller}: {name} is compiled; fix: {caller} before .compile().")
         if kinds & WRAPPERS:
             raise ValueError(
-                f"{caller}: {name} is wrapped in {', '.join(kinds & WRAPPERS)}, which knows the weights it was given; "
+                f"{caller}: {name} is wrapped in {', '.join(kinds & WRAPPERS)}, which misses weights added later; "
                 f"fix: {caller} before wrapping."
             )
 
 
 def check_free(place: Place, host: nn.Module) -> None:
-    """Refuse a place that has an addition already, or whose host has an attribute "farfield" that is none.
+    """Refuse a place that has an addition already, or whose host has another attribute "farfield".
 
     Raises:
-        ValueError: If so; the text has the fix.
+        ValueError: If so, or if the entry cannot be the name of a module; the text has the fix.
     """
     added = places_of(place.path, host)
     if hasattr(host, CHILD) and not added:
         raise ValueError(
-            f'insert: {place.path} already has an attribute "{CHILD}", the name under which insert would add its '
-            f"module; fix: insert at another module, or rename that attribute."
+            f'insert: {place.path or "the model"} already has an attribute "{CHILD}", the name under which insert '
+            f"would add its module; fix: insert at another module, or rename that attribute."
         )
     # Entries of one host have additions independently of each other; a whole output has one.
     if added and (place in added or place.entry is None or added[0].entry is None):
         there = place if place in added else added[0]
-        raise ValueError(f'insert: {place} has an addition already; fix: remove(model, "{there}") first.')
+        raise ValueError(
+            f'insert: {str(place) or "the model"} has an addition already; fix: remove(model, "{there}") first.'
+        )
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
-        raise ValueError(f'insert: entry "{place.entry}" of {place.path} cannot be the name of a module.')
+        raise ValueError(
+            f'insert: entry "{place.entry}" of {place.path or "the model"} cannot be the name of a module; '
+            f"fix: insert at the module that computes it, or rename the entry."
+        )
 
 
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Run the model once and record each place, its parents, its children and the children of the model.
 
     Raises:
-        ValueError: If the model refuses the example or returns no tensor for it, or a place does not run once each time
-            its parent runs.
+        ValueError: If the model fails with the example or returns no tensor for it, or if a place never runs or runs
+            more often than the nearest module around it.
     """
     watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
     watched |= set(children(model, ""))
@@ -85,8 +90,8 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
         ) from error
     if not tensors(seen.outputs[""]):
         raise ValueError(
-            f"insert: {type(model).__name__} returns no tensor for this example, so that no addition can be seen to "
-            f"have an effect.\n  fix: an example, or a configuration of the model, for which it returns one."
+            f"insert: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
+            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
         )
     for path in dict.fromkeys(place.path for place in places):
         parent = caller_of(seen, path)
@@ -96,19 +101,19 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
             whole = [child for child in children(model, "") if seen.calls[child]]
             raise ValueError(
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
-                f"\n  fix: insert at what runs: {', '.join(inside or whole)}."
+                f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
             )
         if path and calls > parent_calls:
             raise ValueError(
                 f"insert: {path} is called {times(calls)} while {around} is called {times(parent_calls)}, "
-                f"and an addition cannot tell these calls apart.\n  fix: insert at {around}, or at a "
+                f"and one addition would change the output of every call.\n  fix: insert at {around}, or at a "
                 f"module that it calls once."
             )
     return seen
 
 
 def caller_of(seen: Seen, path: str) -> str:
-    """Return the path of the nearest module around a place that is called."""
+    """Return the path of the nearest module around a place that was called; "" is the model."""
     return next((name for name in parents(path) if seen.calls[name]), "")
 
 
@@ -135,16 +140,19 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     Raises:
         LookupError: If there is no such entry.
         ShapeError: If the output has no spatial dims.
-        TypeError: If there is no floating-point grid, or no entry is chosen.
+        TypeError: If it is no floating-point grid, if it has entries and none is chosen, or the other way round.
+        ValueError: If the batch is the second dimension.
     """
     path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
         near = find_alternatives(model, place, seen, example)
         fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else fix_text(near)
-        raise TypeError(f"insert: {path} returns several things, {describe(outputs)}; fix: {fix}.")
+        raise TypeError(f"insert: {path} returns several values, {describe(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
-        raise TypeError(f'insert: {path} returns {describe(outputs)} and has no entries; fix: "{place.path}".')
+        raise TypeError(
+            f'insert: {path} returns {describe(outputs)} and has no entries; fix: insert at "{place.path}".'
+        )
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
@@ -161,7 +169,9 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
         )
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
     if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
-        raise ValueError(f"insert: {place} keeps its batch second; fix: build the model with batch_first=True.")
+        raise ValueError(
+            f"insert: {place} has the batch as its second dimension; fix: build the model with batch_first=True."
+        )
     return grid
 
 
@@ -174,8 +184,8 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
     if changes(shape, elsewhere.batches):
         raise ShapeError(
-            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which must be its first "
-            f"dimension and no other.\n  fix: batch_first=True, or insert where the batch comes first."
+            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change only "
+            f"the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch comes first."
         )
     if keeps_batch(shape[0], elsewhere, example):
         return
@@ -189,13 +199,13 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
 
 
 def keeps_batch(length: int, elsewhere: Elsewhere, example: Any) -> bool:
-    """Whether a first dimension is the batch: for this example, for twice the batch, and at other sizes."""
+    """Whether a first dimension has the length of the batch: here, for twice the batch, and at other input sizes."""
     lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
     return length in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {length}
 
 
 def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
-    """Return up to three places to insert at instead: entries of a place, modules in it or around it.
+    """Return up to three places to insert at instead: entries of the place, or modules in it or around it.
 
     Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
@@ -214,7 +224,7 @@ def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) 
 
 
 def fix_text(places: list[Place]) -> str:
-    """Return the text of a fix: insert at one of some places."""
+    """Return the fix for an error: insert at one of the places, if there are any."""
     if not places:
         return "insert at a module that returns one grid"
     return "insert at " + " or ".join(f'"{place}"' for place in places)

@@ -19,10 +19,10 @@ from farfield.nn.tracing import tensors
 class Effects:
     """A model, an example, and the unmodified outputs of the model for it.
 
-    The output of a place is disturbed by noise of its own magnitude and, if the model's output does not change, by NaN,
-    which no scale and no saturation hides. A detector may still drop everything that depends on the place, or detect
-    nothing at all. Then the test is repeated on the first module that takes the disturbed grid as input and does more
-    than pass it on.
+    The output of a place is replaced by the same with noise and, if the model's output does not change, by NaN, which
+    no small factor and no saturation hides. A detector may still discard everything that depends on the place. So if
+    the model's output does not change, the test is repeated on the output of the first module that depends on the place
+    and does more than pass the grid on. If the model detects nothing at all, it is enough that there is such a module.
     """
 
     def __init__(self, model: nn.Module, example: Any, outputs: Any) -> None:
@@ -62,7 +62,7 @@ class Effects:
 
 
 def takes(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
-    """Whether a module's output changes when grids are disturbed, beyond containing the disturbed grids themselves."""
+    """Whether a module's output changes in tensors other than the disturbed grids, which it may pass on."""
     pairs = itertools.zip_longest(tensors(before), tensors(after))
     moved = [two for one, two in pairs if not same(one, two)]
     return any(not any(same(two, grid) for grid in disturbed) for two in moved)
@@ -91,7 +91,7 @@ def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
 
 
 def add_noise(grid: Tensor) -> Tensor:
-    """Return a grid plus noise of its own magnitude, without advancing the global random state."""
+    """Return a grid plus noise of its mean magnitude + 1; the global random state does not change."""
     # The generator is on the CPU; the default device may be another.
     noise = torch.randn(grid.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(grid)
     return grid + noise * (grid.abs().mean() + 1)

@@ -1,4 +1,4 @@
-"""Call an addition by a forward hook that runs before all others, so that other hooks see its output."""
+"""Call an addition in a forward hook that runs before all others, so that other hooks get its output."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import nn
 from farfield.insertion._places import CHILD, join
 
 # torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
-# traced. So an addition stays one call (and this value marks it as ours), and a layer of torch.nn that hosts one is
-# traced together with its hook; otherwise quantization would replace the layer by one without the hook.
+# traced. With these values an addition stays one call (and is recognized as an addition), and a layer of torch.nn that
+# hosts one is traced together with its hook; otherwise quantization would replace the layer by one without the hook.
 CALLED, TRACED = "torch.nn.farfield", "farfield.host"
 
 
 def forward_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """Return the forward hooks of a module, whose keys are numbers and our names."""
+    """Return the forward hooks of a module; their keys are torch's numbers and the names that `hang` uses."""
     return cast("OrderedDict[Any, Any]", module._forward_hooks)
 
 
 def pre_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """Return the forward pre-hooks of a module, whose keys are numbers and our names."""
+    """Return the forward pre-hooks of a module; their keys are torch's numbers and the name that `watch` uses."""
     return cast("OrderedDict[Any, Any]", module._forward_pre_hooks)
 
 
 def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Apply the addition of a host to its output: a forward hook, and a plain function, so that it pickles."""
+    """Apply the addition of a host to its output, as a forward hook; a plain function, because that can be pickled."""
     return getattr(host, CHILD)(outputs)
 
 
@@ -95,7 +95,8 @@ class Watch:
                 continue
             now = self.find(module, path)
             if now is None or now._modules.get(CHILD) is not host._modules[CHILD]:
-                kinds = f"{type(now).__name__} is in the place of its {type(host).__name__}" if now else "it is gone"
+                old = type(host).__name__
+                kinds = f"{type(now).__name__} has replaced its {old}" if now else f"its {old} was removed"
                 raise RuntimeError(
                     f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
                     f"  fix: remove() the addition, fuse or replace the layer, then insert() again."

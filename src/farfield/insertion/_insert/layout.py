@@ -25,9 +25,9 @@ def channel_axis(dimensions: int, layout: Layout) -> int:
 
 
 def resize(example: Any) -> Iterator[Any]:
-    """Yield the example at other sizes: for each length of its spatial axes, with all axes of that length changed.
+    """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed.
 
-    Of a floating-point tensor of three dimensions either the second or the third may be the channels: both are tried.
+    In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     """
     tensors: list[tuple[Tensor, int]] = []
 
@@ -50,7 +50,7 @@ def resize(example: Any) -> Iterator[Any]:
 
 
 def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
-    """Return a tensor with its spatial axes of one length halved or doubled."""
+    """Return a tensor with all spatial axes of one length halved (`shorter`) or doubled."""
     for axis in spatial_axes(tensor, start, channels):
         if tensor.shape[axis] == length:
             tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
@@ -58,7 +58,7 @@ def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels
 
 
 def map_tensors(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
-    """Apply a function to every tensor of the example; `start` is the first dimension after the batch, 0 in a list."""
+    """Apply `change(tensor, start)` to each tensor; `start` is its first dimension after the batch, 0 in a list."""
     if isinstance(example, Tensor):
         return change(example, start)
     if isinstance(example, Mapping):
@@ -92,9 +92,10 @@ def repeat_batch(example: Any) -> Any:
 
 
 def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
-    """Return the spatial dimensions of an input: without the batch and, of floating-point grids, the channels.
+    """Return the spatial dimensions of an input: all but the batch and, in floating-point grids, the channels.
 
-    `channels`: which of two dimensions after the batch holds the channels; of more, as in an image, it is the first.
+    If there are two dimensions after the batch, `channels` (0 or 1) is the one that holds the channels; if there are
+    more, as in an image, it is the first.
     """
     axes = list(range(start, tensor.dim()))
     if tensor.is_floating_point() and len(axes) > 1:
@@ -128,7 +129,7 @@ def check_layouts(
     elsewhere: Mapping[Place, Elsewhere],
     layout: Layout | None,
 ) -> None:
-    """Refuse a layout that another input or the weights contradict, and the default where neither confirms it.
+    """Refuse a layout that another input size contradicts, and the default if neither that nor the weights confirm it.
 
     Raises:
         ShapeError: If so. The fix is the layout that fits, or two calls if the places have different layouts.
@@ -155,7 +156,7 @@ def check_layouts(
 def find_misfit(
     model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
 ) -> tuple[str, str] | None:
-    """Return what contradicts a layout at one place, and the fix; None if nothing does."""
+    """Return the reason why a layout is refused at one place, and the fix; None if it is accepted."""
     assumed, other = layout or LAYOUTS[0], other_layout(layout)
     axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
     changed = changes(shape, elsewhere.sizes)
@@ -163,7 +164,7 @@ def find_misfit(
         return (
             f"{place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels of "
             f'layout="{assumed}", is spatial',
-            "insert where a module returns one grid of channels" if swapped in changed else f'layout="{other}"',
+            "insert at a module whose output has one channel dimension" if swapped in changed else f'layout="{other}"',
         )
     # A layout that is given is accepted where nothing contradicts it.
     if changed or layout is not None:
@@ -173,7 +174,7 @@ def find_misfit(
         widths = widths_of(model)
     if shape[axis] in widths and shape[swapped] not in widths:
         return None
-    problem = f"{place} returns {shape}, and at no other input size does the model show which are the channels"
+    problem = f"{place} returns {shape}, and no other input size shows which dimension holds the channels"
     if shape[swapped] in widths and shape[axis] not in widths:
         return f"{problem}; its weights have {shape[swapped]}", f'layout="{other}"'
     fit = "both" if shape[axis] in widths else "none"
@@ -189,12 +190,12 @@ def other_layout(layout: Layout | None) -> Layout:
 
 
 def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Return the dimensions after the batch that differ, each with one shape where it does."""
+    """Map each dimension after the batch in which a shape differs from some of the others to one of these others."""
     return {
         axis: other for other in others for axis in range(1, len(shape)) if other[axis : axis + 1] != (shape[axis],)
     }
 
 
 def widths_of(module: nn.Module) -> set[int]:
-    """Return the numbers of channels of a module's biases and norms."""
+    """Return the lengths of a module's parameters of one dimension (biases, norms), except 1: numbers of channels."""
     return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

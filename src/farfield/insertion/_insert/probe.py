@@ -39,14 +39,14 @@ def probe(
         model: The model, unchanged afterwards.
         example: A tensor, a tuple of arguments or a dict of named ones.
         paths: Paths of the modules to record.
-        stop_early: Whether to stop once each module was called, and to ignore errors of the model.
+        stop_early: Whether to stop once each module has been called, and to ignore errors of the model.
         change: Functions that replace the outputs of modules, by their paths.
 
     Returns:
         The calls and first outputs.
 
     Raises:
-        Exception: Whatever the model raises, unless `stop_early`.
+        Exception: Any error of the model, unless `stop_early`.
     """
     seen = Seen(Counter(), {})
     watched = dict.fromkeys(paths)

@@ -39,23 +39,26 @@ def replace_attention(
     the queries give the coefficients, those of the keys the basis, and nothing else of the model changes.
 
     **The result needs fine-tuning.** The same weights now compute another function, at a cost linear in the tokens and
-    not quadratic: it is no approximation of what the model learned, and its accuracy falls until it is trained again.
-    `docs/guide/replace.md` has a recipe and its measurements.
+    not quadratic (except `softmax` and `dot`). It does not approximate the trained function: the accuracy of the model
+    falls until it is trained again. `docs/guide/replace.md` has a recipe and its measurements.
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
     applies; timm's ViT-style `Attention`; and models of transformers, as `attn_implementation="farfield_<operator>"`.
-    Supported operators: those without weights of their own that attend to every token. softmax is the identity, and
-    undoes a replacement.
+    Supported operators: those without weights of their own that attend to every token. `softmax` computes the model's
+    original function, so it undoes a replacement.
 
-    * Padding: by the host's own mask; the contents of padding never matter; a sample of padding only outputs zeros.
+    * Padding: by the model's own mask; the contents of padding have no effect, and the response of a sample that is all
+      padding is 0 before the output projection.
     * Cross-attention, also with cached keys and values: as self-attention.
-    * Dropout of the attention: applied to the weights of the basis.
-    * Weights of the attention, if requested: the implied matrix, N² numbers.
-    * Rotary positions: kept by `factorized`, `averaged`, `dot`, `softmax`; others read them as channels, and warn.
-    * Causal masks, windows, relative positions and other biases, which differ from query to query: refused by name.
+    * Dropout of the attention: applied to the weights of the basis; for `softmax` and `dot`, to the coefficients.
+    * Weights of the attention, if requested: the implied matrix, N² numbers per head.
+    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `softmax`; other operators use the
+      rotated channels as they are, with a `UserWarning`.
+    * Causal masks, windows, relative positions and other biases differ between queries: an error, here or, where only
+      the arguments of a call show them, when the model first runs.
 
     Args:
-        model: The model, or a part of it such as its vision tower. Changed in place.
+        model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         where: Paths of modules, one or many, such as "blocks.8" or "encoder.layer.*", where `*` stands for one segment.
             Every attention at and below them is replaced, and all of it must be supported. Default: the whole model.
@@ -65,13 +68,14 @@ def replace_attention(
 
     Raises:
         LookupError: If there is no such operator or path, or no supported attention there.
-        ValueError: If the operator is not defined on tokens, or an attention cannot be replaced; the model is unchanged
-            then.
-        TypeError: If the model is compiled or scripted.
+        ValueError: If the operator does not work on tokens, an attention cannot be replaced, or `where` is empty; the
+            model is unchanged then.
+        TypeError: If the model is no module, or compiled or scripted, or if the operator is neither a name nor an
+            `ops.Operator`.
 
     Cost:
-        None for the replacement. Afterwards, for N tokens, h heads and d channels per head, 2·N·h·d² MACs instead of
-        2·N²·h·d.
+        The replacement runs nothing. Afterwards, for N tokens, h heads and d channels per head, `factorized`,
+        `averaged` and `factorized_gaussian` take 2·N·h·d² MACs instead of 2·N²·h·d, besides the projections.
 
     Example:
         >>> import torch
@@ -133,7 +137,7 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
 
     Raises:
         LookupError: If a path matches nothing, or there is no supported attention at or below it.
-        ValueError: If there is unsupported attention too: not all of it would be replaced.
+        ValueError: If there is also unsupported attention, or no path is given.
     """
     chosen: dict[str, nn.Module] = {}
     for pattern in [where or ""] if where is None or isinstance(where, str) else where:
@@ -150,7 +154,7 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
         if others and known:
             raise ValueError(
                 f"{CALLER}: {type(model).__name__} also has attention that is not supported: {others}; "
-                f"fix: where=, the paths of the layers to replace, e.g. {next(iter(known))}."
+                f"fix: where= with the paths of the layers to replace, e.g. {next(iter(known))}."
             )
         if not known:
             raise LookupError(
@@ -192,13 +196,13 @@ def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
         reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
     if reason is not None:
         raise ValueError(
-            f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where=, the paths of other "
-            f"layers, an encoder or a vision tower."
+            f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where= with the paths of "
+            f"other layers, of an encoder or a vision tower."
         )
 
 
 def rotary_warning(name: str, rotary: list[str]) -> str:
-    """Return the warning that an operator does not turn rotations into distances."""
+    """Return the warning that rotary positions do not act as distances with an operator."""
     more = f" and {len(rotary) - 1} more" if len(rotary) > 1 else ""
     return (
         f"{CALLER}: {rotary[0]}{more} rotate queries and keys by their positions, which gives distances only in "

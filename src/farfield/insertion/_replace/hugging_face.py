@@ -1,7 +1,7 @@
 """The operators as attention implementations of Hugging Face's transformers.
 
-Each name is registered twice: for the attention function and for the function that makes its masks. Without the second
-a model would pass no mask at all, and queries would attend to padding.
+Each name is registered twice: for the attention function and for the function that makes its masks. Without a mask
+function a model would pass no mask at all, and queries would attend to padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farfield.insertion._replace.masks import causal_error, find_obstacle, valid
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
-# Options that models pass to their attention and that do not change it; any other that is set is refused by its name.
+# Options that models pass to their attention and that do not change it; any other option that is set is an error.
 IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
@@ -32,9 +32,10 @@ def register_transformers() -> list[str]:
     """Register every operator that is defined on tokens with transformers, as `farfield_<operator>`; return the names.
 
     Then every model that looks its attention up in transformers' `AttentionInterface` accepts such a name:
-    `from_pretrained(…, attn_implementation="farfield_factorized_gaussian")`, with unchanged weights. They now compute
-    another function, so the model needs fine-tuning. `replace_attention` registers by itself and refuses unsupported
-    attention at once; with a name, it is refused when the model first runs. Importing farfield registers nothing.
+    `from_pretrained(…, attn_implementation="farfield_factorized_gaussian")`, with unchanged weights. The same weights
+    now compute another function, so the model needs fine-tuning. `replace_attention` registers the operator itself and
+    refuses unsupported attention at once; a model built with such a name raises the error when it first runs. Importing
+    farfield registers nothing.
 
     Returns:
         The names of the attention implementations.
@@ -54,7 +55,7 @@ def register_transformers() -> list[str]:
 
 
 def register(name: str, operator: Operator) -> str:
-    """Register one operator as `farfield_<name>`; a second one of the same name gets the next free number after it."""
+    """Register one operator as `farfield_<name>`; for another operator of the same name, a number is appended."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     registered: Mapping[str, Any] = AttentionInterface()
@@ -83,6 +84,8 @@ def attend(
     """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested.
 
     Raises:
+        ShapeError: If the mask does not fit the keys.
+        TypeError: If the mask is neither boolean nor additive.
         ValueError: If the attention is causal, or has a bias, a window, or any other unknown option.
     """
     caller = f"farfield_{name} in {type(module).__name__}"
@@ -140,7 +143,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
-    """Return why an attention of transformers cannot be replaced, as far as it and the modules around it show."""
+    """Return why an attention of transformers cannot be replaced; None if its code and config show no reason."""
     if is_causal(module, around):
         return "is causal: each query attends only to the positions before it, but all queries share one summary"
     if getattr(module, "sliding_window", None) is not None:
@@ -186,11 +189,11 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> None:
-    """Set the implementation in the configs of the chosen attentions of a model.
+    """Set the implementation in the configs of the chosen attention modules of a model.
 
-    A config that only chosen attentions use is changed in place, so that the model makes masks for the implementation,
-    linear in the positions. Where a config is shared with others, each chosen attention gets a copy of it; the model
-    then still makes masks of pairs.
+    A config that only chosen modules use is changed in place, so that the model makes masks for the implementation,
+    linear in the positions. If other attention modules share it, each chosen one gets a copy of it, and the model still
+    makes masks for the other implementation.
     """
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):

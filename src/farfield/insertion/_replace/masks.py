@@ -1,7 +1,7 @@
-"""The operators that a transformer's weights can drive, and the valid keys under a mask of pairs.
+"""The operators that work with the weights of a transformer's attention, and the valid keys under a mask of pairs.
 
-Tokens are a grid of one spatial dim. Hosts pass `(batch, heads, tokens, channels)` and masks for a matrix of pairs. All
-queries share one summary, so a mask that differs between queries is refused.
+Tokens are a grid of one spatial dim. The transformer ("host") passes `(batch, heads, tokens, channels)` and a mask of
+pairs of queries and keys. All queries share one summary, so a mask that differs between queries is refused.
 """
 
 from __future__ import annotations
@@ -13,32 +13,41 @@ from farfield._checks import shape_error, unknown
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator
 
-# Upper limit of an additive mask at masked positions: BERT's first masks had -10,000, current ones have the dtype's
+# Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
 # minimum or -inf.
 MASKED = -1e4
 
 
 def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operator]:
-    """Return the name of an operator, "custom" for a user's own, and the operator; refuse one not defined on tokens."""
+    """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens.
+
+    Raises:
+        LookupError: If there is no operator of this name.
+        TypeError: If it is neither a name nor an operator.
+        ValueError: If it does not work on the tokens and weights of a transformer; the text has the reason and the fix.
+    """
     if isinstance(operator, str):
         if operator not in OPERATORS:
             raise unknown(caller, "operator", operator, OPERATORS)
         name, operator = operator, OPERATORS[operator]
+    elif not isinstance(operator, Operator):
+        raise TypeError(f"{caller}: operator must be a name of ops.OPERATORS or an ops.Operator, got {operator!r}.")
     else:
         name = next((name for name, known in OPERATORS.items() if known == operator), "custom")
     reason = find_obstacle(operator)
     if reason is not None:
-        raise ValueError(f'{caller}: {name} {reason}, or insert a GridAttention(channels, "{name}").')
+        given = f'"{name}"' if name in OPERATORS else "operator"
+        raise ValueError(f"{caller}: {name} {reason}, or insert a GridAttention(channels, {given}).")
     return name, operator
 
 
 def find_obstacle(operator: Operator) -> str | None:
-    """Return why an operator cannot use a host's tokens and weights, with a fix; None if it can.
+    """Return why an operator does not work on a host's tokens and weights, with a fix; None if it does.
 
-    An operator must have no weights of its own, as no host has them, and attend to every token of a grid of one axis.
+    It must have no weights of its own, which no host has, and attend to each position of a grid of one spatial dim.
     """
     if operator.score == "learned":
-        return "has a learned vector, which no host has; fix: take siamese_ones, the same without it"
+        return "has a learned vector, which no host has; fix: take siamese_ones, which has none"
     if not (operator.keys_from.side_by_side and operator.queries_from.side_by_side):
         return (
             "averages along axes, and tokens have one axis, so it is softmax on them; "
@@ -57,7 +66,7 @@ def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | N
     """Return which keys are valid under a mask of pairs.
 
     Args:
-        caller: The name in error texts.
+        caller: The name for error texts.
         mask: `(b, h, m, n)` or a shape that broadcasts to it: boolean, True where a pair attends, or additive.
         key: `(b, h, n, d)`.
 
@@ -73,13 +82,15 @@ def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | N
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{caller}: a mask must be boolean, True where a pair attends, or additive, got {kind}.")
+        raise TypeError(
+            f"{caller}: a mask must be boolean or additive (floating point), got {kind}; fix: pass one of these."
+        )
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
-        fix = f"one value per key: ({key.shape[0]}, 1, 1, {key.shape[2]})."
+        fix = f"one value per key: {key.shape[2]} in the last dimension, and a batch of 1 or {key.shape[0]}."
         raise shape_error(
             caller, "the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key
         )
-    # An expanded dimension holds one value and needs no check; so masks of keys alone compile.
+    # An expanded dimension has equal values and needs no check; without a check, masks of keys alone can be compiled.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
         mask = mask[:, :1, :1]
     valid = mask if mask.dtype == torch.bool else unbiased(caller, mask)
@@ -101,7 +112,7 @@ def unbiased(caller: str, mask: Tensor) -> Tensor:
     if mask.requires_grad or not (valid | (mask <= MASKED)).all():
         raise ValueError(
             f"{caller}: the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
-            f"there are no such products; fix: leave this layer out by where=, or a host without the bias."
+            f"there are no such products; fix: leave this layer out by where=, or take a model without the bias."
         )
     return valid
 

@@ -1,4 +1,4 @@
-"""The attention modules of torch and timm with another operator instead of softmax.
+"""The attention modules of torch and timm with any operator in place of softmax attention.
 
 A replaced module is the same object with another class: its weights, its state-dict keys, its hooks and every reference
 to it stay. The query weights give the coefficients, the key weights the basis.
@@ -36,8 +36,8 @@ class TorchAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the layouts and masks of `torch.nn.MultiheadAttention` (True where a key is masked out).
 
-        The weights, returned by default as in torch, are the implied matrix of N² numbers; `need_weights=False` is
-        linear in the positions.
+        The weights, returned by default as in torch, are the implied matrix of N² numbers per head; with
+        `need_weights=False` it is not computed.
         """
         caller = f"nn.MultiheadAttention replaced by {self.operator_name}"
         if query.is_nested or key.is_nested or value.is_nested:

@@ -1,1 +1,1 @@
-"""Faster forms of the equations of `ops`: they compute the same, and run only where nothing prevents it."""
+"""Faster forms of the equations of `ops`: equal up to rounding; where they do not apply, the equations run."""

@@ -1,7 +1,7 @@
-"""Projecting, summarizing and responding with little memory: the backward pass keeps the positions and small tensors.
+"""Projecting, summarizing and responding with little memory: only positions and small tensors are kept for backward.
 
-Autograd by itself keeps every array between the positions and the responses, and adds up three gradients of the size of
-the positions: one for keys, one for queries and one for values. Here the forward pass is `project`, `summarize` and
+Autograd by itself keeps every tensor between the positions and the responses, and adds up three gradients of the size
+of the positions: one for keys, one for queries and one for values. Here the forward pass is `project`, `summarize` and
 `respond` and nothing else. The backward pass projects keys and queries again unless they are only a few numbers per
 position, and computes the gradient of the positions once, as one product:
 
@@ -128,7 +128,8 @@ def project_and_summarize(
         The queries `(b, h, d, n)`, None if no queries come from these positions, and the summary.
 
     Cost:
-        b·n·c·(projected rows + h·r) MACs forward, and three times that backward; kept for backward are the positions.
+        At most b·n·c·(projected rows + h·r) MACs forward, and three times that backward. The positions are kept for
+        backward.
     """
     key_projection = key if operator.reads_keys else None
     keys, queries = (
@@ -158,15 +159,16 @@ def respond_from(
         positions: `(b, c, m)`, the positions that the queries come from.
         projection: The projection of queries.
         query: `(b, h, d, m)`, the projected queries.
-        summary: Of keys and values.
+        summary: The summary of keys and values.
         matrix: `(h, p, c)`, a projection of each head's responses, which are then added up; None to concatenate heads.
-        bias: `(p,)`, of the responses, or `(h·c,)` without a matrix.
+        bias: The bias of the responses, `(p,)`, or `(h·c,)` without a matrix; None adds nothing.
 
     Returns:
         `(b, 1, p, m)` with a matrix, else `(b, h, c, m)`, in the memory order of the positions.
 
     Cost:
-        b·m·h·r·p MACs forward, and twice that backward; kept for backward are the positions and the summary.
+        b·m·h·r·p MACs forward, and twice that backward. Kept for backward are the positions, the summary, and queries
+        of few channels; other queries are projected again.
     """
     parts = (summary.values, summary.weights, summary.count, summary.peak)
     return cast(Tensor, _respond(operator, positions, *projection, query, *parts, matrix, bias))
@@ -209,7 +211,7 @@ def gradients_of_sums(
     wanted: Sequence[bool],
     precision: Any,
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of `project_and_sum`; keys that were not small are projected again."""
+    """Return the gradients of `project_and_sum`; keys that were not kept are projected again."""
     (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = pair_projections(projections)
@@ -244,7 +246,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
-    """Return the gradient of `by`, a tensor that `output` was computed from; 0 if it was not."""
+    """Return the gradient with respect to `by`; 0 if `output` does not depend on it."""
     if not output.requires_grad or not by.requires_grad:
         return torch.zeros_like(by)
     (grad,) = torch.autograd.grad(output, by, grad_output)
@@ -309,7 +311,7 @@ def gradients_of_projection(
     grad_rows: Tensor | None,
     grad_matrix: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `(rows, c)` and `(rows,)`, summed over all positions of all samples; `grad_matrix` may be given."""
+    """Return `(rows, c)`, which is `grad_matrix` if that is given, and `(rows,)`: sums over positions and samples."""
     if matrix is None or grad_rows is None:
         return None, None
     grad = (sum_over_positions(grad_rows, positions).sum(0) if grad_matrix is None else grad_matrix).to(matrix.dtype)
@@ -383,7 +385,7 @@ def gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -
 
 
 def build_summary(parts: Any) -> Summary:
-    """Return a summary of what coefficients depend on: values, weights, count and peak."""
+    """Return a summary of values, weights, count and peak, which coefficients may depend on."""
     values, weights, count, peak = parts
     return Summary(values, weights, count, None, peak)
 

@@ -1,4 +1,4 @@
-"""Sums along axes and outer sums, each the gradient of the other, and kernels that read or write a grid once."""
+"""Sums along axes and outer sums, each the gradient of the other, by kernels that read or write a grid once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_axes(grid: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
-    """Return `grid.add_axes` of a whole grid; in training, the kernel writes to new memory."""
+    """Return `grid.add_axes` of a whole grid; in training, the kernel writes large grids past the caches."""
     return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
 
 
@@ -38,7 +38,7 @@ def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
 
 
 def spread(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
-    """Return the gradient of sums along axes, the outer sum of their gradients; autograd would add a grid per axis."""
+    """Return the gradient of sums along axes, the outer sum of their gradients; autograd would make a grid per axis."""
     (grid, wide), (grad,) = arguments, grad_outputs
     grad = grad.to(grid.dtype)
     return write_sum(grad.mT.contiguous().mT if wide else grad.contiguous(), grid.shape[2:], True), None

@@ -1,7 +1,8 @@
 """Faster steps of attention, in less time or memory than the equations take; `engine` composes them.
 
-Less is kept for the backward pass, products are taken in the cheaper order (a recorded graph has one order, or it would
-be compiled again for other sizes), a grid is read and written once, and compiled kernels run where they are built.
+Less is kept for the backward pass, products are taken in the cheaper order, a grid is read and written once, and
+compiled kernels run where they are built. While torch compiles, exports or traces, none of these steps runs: the
+cheaper order depends on the sizes, and a graph is for all sizes.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class FastSteps(NamedTuple):
 
     Attributes:
         attend: Self-attention as a whole, `(call, grid) -> grid` or None.
-        reorder: `(call, query, key, value) -> call`, with an operator of the same responses.
+        reorder: `(call, query, key, value) -> call`, with an operator that has the same responses for fewer MACs.
         prepare: `(call) -> call`, with an operator that gathers and scatters in less time.
         summarize: `(call, gathered, values, complete, itself) -> (queries or None, summary)` or None; with `itself` the
-            queries come from the same positions.
+            queries come from the same positions and may be projected too.
         respond: `(call, query_positions, query, summary, matrix, bias) -> responses (b, out, m)` or None.
-        add_responses: `(call, query_positions, query, summary, scale, out) -> out`, the projected responses added.
+        add_responses: `(call, query_positions, query, summary, scale, out) -> out`, with the projected responses added.
     """
 
     attend: Callable[[Call, Tensor], Tensor | None]
@@ -92,7 +93,7 @@ def scatter_axes(responses: Tensor, size: Sequence[int], place: Place | None = N
 def summarize(
     call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool
 ) -> tuple[Tensor | None, Summary] | None:
-    """Project and summarize, with queries for `itself`, keeping only the positions for the backward pass."""
+    """Project and summarize, with queries if `itself`; of large tensors, only the positions are kept for backward."""
     operator, (positions, valid) = call.operator, gathered
     if values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
         return None
@@ -104,7 +105,7 @@ def summarize(
 def respond_once(
     call: Call, query_positions: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """Respond, keeping only the positions and the summary for the backward pass; the bias is one slot more."""
+    """Respond; of large tensors, only the positions are kept for backward. The bias is one slot more."""
     operator = call.operator
     if operator.basis is None or not operator.queries_from.side_by_side:
         return None

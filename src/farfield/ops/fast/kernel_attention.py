@@ -1,4 +1,4 @@
-"""Self-attention in one call: on small grids the calls between its parts take longer than the parts.
+"""Self-attention in one call of a kernel: on small grids, calling each of its operations takes longer than the work.
 
 The table below maps the functions of an operator, never its name, to a kernel.
 """
@@ -27,7 +27,7 @@ Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 
 def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
-    """Attend from axis means to axis means (KAN Eq. 13-18)."""
+    """Attend from axis means to axis means (KAN Eq. 13-18); None if no kernel does it faster."""
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
     if are_free([grid]) and not has_tangent(grid):
@@ -48,7 +48,7 @@ def plain_means(grid: Tensor) -> Tensor:
 
 
 def kernel_means(grid: Tensor) -> Tensor:
-    """Compute the same by a kernel."""
+    """Compute `plain_means` by a kernel."""
     return cast(Tensor, torch.ops.farfield.axis_means(grid))
 
 
@@ -65,7 +65,7 @@ def plain_positions(positions: Tensor, heads: int, scale: float, limit: int) -> 
 
 
 def attend_positions(positions: Tensor, heads: int, scale: float, limit: int) -> tuple[Tensor, Tensor | None]:
-    """Compute the same by a kernel; return also the matrix of weights if it has at most `limit` numbers."""
+    """Compute `plain_positions` by a kernel; return also the matrix of weights if it has at most `limit` numbers."""
     response, weights = torch.ops.farfield.position_attention(positions, heads, scale)
     return response, weights if weights.numel() <= limit else None
 
@@ -88,7 +88,7 @@ _attend_positions = accelerate(
 
 
 def run_scores(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
-    """Attend by scores (SAN Eq. 4, SAN Eq. 5)."""
+    """Attend by scores (SAN Eq. 4, SAN Eq. 5); None if no kernel does it faster."""
     if matrix is None or not are_few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
     if are_free([grid, matrix]) and not (has_tangent(grid) or has_tangent(matrix)):
@@ -107,7 +107,7 @@ def plain_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
 
 
 def attend_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same by a kernel; return also its scores and its sums over positions."""
+    """Compute `plain_scores` by a kernel; return also its scores and its sums over positions."""
     return cast(Any, torch.ops.farfield.score_attention(grid, matrix, operator.basis is one_and_key, True))
 
 
@@ -140,7 +140,7 @@ def attend(call: Call, grid: Tensor) -> Tensor | None:
         grid: `(b, c, *n)`.
 
     Returns:
-        The responses, or None if there is no kernel for them.
+        The responses, `(b, c, *n)`, or None if there is no kernel for them or it would not be faster.
     """
     operator = call.operator
     parts = (operator.basis, operator.coefficients, operator.per, operator.keys_from, operator.queries_from)

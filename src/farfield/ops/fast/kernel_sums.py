@@ -21,7 +21,7 @@ from farfield.ops.table import Operator, one, one_and_key, queries, query_and_on
 BASES: dict[Callable[..., object] | None, int] = {one: 0, one_and_key: 1}
 # Coefficients -> whether a coefficient of 1 follows that of the one query per head.
 COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, query_and_one: True}
-# With more rows than these the time goes to MACs and not to memory, and a matrix product is faster.
+# With more rows than these, MACs and not reads of memory take the time, and a matrix product is faster.
 ROWS = 4
 
 
@@ -71,7 +71,7 @@ def gradients_of_rows(
     grad_values: Tensor,
     grad_weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `autograd.gradient_of_basis` and `autograd.join_rows` compute, and its sum of rows ⊗ positions.
+    """Return the gradient of the rows, as `autograd.join_rows` does, and the sum over positions of gradient ⊗ position.
 
     Returns:
         The gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`.
@@ -107,8 +107,8 @@ def gradients_of_response(
         operator: The operator.
         grad_output: `(b, g, p, m)`, the gradient of the responses.
         query: `(b, h, 1, m)`.
-        slots: `(b, g, s, p)`: for each head one for its query, and perhaps one with a coefficient of 1; perhaps a last
-            one with a coefficient of 1, the bias.
+        slots: `(b, g, s, p)`: for each head one for its query and, for some operators, one with a coefficient of 1. A
+            last one with a coefficient of 1 may be the bias.
 
     Returns:
         `(b, h, 1, m)` and `(b, g, s, p)`.

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 from farfield.ops.modes import is_recorded
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# -fopenmp only compiles: the library uses the threads of the torch that loads it, not a second pool.
+# -fopenmp is given to the compiler alone: the library uses the threads of the torch that loads it, not a second pool.
 FLAGS = ("-O3", "-march=native", "-fopenmp")
 # If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
@@ -51,7 +51,9 @@ def build() -> Path:
         Its path.
 
     Raises:
-        RuntimeError: If there is no compiler or no ninja, the compiler fails, or other users can write to the folder.
+        RuntimeError: If the system is not Linux, there is no compiler or no ninja, the compiler fails, other users can
+            write to the folder, or this process has loaded a library from another folder.
+        OSError: If the folder cannot be written.
     """
     target = path()
     compiler = os.environ.get("CXX", "c++")
@@ -69,7 +71,7 @@ def build() -> Path:
     if hasattr(torch.ops.farfield, "axis_sums"):
         # The build also loads the library, and torch ends a process that registers an operation twice.
         raise RuntimeError(
-            "kernels: this process runs a library from another folder, and cannot have two; "
+            "kernels: this process has loaded a library from another path, and cannot load two; "
             "fix: build it in a process of its own, farfield kernels --build."
         )
     # The extra installs ninja in the folder of Python, which need not be on the path.
@@ -201,7 +203,7 @@ def register() -> None:
 
 # ---- FLOPs for torch's flop counter: the products of the equations ---------------------------------------------------
 def count_nothing(*shapes: Any, out_shape: Any) -> int:
-    """Count sums: no products."""
+    """Return 0: sums have no products."""
     return 0
 
 
@@ -211,7 +213,7 @@ def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
 
 
 def count_positions(positions: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the same for all positions."""
+    """Count the products of all positions with each other, and of these weights with the values."""
     return 4 * positions[0] * positions[1] * positions[2] ** 2
 
 
@@ -228,12 +230,12 @@ def count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others
 
 
 def count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Count twice as many."""
+    """Count twice the products of `count_scores`."""
     return 2 * count_scores(grid, matrix, both, out_shape=out_shape)
 
 
 def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the rows, and their sums with the positions."""
+    """Count the projection to rows, and the sums over positions of row ⊗ position."""
     return 4 * math.prod(positions) * matrix[1]
 
 
@@ -276,16 +278,16 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
 
 
 def run() -> bool:
-    """Whether kernels are built and not switched off."""
+    """Whether the kernels are loaded, or can be, and are not switched off."""
     return os.environ.get(SWITCH) != "0" and problem() is None
 
 
 def fit(*tensors: Tensor | None) -> bool:
-    """Whether `why_not` has no reason, without making its texts, which take 5 % of the time on small grids."""
+    """Whether `why_not` yields nothing, without building its texts, which take 5 % of the time on small grids."""
     return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether `why_not_on` has no reason."""
+    """Whether `why_not_on` yields nothing."""
     plain = tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
     return plain and tensor.is_contiguous()

@@ -18,7 +18,7 @@ def cheaper_order(operator: Operator, work: Work) -> Operator:
 
     Args:
         operator: The operator.
-        work: The sizes that the MACs follow from.
+        work: The sizes that determine the MACs.
 
     Returns:
         The operator, or one with the same responses.

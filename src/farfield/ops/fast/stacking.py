@@ -1,4 +1,4 @@
-"""Which rows are projected from positions before these are summed, and by which projection."""
+"""The rows (channels of keys and queries) that are projected from positions, and their projection."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RowPlan(NamedTuple):
     Attributes:
         operator: The operator.
         heads: Number of heads.
-        keys: How many rows are keys; they come first.
-        queries: How many rows are queries; they come last.
-        same: Whether the same rows are keys and queries.
+        keys: Number of rows that are keys; they come first.
+        queries: Number of rows that are queries; they come last.
+        same: Whether the same rows are both keys and queries.
         shared: Whether every head summarizes all channels.
         complete: Whether all positions are valid.
     """
@@ -35,7 +35,7 @@ class RowPlan(NamedTuple):
 
 
 def stack_projections(key: Projection, query: Projection) -> Projection:
-    """Return one projection for keys and queries, so that positions are read once; one of the two may be empty."""
+    """Return one projection for keys and queries, so that positions are read once; either may be the identity."""
     if key.matrix is None or query.matrix is None:
         return query if key.matrix is None else key
     biases = [
