@@ -291,7 +291,8 @@ def test_lines_to_fill_are_checked(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"lines without \[MASK\], .*: 2, 4; fix: write \[MASK\] where"):
         loader()
     lines.write_text("the [MASK] .\n" + "the [MASK] sees " * 5, encoding="utf-8")
-    with pytest.raises(FolderError, match=r"1 texts are longer than length=12 tokens\.\n.*lines.txt: line 2: 17[\s\S]*, or shorter lines\."):
+    text = r"1 texts are longer than length=12 tokens\.\n.*lines.txt: line 2: 17[\s\S]*, or shorter lines\."
+    with pytest.raises(FolderError, match=text):
         loader()
 
 

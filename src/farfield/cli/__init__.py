@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     arguments = [argument for argument in parsed.arguments if argument != "--debug"]
     debug = parsed.debug or len(arguments) < len(parsed.arguments)
+    announce(parsed.command, arguments)
     try:
         dispatch(parsed.command, arguments)
         sys.stdout.flush()
@@ -95,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("command", nargs="?", metavar="<command>", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its options")
     return parser
+
+
+def announce(name: str, arguments: list[str]) -> None:
+    """Print on a terminal that a command with an extra has started, as its imports take seconds; not for help."""
+    helps = any(argument in ("-h", "--help") for argument in arguments)
+    if sys.stderr.isatty() and name in COMMANDS and COMMANDS[name].extra and not helps:
+        print(f"farfield {name}: loading", file=sys.stderr, flush=True)
 
 
 def dispatch(name: str, arguments: list[str]) -> None:

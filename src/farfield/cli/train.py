@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,6 +42,8 @@ import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
 from farfield.cli.configuration import read_configuration, section
+from farfield.cli.epochs import EpochLines, leave_out_unrelated
+from farfield.cli.options import Parser
 from farfield.cli.recipes import find_configuration
 from farfield.cli.signals import Stop
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
@@ -120,6 +123,13 @@ class Training(LightningCLI):
             save_config_kwargs={"overwrite": True},
         )
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser whose errors have one line, not the usage of all options."""
+        parser = Parser(**kwargs)
+        help_text = "a recipe by its name (farfield recipes lists them), or a YAML file"
+        parser.add_argument(*CONFIG, action=ActionConfigFile, help=help_text)
+        return parser
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--task`, `--checkpoint` and the options of predictions, and set the defaults of the trainer."""
         parser.add_argument("--task", default=self.task, choices=list(TASKS), help="the task of the training")
@@ -195,6 +205,11 @@ class Training(LightningCLI):
         elif config.logger in (None, True) and not config.fast_dev_run:
             events = TensorBoardLogger(str(self.folder.parent), "", number(self.folder), purge_step=self.resumed_at)
             kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
+        if config.enable_model_summary is None:
+            kwargs["enable_model_summary"] = False  # the first line has the parameters
+        callbacks = config.callbacks or []
+        if config.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+            kwargs["callbacks"] = [*callbacks, EpochLines()]
         plugins = config.plugins or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpoints()]
         try:
@@ -252,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", message="The dirpath has changed")
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
+        leave_out_unrelated()
         words = _expand_names(sys.argv[1:] if argv is None else argv)
         try:
             with Stop(words[0] if words else "") as stop:

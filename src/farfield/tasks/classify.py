@@ -179,7 +179,7 @@ class Classify(LightningModule):
             expected = f"each of the data's {len(classes)} classes" if classes else "each class"
             problem = f"the network must give one score for {expected}."
             fix = "end the network with global pooling and a linear layer, or flatten its output."
-            if scores.ndim == 2:
+            if classes and scores.ndim == 2:
                 fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
             raise shape_error("Classify", problem, fix, images=images, scores=scores)
         return scores, labels

@@ -1,0 +1,132 @@
+"""What a training prints: a line at its start, a line an epoch, and on a terminal a bar within the epoch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+
+# Beginnings of Lightning's messages that do not concern the run: adverts, devices that are not there, how it works.
+UNRELATED = (
+    "💡",
+    "TPU available",
+    "HPU available",
+    "GPU available: False",
+    "Loading `",
+    "Seed set to",
+    "`Trainer.fit` stopped",
+)
+
+
+class EpochLines(TQDMProgressBar):
+    """Print one line at the start of a training and one line an epoch, and on a terminal a bar within the epoch.
+
+    An epoch's line has every metric that was logged for the epoch, by its whole name, with four digits, and how long
+    the epoch took. In a file or a pipe there are only these lines. In a distributed run the first process prints.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = 0.0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there are bars: on a terminal."""
+        return super().is_enabled and sys.stdout.isatty()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the network, the batches, the device and the folder of the run."""
+        super().on_train_start(trainer, pl_module)
+        network = getattr(pl_module, "network", pl_module)
+        name = getattr(network, "name", type(network).__name__)
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        self._say(
+            f"farfield fit: {name}, {parameters:,} parameters; {number_of_epochs(trainer)} of "
+            f"{trainer.num_training_batches:,} batches; {device_of(trainer)}; "
+            f"seed {os.environ.get('PL_GLOBAL_SEED', 'not set')}; {trainer.log_dir or 'nothing is saved'}"
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        """Start the clock of the epoch."""
+        super().on_train_epoch_start(trainer, *arguments)
+        self.started = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the metrics of the epoch."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.leave = False
+            self._train_progress_bar.close()
+        most = f" of {trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+        values = metrics_of_epoch(trainer.callback_metrics)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._say(f"epoch {trainer.current_epoch + 1}{most} ({duration(time.monotonic() - self.started)}): {shown}")
+
+    def _say(self, line: str) -> None:
+        if self._enabled:
+            print(line, flush=True)
+
+
+def metrics_of_epoch(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Return the metrics of an epoch, training first, other than tasks' metrics last, without those of its last step.
+
+    Example:
+        >>> metrics_of_epoch({"learning_rate": torch.tensor(0.5), "val/loss": torch.tensor(1.0), "train/loss_step": 2})
+        {'val/loss': 1.0, 'learning_rate': 0.5}
+    """
+    own = {name: value for name, value in metrics.items() if not name.endswith(("_step", "_epoch"))}
+    ordered = sorted(own, key=lambda name: ("/" not in name, not name.startswith("train/"), name))
+    return {name: float(own[name]) for name in ordered}
+
+
+def number_of_epochs(trainer: Trainer) -> str:
+    """Return the number of epochs as text, those of a resumed run as "epochs 4 to 15"."""
+    last = trainer.max_epochs
+    if last is None or last < 0:
+        return "epochs"
+    if trainer.current_epoch:
+        return f"epochs {trainer.current_epoch + 1} to {last}"
+    return f"{last} epoch{'s' * (last != 1)}"
+
+
+def device_of(trainer: Trainer) -> str:
+    """Return the device as text, for a CPU with the number of threads, for several devices with their number."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    number = torch.get_num_threads()
+    threads = f", {number} thread{'s' * (number != 1)}" if device.type == "cpu" else ""
+    return f"{name}{threads}" if trainer.world_size == 1 else f"{trainer.world_size} × {name}{threads}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text.
+
+    Example:
+        >>> duration(8.31), duration(754.0), duration(7384.0)
+        ('8.3 s', '12:34 min', '2:03:04 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+class Related(logging.Filter):
+    """Leave out Lightning's messages that do not concern the run, see `UNRELATED`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message is shown."""
+        return not record.getMessage().startswith(UNRELATED)
+
+
+def leave_out_unrelated() -> None:
+    """Leave unrelated messages of Lightning out of this process's output."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(Related())

@@ -1,0 +1,82 @@
+"""Errors of the training commands' options: the option, what is wrong with it, and the nearest names that there are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+# jsonargparse's messages about one option, which it nests in those about the options around it.
+UNKNOWN_ARGUMENT = re.compile(r"Option '(?P<name>[\w.]+)' is not accepted")
+# An error of the parser of a class's arguments, in the message of the parser around it.
+NESTED = re.compile(r'no (?:option|class) "[^"]+"; [^\n]+')
+UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (?P<words>.+)", re.DOTALL)
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\S+)")
+REQUIRED = re.compile(r"the following arguments are required: ")
+KEY = re.compile(r'Parser key "(?P<key>[\w.]+)":\s*')
+# Most names that an error lists.
+SHOWN = 20
+NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's parser with errors of one line in place of the usage of all options."""
+
+    def error(self, message: Any, ex: Exception | None = None) -> NoReturn:
+        """Raise the error.
+
+        Raises:
+            ValueError: Always; `farfield` prints it and exits with status 2.
+        """
+        raise ValueError(explain(str(message), self.names())) from ex
+
+    def names(self) -> list[str]:
+        """Return the names of all options, such as `--trainer.max_epochs`."""
+        names = [name for action in self._actions for name in action.option_strings]
+        return sorted(name for name in names if name.startswith("--") and name != "--help" and not name.endswith("+"))
+
+
+def explain(message: str, options: Iterable[str]) -> str:
+    r"""Return jsonargparse's message in one line, with the nearest names in place of one that does not exist.
+
+    Args:
+        message: The message.
+        options: The names of all options.
+
+    Example:
+        >>> explain("unrecognized arguments: --modle.width 2", ["--model", "--model.width", "--seed"])
+        'no option "--modle.width"; nearest: --model.width, --model.'
+        >>> explain('Parser key "model.width":\n  Expected a <class \'float\'>. Got value: abc', [])
+        'model.width: Expected a float. Got value: abc'
+    """
+    key = KEY.search(message)
+    where = f"{key['key']}: " if key else ""
+    if (found := NESTED.search(message)) is not None:
+        return f"{where}{found[0]}"
+    if (found := UNKNOWN_ARGUMENT.search(message)) is not None:
+        return f"{where}{no_such('option', found['name'], [name.removeprefix('--') for name in options])}"
+    if (found := UNKNOWN_OPTION.search(message)) is not None:
+        word = found["words"].split()[0].partition("=")[0]
+        if not word.startswith("-"):
+            return f'"{word}" is not the value of an option; fix: write --name before it, or leave it out.'
+        return no_such("option", word, options)
+    if (found := UNKNOWN_CLASS.search(message)) is not None:
+        fix = "fix: its name if farfield has it, such as ImageFolders, else its full path, package.module.Class."
+        return f'{where}no class "{found["name"]}"; {fix}'
+    if REQUIRED.search(message) is not None:
+        return NO_NETWORK
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", KEY.sub(r"\g<key>: ", message))
+    return " ".join(text.split())
+
+
+def no_such(what: str, name: str, names: Iterable[str]) -> str:
+    """Return the text of an error about an unknown name, with the nearest of `names`."""
+    names = list(names)
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(nearest)}." if nearest else "; farfield fit --help lists them."
+    if not nearest and 0 < len(names) <= SHOWN:
+        hint = f"; it has {', '.join(names)}."
+    return f'no {what} "{name}"{hint}'
