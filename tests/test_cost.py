@@ -355,3 +355,21 @@ def test_fused_attention_counts_its_two_products_forward_and_four_backward(heads
         response.sum().backward()
     # Backward computes the attention map again, and four products.
     assert counter.get_total_flops() // 2 == 2 * heads * 5 * 5 * 7 * 8
+
+
+def test_a_size_of_one_number_and_a_shape_without_batch() -> None:
+    with pytest.raises(
+        TypeError, match=r"^cost\.predict: size must have one number per .*, got 56; fix: size=\(56, 56\)"
+    ):
+        cost.predict("siamese", channels=8, size=56)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^cost\.plan: size must have one number per .*, got 56; fix: size=\(56, 56\)"):
+        cost.plan(channels=8, size=56)  # type: ignore[arg-type]
+
+    class Strict(nn.Conv2d):
+        def forward(self, images: Tensor) -> Tensor:
+            if images.dim() != 4:
+                raise ValueError("no batch of images")
+            return super().forward(images)
+
+    with pytest.raises(RuntimeError, match=r"no batch of images\n  fix: a shape with the batch, such as"):
+        cost.count(Strict(3, 8, 3), (3, 10, 10))

@@ -39,7 +39,12 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
     if not isinstance(grid, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}.")
     if grid.dim() < 3:
-        fix = f"add dims: {name}[None] if it is (channels, positions), {name}[..., None] if it is (batch, channels)."
+        fix = (
+            f"add dims: {name}[None] if it is (channels, positions), {name}.mT[None] if it is (positions, channels), "
+            f"{name}[..., None] if it is (batch, channels)."
+        )
+        if grid.dim() < 2:
+            fix = f"add dims: {name}[None, :, None] if it has channels, {name}[None, None] if it has positions."
         problem = f"{name} must be (batch, channels, *size) with at least one spatial dim."
         raise shape_error(caller, problem, fix, **{name: grid})
     if not grid.is_floating_point():
@@ -115,7 +120,7 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
     check_same_kind(caller, **grids)
     if query.shape[1] != key.shape[1]:
         problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
-        raise shape_error(caller, problem, projection_fix(key, query.shape[1]), query=query, key=key)
+        raise shape_error(caller, problem, projection_fix("key", key, query.shape[1]), query=query, key=key)
     if key.shape[2:] != value.shape[2:]:
         raise shape_error(
             caller, "key and value must have the same size.", "take both from one grid.", key=key, value=value
@@ -127,15 +132,47 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
         raise shape_error(caller, "query, key and value must have the same batch.", fix, **grids)
 
 
-def projection_fix(grid: Tensor, channels: int) -> str:
+def channels_fix(name: str, grid: Tensor, channels: int) -> str:
+    """Return the fix for a grid that must have `channels` channels: its dims in order, if one of them is as long.
+
+    Example:
+        >>> channels_fix("grid", torch.zeros(64, 14, 14), 64)
+        'add the batch, grid[None], if it is one grid (channels, *size).'
+    """
+    if grid.shape[-1] == channels:
+        return (
+            f"the last dim has {channels}: {name}.movedim(-1, 1) if it is (batch, *size, channels), "
+            f"{name}.movedim(-1, 0)[None] if it is one grid (*size, channels)."
+        )
+    if grid.shape[0] == channels:
+        return f"add the batch, {name}[None], if it is one grid (channels, *size)."
+    return projection_fix(name, grid, channels)
+
+
+def check_size(caller: str, size: Sequence[int]) -> None:
+    """Refuse a size that is one number or empty.
+
+    Raises:
+        TypeError: If it is a number.
+        ValueError: If it is empty.
+    """
+    if isinstance(size, int):
+        raise TypeError(
+            f"{caller}: size must have one number per spatial dim, got {size}; fix: size=({size}, {size}) for an image."
+        )
+    if not len(size):
+        raise ValueError(f"{caller}: size must have one number per spatial dim, got none; fix: size=(56, 56).")
+
+
+def projection_fix(name: str, grid: Tensor, channels: int) -> str:
     """Return the fix for a grid with other than `channels` channels: a projection."""
     spatial_dims = grid.dim() - 2
-    name = (
+    layer = (
         f"Conv{spatial_dims}d({grid.shape[1]}, {channels}, 1)"
         if spatial_dims <= 3
         else f"Linear({grid.shape[1]}, {channels})"
     )
-    return f"project one of them first, e.g. torch.nn.{name}."
+    return f"project {name} first, e.g. by torch.nn.{layer}."
 
 
 def check_place(

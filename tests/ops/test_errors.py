@@ -34,7 +34,7 @@ def test_channels_that_differ(row: str) -> None:
         f"{row}_attention: query and key must have the same channels, got 4 and 2.\n"
         "  query  (2, 4, 3, 5)\n"
         "  key    (2, 2, 4, 3)\n"
-        "  fix: project one of them first, e.g. torch.nn.Conv2d(2, 4, 1)."
+        "  fix: project key first, e.g. by torch.nn.Conv2d(2, 4, 1)."
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from farfield._checks import ShapeError
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.tracing import empty_like, empty_state, without_numbers
 
@@ -101,9 +102,12 @@ def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None
     try:
         with torch.no_grad(), without_numbers(), counter:
             functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
-    except (RuntimeError, NotImplementedError) as error:
+    except ShapeError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         what = f"{type(module).__name__} does not run on {shapes_text(inputs)} with fake tensors, which have no values"
-        raise RuntimeError(f"cost.count: {what}: {error}") from error
+        fix = "a shape with the batch, such as (1, 3, 224, 224); a module that does not depend on values."
+        raise RuntimeError(f"cost.count: {what}: {error}\n  fix: {fix}") from error
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[CountedCall]]]:

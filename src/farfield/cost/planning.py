@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from farfield._checks import check_heads
+from farfield._checks import check_heads, check_size
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import compare
@@ -131,6 +131,7 @@ def plan(
 
     Raises:
         ShapeError: If heads do not divide the channels.
+        TypeError: If the size is one number.
         ValueError: If a number is not positive, the projections are not letters of "qkvo", or `device` is a GPU and
             there is none.
 
@@ -142,8 +143,7 @@ def plan(
         >>> next(plan.cheaper_macs for plan in plans if plan.operator == "averaged")
         81
     """
-    if not size:
-        raise ValueError("cost.plan: size must have one number per spatial dim, got none; fix: size=(56, 56).")
+    check_size("cost.plan", size)
     check_positive("cost.plan", **{f"size[{axis}]": length for axis, length in enumerate(size)})
     check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
     if memory is not None:

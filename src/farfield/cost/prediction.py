@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from farfield._checks import check_heads, unknown
+from farfield._checks import check_heads, check_size, unknown
 from farfield.cost.counting import Cost, CountedCall, count, run
 from farfield.cost.formulas import (
     FORMULAS,
@@ -69,6 +69,7 @@ def predict(
         LookupError: If there is no formula: for a user's own operator, an unknown name or convention, or an operator
             that the paper does not cover.
         ShapeError: If heads do not divide the channels.
+        TypeError: If the size is one number.
         ValueError: If channels are missing, a number is not positive, or options do not fit together.
         RuntimeError: If a network depends on values, or does not accept such a grid.
 
@@ -81,8 +82,7 @@ def predict(
     """
     if convention not in CONVENTIONS:
         raise unknown("cost.predict", "convention", convention, CONVENTIONS)
-    if not size:
-        raise ValueError("cost.predict: size must have one number per spatial dim, got none; fix: size=(56, 56).")
+    check_size("cost.predict", size)
     check_positive("cost.predict", batch=batch, **{f"size[{axis}]": length for axis, length in enumerate(size)})
     if isinstance(operator, GridAttention):
         return attention_cost(operator, tuple(size), batch, convention)

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from farfield._checks import (
+    channels_fix,
     check_grid,
     check_heads,
     check_mask,
     check_place,
     check_same_kind,
-    projection_fix,
     shape_error,
 )
 from farfield.ops.grid import Place
@@ -132,7 +132,7 @@ def check_input(
     check_grid("GridAttention", name, grid)
     if grid.shape[1] != module.channels:
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
-        raise shape_error("GridAttention", problem, projection_fix(grid, module.channels), **{name: grid})
+        raise shape_error("GridAttention", problem, channels_fix(name, grid, module.channels), **{name: grid})
     check_mask("GridAttention", mask_name, mask, name, grid)
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_floating_point():

@@ -12,6 +12,7 @@ from farfield._checks import ShapeError
 from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach
 from farfield.insertion._insert.checks import (
     caller_of,
+    check_arguments,
     check_batch,
     check_free,
     check_open,
@@ -76,8 +77,9 @@ def insert(
         LookupError: If a path matches nothing, or a place returns no such entry.
         ShapeError: If a place has no spatial dims, the layout does not fit, the batch is not first, or an addition does
             not keep the shape.
-        TypeError: If the model or a result of `make` is no module, a place returns no floating-point grid or several
-            without an entry in its path, or an addition does not keep dtype or device.
+        TypeError: If the model or a result of `make` is no module, `where` no path, or `make` no function; if a place
+            returns no floating-point grid, or several without an entry in its path; if an addition does not keep dtype
+            or device.
         ValueError: If a place never runs, runs more often than the module around it, has an addition already, has no
             effect, or lies in a compiled, scripted or wrapped model; if the model fails with the example or with the
             additions; if an addition returns non-finite numbers; if `layout` or `where` is not of the given form.
@@ -101,6 +103,7 @@ def insert(
     """
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"insert: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    check_arguments(model, where, make)
     check_open("insert", model)
     places = find_places("insert", model, where)
     for place, host in places.items():

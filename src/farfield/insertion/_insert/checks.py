@@ -46,6 +46,33 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
             )
 
 
+def check_arguments(model: Any, where: Any, make: Any) -> None:
+    """Refuse arguments of `insert` in another order, and a `make` that is a module, an operator's name or a class.
+
+    Raises:
+        TypeError: If so; the text has the call with the arguments in their order.
+    """
+    call = "insert(model, where, make, example=…)"
+    if not isinstance(model, nn.Module) and isinstance(where, nn.Module):
+        raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
+    paths = [where] if isinstance(where, str) else where or ()
+    if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
+        kind = "a function" if callable(where) else type(where).__name__
+        raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {call}.")
+    if isinstance(make, nn.Module):
+        name = type(make).__name__
+        raise TypeError(
+            f"insert: make must be a function from channels to a new module, got a module, {name}; "
+            f"fix: lambda channels: {name}(channels, …)."
+        )
+    if not callable(make):
+        operator = repr(make) if isinstance(make, str) else "…"
+        raise TypeError(
+            f"insert: make must be a function from channels to a new module, got {make!r:.60}; "
+            f"fix: lambda channels: GridAttention(channels, {operator}, residual=True)."
+        )
+
+
 def check_free(place: Place, host: nn.Module) -> None:
     """Refuse a place that has an addition already, or whose host has another attribute "farfield".
 
@@ -86,7 +113,7 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
             f"insert: {type(model).__name__} refuses example {describe(example)}: {type(error).__name__}: {error}\n"
-            f"  its weights are {weights}."
+            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
         ) from error
     if not tensors(seen.outputs[""]):
         raise ValueError(
@@ -110,6 +137,24 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
                 f"module that it calls once."
             )
     return seen
+
+
+def fix_of_example(model: nn.Module, example: Any) -> str:
+    """Return the fix for an example that the model refuses: an input for its shape, the batch, or the dtype."""
+    if isinstance(example, tuple | list) and example and all(isinstance(length, int) for length in example):
+        return f"an input and not its shape: torch.zeros{tuple(example)}."
+    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+    if isinstance(example, Tensor):
+        for changed, fix in (
+            (example[None], "add the batch, example[None]."),
+            (example.to(dtype), f"example.to({dtype})."),
+        ):
+            try:
+                probe(model, changed, set())
+            except Exception:  # noqa: BLE001  (a model may raise anything)
+                continue
+            return fix
+    return "an input that model(example) takes."
 
 
 def caller_of(seen: Seen, path: str) -> str:

@@ -1,0 +1,75 @@
+"""Arguments of `insert` in another order or of another kind: each has its own error, and nothing is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farfield import insert
+from farfield.nn import GridAttention
+
+
+def host() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))
+
+
+def make(channels: int) -> nn.Module:
+    return GridAttention(channels, "averaged", project="qkvo", residual=True)
+
+
+IMAGE = torch.randn(1, 3, 16, 16)
+CALL = r"fix: insert\(model, where, make, example=…\)\."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("0", host(), make), rf"^insert: model is str and where is Sequential; {CALL}"),
+        ((host(), make, "0"), rf"^insert: where must be a path of a module or several, got a function; {CALL}"),
+        ((host(), 7, make), rf"^insert: where must be a path of a module or several, got int; {CALL}"),
+        ((None, "0", make), r"^insert: model must be a torch\.nn\.Module, got NoneType"),
+        (
+            (host(), "0", make(8)),
+            r"got a module, GridAttention; fix: lambda channels: GridAttention\(channels, …\)\.$",
+        ),
+        (
+            (host(), "0", "averaged"),
+            r"got 'averaged'; fix: lambda channels: GridAttention\(channels, 'averaged', residual=True\)\.$",
+        ),
+    ],
+)
+def test_arguments_of_another_kind(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        insert(*arguments, example=IMAGE)
+
+
+class Strict(nn.Module):
+    """A model that takes batches of floating-point images alone, also where its layers take more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = host()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.dim() != 4 or not images.is_floating_point():
+            raise ValueError("no batch of images")
+        return self.layers(images)
+
+
+@pytest.mark.parametrize(
+    ("example", "fix", "repaired"),
+    [
+        (IMAGE[0], r"add the batch, example\[None\]\.", IMAGE),
+        (IMAGE.byte(), r"example\.to\(torch\.float32\)\.", IMAGE),
+        ((1, 3, 16, 16), r"an input and not its shape: torch\.zeros\(1, 3, 16, 16\)\.", torch.zeros(1, 3, 16, 16)),
+        (IMAGE[0, 0], r"an input that model\(example\) takes\.", IMAGE),
+    ],
+)
+def test_the_fix_of_an_example_works(example: Any, fix: str, repaired: torch.Tensor) -> None:
+    model = Strict()
+    with pytest.raises(ValueError, match=rf"^insert: Strict refuses example [\s\S]*\n  fix: {fix}$"):
+        insert(model, "layers.0", make, example=example)
+    assert list(insert(model, "layers.0", make, example=repaired)) == ["layers.0"]
