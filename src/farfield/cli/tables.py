@@ -129,7 +129,11 @@ def operators_table(arguments: argparse.Namespace) -> Table:
     columns += [Column("slots", "slots per head", left=True), Column("merging", "summaries of tiles are", left=True)]
     columns.append(Column("cost", "MACs grow as", left=True))
     note = "N positions of c channels, S the sum of the size (112 for 56 × 56), h heads; farfield cost gives numbers."
-    return Table("Operators", columns, rows, [note])
+    choice = (
+        "To begin with: softmax up to a thousand positions, kronecker_kv or factorized_gaussian beyond, siamese where "
+        "cost is all (docs: guide/choose, measured)."
+    )
+    return Table("Operators", columns, rows, [note, choice])
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
