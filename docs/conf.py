@@ -31,7 +31,7 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["Cost", "Reference"]
 
 # Marks that the docstrings use for themselves, (b, c, *size) and |x|, and that reStructuredText would read as markup.
-_MARKS = re.compile(r"(``.*?``)|(?<!\\)([*|])|(?<=\w)(_)(?=\W|$)")
+_MARKS = re.compile(r"(``.*?``|^ *\* |\*\*[A-Z].*?\*\*)|(?<!\\)([*|])|(?<=\w)(_)(?=\W|$)")
 
 
 def _escape(application, what, name, obj, options, lines):
