@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import torch
 from torch import Tensor
@@ -32,6 +38,29 @@ def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> Looku
     nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f"nearest: {', '.join(nearest)}" if nearest else f"it has {', '.join(names)}"
     return LookupError(f'{caller}: no {what} "{name}"; {hint}.')
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra, from the checkout, wheel, repository or index of the installation.
+
+    pip records the first three in `direct_url.json` (PEP 610). A checkout or a wheel that is gone counts as the index.
+
+    Args:
+        extra: The extra, e.g. `"train"`.
+    """
+    try:
+        text = distribution("farfield").read_text("direct_url.json")
+    except PackageNotFoundError:
+        text = None
+    source: dict[str, Any] = json.loads(text) if text else {}
+    address = source.get("url", "")
+    if "vcs_info" in source:
+        return f'pip install "farfield[{extra}] @ {source["vcs_info"]["vcs"]}+{address}"'
+    path = url2pathname(urlparse(address).path)
+    if address.startswith("file:") and Path(path).exists():
+        editable = "-e " if source.get("dir_info", {}).get("editable") else ""
+        return f'pip install {editable}"{path}[{extra}]"'
+    return f'pip install "farfield[{extra}]"'
 
 
 def check_grid(caller: str, name: str, grid: Tensor) -> None:

@@ -119,8 +119,10 @@ def dispatch(name: str, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("farfield"):
             raise
-        package = f"farfield[{command.extra}]" if command.extra else error.name
-        raise RuntimeError(f'{error.name} is not installed; fix: pip install "{package}".') from error
+        from farfield._checks import install_command
+
+        install = install_command(command.extra) if command.extra else f"pip install {error.name}"
+        raise RuntimeError(f"{error.name} is not installed; fix: {install}") from error
 
 
 def stop(status: int, message: str = "") -> None:

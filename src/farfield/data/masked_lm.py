@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
+from farfield._checks import install_command
 from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import CALLER, Text, parted, read_text
@@ -94,7 +95,7 @@ class TextFolder(Loading):
     def setup(self, stage: str) -> None:
         """Read the files of all splits, or the file to predict."""
         if importlib.util.find_spec("transformers") is None:
-            raise ImportError(f'{CALLER}: it needs transformers; fix: pip install "farfield[text]".')
+            raise ImportError(f"{CALLER}: it needs transformers; fix: {install_command('text')}")
         if stage == "predict" and self.predict is not None:
             self.texts["predict"] = [read_text(self.predict)]
             if not any(True for _ in self.texts["predict"][0].pieces("lines")):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from farfield._checks import install_command
 from farfield.ops.modes import is_recorded
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -83,7 +84,7 @@ def build() -> Path:
 
         cpp_extension.verify_ninja_availability()
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(f'kernels: {error}; fix: pip install "farfield[kernels]".') from error
+        raise RuntimeError(f"kernels: {error}; fix: {install_command('kernels')}") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:

@@ -1,0 +1,56 @@
+"""The command that an error names for a missing extra, by where farfield was installed from."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farfield import _checks
+from farfield._checks import install_command
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> None:
+    """Make pip have recorded this source, None for an index."""
+
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if source is None else json.dumps(source)
+
+    monkeypatch.setattr(_checks, "distribution", lambda name: Distribution())
+
+
+def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(monkeypatch, None)
+    assert install_command("train") == 'pip install "farfield[train]"'
+
+
+@pytest.mark.parametrize("name", ["farfield-0.2.0-py3-none-any.whl", "a folder"])
+def test_from_a_file_or_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    recorded(monkeypatch, {"url": path.as_uri()})
+    assert install_command("train") == 'pip install "farfield[train]"'  # it is gone
+    path.touch()
+    assert install_command("train") == f'pip install "{path}[train]"'
+
+
+def test_from_a_checkout_that_is_edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorded(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
+    assert install_command("demo") == f'pip install -e "{tmp_path}[demo]"'
+
+
+def test_from_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(monkeypatch, {"url": "ssh://example.org/farfield.git", "vcs_info": {"vcs": "git", "commit_id": "0"}})
+    assert install_command("text") == 'pip install "farfield[text] @ git+ssh://example.org/farfield.git"'
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(_checks, "distribution", missing)
+    assert install_command("train") == 'pip install "farfield[train]"'
