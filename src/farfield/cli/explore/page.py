@@ -1,0 +1,113 @@
+"""The page as one HTML file: numbers, photograph, styles and scripts inside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from farfield._files import open_replacement
+from farfield.cli import tables
+from farfield.cli.explore.panels import SIZES, View, costs_of, engine_entry
+from farfield.ops.table import OPERATORS
+
+HERE = Path(__file__).parent
+# Longest side of the photograph in the page, in pixels.
+SHOWN = 640
+
+
+def write(view: View, path: Path) -> None:
+    """Write the page, completely or not at all."""
+    with open_replacement(path) as file:
+        file.write(render(view).encode())
+
+
+def render(view: View) -> str:
+    """Return the page."""
+    parts = {
+        "style": source("page.css"),
+        "engine": source("engine.js"),
+        "page": source("page.js"),
+        "intro": html.escape(view.intro),
+        "credit": html.escape(view.credit),
+        "channels": str(view.panels[0].channels),
+        # A script ends at "</", wherever it stands.
+        "data": json.dumps(data_of(view)).replace("</", "<\\/"),
+    }
+    text = source("page.html")
+    for name, part in parts.items():
+        text = text.replace("{{" + name + "}}", part)
+    return text
+
+
+def source(name: str) -> str:
+    """Return a file of this folder."""
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def data_of(view: View) -> dict[str, Any]:
+    """Return the numbers of the page; equal arrays of queries and keys stand in it once."""
+    arrays: list[dict[str, Any]] = []
+
+    def place_of(tensor: Tensor) -> int:
+        array = encode(tensor)
+        if array not in arrays:
+            arrays.append(array)
+        return arrays.index(array)
+
+    panels: list[dict[str, Any]] = []
+    for panel in view.panels:
+        macs, size = costs_of(panel)
+        _, slots, merged, _ = tables.OPERATORS[panel.operator]
+        panels.append(
+            {
+                "name": panel.name,
+                "text": panel.text,
+                "code": panel.code,
+                "slots": f"Slots per head: {slots}. The summaries of tiles are {merged}.",
+                "operator": engine_entry(OPERATORS[panel.operator]),
+                "queries": place_of(panel.queries),
+                "keys": place_of(panel.keys),
+                "vector": panel.vector.tolist(),
+                "macs": macs,
+                "bytes": size,
+            }
+        )
+    every = [number for panel in panels for number in panel["macs"]]
+    height, width = view.size
+    return {
+        "size": [height, width],
+        "position": height // 2 * width + width // 2,
+        "photograph": f"data:image/jpeg;base64,{jpeg(view)}",
+        "arrays": arrays,
+        "panels": panels,
+        "sizes": SIZES,
+        "shown": 56,
+        "least": min(every) / 2,
+        "most": max(every),
+    }
+
+
+def encode(tensor: Tensor) -> dict[str, Any]:
+    """Return `(channels, positions)` as 16-bit whole numbers with a scale per channel: off by 2^-16 of its largest."""
+    rows = tensor.double().numpy()
+    scales = np.abs(rows).max(1) / (2**15 - 1)
+    scales[scales == 0] = 1
+    whole = np.rint(rows / scales[:, None]).astype("<i2")
+    return {"scales": scales.tolist(), "data": base64.b64encode(whole.tobytes()).decode()}
+
+
+def jpeg(view: View) -> str:
+    """Return the photograph as JPEG in base64."""
+    image = Image.fromarray(view.photograph)
+    image.thumbnail((SHOWN, SHOWN))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=82)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,195 @@
+"""The panels of the page: operators on features of a photograph, or heads of a layer of a trained network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_sample_image
+from torch import Tensor
+
+from farfield import cost, maps
+from farfield.cli import tables
+from farfield.cli.demo.picture import CREDIT, features
+from farfield.cli.maps.network import load
+from farfield.cli.maps.views import check_has_attention, read_photograph, select_layer
+from farfield.maps.inputs import read_call, read_query, with_running_statistics
+from farfield.nn.attention import GridAttention
+from farfield.ops.call import project_keys
+from farfield.ops.engine import summarize_grid
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED
+from farfield.ops.table import OPERATORS, Operator
+
+SIZES = (7, 14, 28, 56, 112, 224, 448)
+# Names of the sources of keys and queries in engine.js.
+SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
+
+
+class Panel(NamedTuple):
+    """One head of one attention.
+
+    Attributes:
+        name: Shown above its text.
+        text: What it is, in a line.
+        code: The line that builds it.
+        operator: Its operator.
+        channels: Channels of the grid, for the cost.
+        queries: `(d, positions)`, with the scale of the products in them.
+        keys: `(d, positions)`.
+        vector: `(d,)`, the vector of scores; empty for operators without.
+    """
+
+    name: str
+    text: str
+    code: str
+    operator: str
+    channels: int
+    queries: Tensor
+    keys: Tensor
+    vector: Tensor
+
+
+class View(NamedTuple):
+    """What a page shows.
+
+    Attributes:
+        photograph: `(height, width, 3)`, 8-bit.
+        credit: Whose it is.
+        intro: What the panels have in common.
+        size: Height and width of the grid.
+        panels: The panels in order.
+    """
+
+    photograph: NDArray[np.uint8]
+    credit: str
+    intro: str
+    size: tuple[int, int]
+    panels: list[Panel]
+
+
+def panels_of_features(image: Path | None, operators: Sequence[str], longer: int) -> View:
+    """Return a panel for each operator, on features of a photograph's colours, edges and contrast; nothing is trained.
+
+    Args:
+        image: The photograph; None for one that scikit-learn ships.
+        operators: Names of operators.
+        longer: The longer side of the grid.
+    """
+    photograph, credit = read(image)
+    height, width = photograph.shape[:2]
+    size = tuple(max(2, round(longer * side / max(height, width))) for side in (height, width))
+    grid = features(photograph / 255.0, size)
+    panels = [panel_of_features(name, grid) for name in operators]
+    intro = "Each panel is one operator. All get the same features of the photograph: colours, edges, contrast."
+    return View(photograph, credit, intro, (size[0], size[1]), panels)
+
+
+def panel_of_features(name: str, grid: Tensor) -> Panel:
+    """Return the panel of one operator without projections."""
+    module = GridAttention(grid.shape[1], name)
+    if module.weight is not None:
+        # Nothing is trained here: the principal direction of the features replaces the learned vector.
+        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
+        middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
+        with torch.no_grad():
+            module.weight.copy_(direction * (direction @ middle).sign())
+    (queries, keys, vector), *_ = heads_of(module, grid)
+    code = f'GridAttention({grid.shape[1]}, "{name}")'
+    note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""
+    return Panel(name, text_of(name) + note, code, name, grid.shape[1], queries, keys, vector)
+
+
+def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> View:
+    """Return a panel for each head of a layer of a trained network.
+
+    Args:
+        image: The photograph; None for one that scikit-learn ships.
+        model: The network, as for `farfield maps`.
+        layer: The path of the layer; None for the first one with the finest grid.
+        longer: The longest side that the layer's grid may have.
+
+    Raises:
+        ValueError: If the layer has an operator of your own or projects keys after pooling, or its grid is larger.
+        LookupError: If there is no such layer.
+    """
+    photograph, credit = read(image)
+    trained = load(model)
+    image_of_network = trained.prepare(torch.from_numpy(photograph).permute(2, 0, 1), None)
+    found = maps.layers(trained.network, image_of_network)
+    check_has_attention(trained.network, found)
+    name = select_layer(found, layer)
+    module, grid = found[name].attention, found[name].grid
+    check_shown(name, module, grid, longer)
+    operator, code = module.operator_name, f'maps.layers(network, image)["{name}"].attention'
+    panels = [
+        Panel(f"head {number}", f"{operator}, {text_of(operator)}", code, operator, module.channels, *head)
+        for number, head in enumerate(heads_of(module, grid))
+    ]
+    return View(photograph, credit, f"Each panel is one head of {name}.", (grid.shape[2], grid.shape[3]), panels)
+
+
+def read(image: Path | None) -> tuple[NDArray[np.uint8], str]:
+    """Return a photograph `(height, width, 3)`, 8-bit, and whose it is; None is a flower that scikit-learn ships."""
+    if image is None:
+        return np.array(load_sample_image("flower.jpg")), CREDIT
+    return read_photograph(image).pixels.permute(1, 2, 0).numpy(), ""
+
+
+def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> None:
+    """Refuse a layer whose rows are not made of queries and keys of positions, or whose grid is too large."""
+    if module.operator_name not in OPERATORS:
+        raise ValueError(f"{name} has an operator of your own, which the page cannot compute; fix: another --layer.")
+    if module.operator.keys_from is POOLED and module.call_for(grid).key.matrix is not None:
+        raise ValueError(f"{name} projects keys after pooling, which the page cannot do; fix: another --layer.")
+    if max(grid.shape[2:]) > longer:
+        size = "×".join(map(str, grid.shape[2:]))
+        raise ValueError(
+            f"{name} has a grid of {size}, longer than --size {longer}; fix: a coarser --layer, or --size."
+        )
+
+
+def heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return queries and keys `(d, positions)` and the vector of scores of each head, in float32.
+
+    Queries and keys of positions, also for operators whose keys or queries are sums: the projections are linear.
+    Operators with a score get scores as their one channel, and the vector 1. A norm of products multiplies the queries,
+    by its running statistics; norms of responses are left out, as in `maps.attention_row`.
+    """
+    positions = replace(module.operator, keys_from=ALL, queries_from=ALL)
+    with torch.no_grad(), with_running_statistics(module):
+        call = read_call(module, grid)._replace(operator=positions)
+        gathered = ALL.gather(grid.float(), None, None)
+        queries, _ = read_query(call, gathered, summarize_grid(call, grid.float()))
+        keys = project_keys(call, gathered) if positions.reads_keys else queries
+    vector = torch.ones(1 if positions.score else 0)
+    return [(query, key, vector) for query, key in zip(queries[0], keys[0], strict=True)]
+
+
+def text_of(operator: str) -> str:
+    """Return an operator's equation and slots in a line."""
+    equation, slots, *_ = tables.OPERATORS[operator]
+    return f"{equation}; slots: {slots}"
+
+
+def engine_entry(operator: Operator) -> dict[str, Any]:
+    """Return an operator as engine.js takes it: the names of its functions and sources."""
+    return {
+        "coefficients": operator.coefficients.__name__,
+        "basis": None if operator.basis is None else operator.basis.__name__,
+        "per": operator.per.__name__,
+        "keys_from": SOURCES[operator.keys_from],
+        "queries_from": SOURCES[operator.queries_from],
+        "normalized": operator.queries_from.normalize is not None,
+        "score": operator.score,
+    }
+
+
+def costs_of(panel: Panel) -> tuple[list[int], list[int]]:
+    """Return the MACs and the bytes of a forward pass on square grids of SIZES, without projections."""
+    costs = [cost.predict(panel.operator, channels=panel.channels, size=(side, side)) for side in SIZES]
+    return [each.macs for each in costs], [each.activation_bytes for each in costs]
