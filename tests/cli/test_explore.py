@@ -80,12 +80,12 @@ function atobOf(text) {
 
 
 @pytest.fixture(scope="module")
-def view() -> panels.View:
+def view() -> panels.PageContent:
     return panels.panels_of_features(None, list(OPERATORS), 24)
 
 
 @pytest.fixture(scope="module")
-def context(view: panels.View) -> MiniRacer:
+def context(view: panels.PageContent) -> MiniRacer:
     return script_of(page.render(view))
 
 
@@ -101,7 +101,7 @@ def module_of(name: str, grid: torch.Tensor) -> GridAttention:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_rows_are_those_of_the_library(name: str, view: panels.View, context: MiniRacer) -> None:
+def test_rows_are_those_of_the_library(name: str, view: panels.PageContent, context: MiniRacer) -> None:
     height, width = view.size
     grid = features(view.photograph / 255.0, view.size)
     module, index, drawn = module_of(name, grid), list(OPERATORS).index(name), random.Random(7)
@@ -118,7 +118,7 @@ def test_rows_are_those_of_the_library(name: str, view: panels.View, context: Mi
 
 
 @pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.basis is not None])
-def test_slots_are_those_of_the_library(name: str, view: panels.View, context: MiniRacer) -> None:
+def test_slots_are_those_of_the_library(name: str, view: panels.PageContent, context: MiniRacer) -> None:
     grid = features(view.photograph / 255.0, view.size)
     expected = basis_masks(module_of(name, grid), grid)[0, 0].flatten(1).double().numpy()
     basis = np.array(context.call("basisOf", list(OPERATORS).index(name), [1] * expected.shape[1]))
@@ -129,7 +129,7 @@ def test_slots_are_those_of_the_library(name: str, view: panels.View, context: M
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_merged_tiles_respond_as_the_whole(name: str, tiles: int, view: panels.View, context: MiniRacer) -> None:
+def test_merged_tiles_respond_as_the_whole(name: str, tiles: int, view: panels.PageContent, context: MiniRacer) -> None:
     (height, width), drawn = view.size, random.Random(tiles)
     edges = [2 * -(-length // (2 * tiles)) for length in view.size]
     parts: list[list[int]] = [[] for _ in range(tiles**2)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield._files import open_replacement
 from farfield.cli import tables
-from farfield.cli.explore.panels import SIZES, View, costs_of, engine_entry
+from farfield.cli.explore.panels import SIZES, PageContent, costs_of, engine_entry
 from farfield.ops.table import OPERATORS
 
 HERE = Path(__file__).parent
@@ -23,23 +23,23 @@ HERE = Path(__file__).parent
 SHOWN = 640
 
 
-def write(view: View, path: Path) -> None:
+def write(content: PageContent, path: Path) -> None:
     """Write the page, completely or not at all."""
     with open_replacement(path) as file:
-        file.write(render(view).encode())
+        file.write(render(content).encode())
 
 
-def render(view: View) -> str:
+def render(content: PageContent) -> str:
     """Return the page."""
     parts = {
         "style": source("page.css"),
         "engine": source("engine.js"),
         "page": source("page.js"),
-        "intro": html.escape(view.intro),
-        "credit": html.escape(view.credit),
-        "channels": str(view.panels[0].channels),
+        "intro": html.escape(content.intro),
+        "credit": html.escape(content.credit),
+        "channels": str(content.panels[0].channels),
         # A script ends at "</", wherever it stands.
-        "data": json.dumps(data_of(view)).replace("</", "<\\/"),
+        "data": json.dumps(data_of(content)).replace("</", "<\\/"),
     }
     text = source("page.html")
     for name, part in parts.items():
@@ -52,7 +52,7 @@ def source(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def data_of(view: View) -> dict[str, Any]:
+def data_of(content: PageContent) -> dict[str, Any]:
     """Return the numbers of the page; equal arrays of queries and keys stand in it once."""
     arrays: list[dict[str, Any]] = []
 
@@ -63,7 +63,7 @@ def data_of(view: View) -> dict[str, Any]:
         return arrays.index(array)
 
     panels: list[dict[str, Any]] = []
-    for panel in view.panels:
+    for panel in content.panels:
         macs, size = costs_of(panel)
         _, slots, merged, _ = tables.OPERATORS[panel.operator]
         panels.append(
@@ -81,11 +81,11 @@ def data_of(view: View) -> dict[str, Any]:
             }
         )
     every = [number for panel in panels for number in panel["macs"]]
-    height, width = view.size
+    height, width = content.size
     return {
         "size": [height, width],
         "position": height // 2 * width + width // 2,
-        "photograph": f"data:image/jpeg;base64,{jpeg(view)}",
+        "photograph": f"data:image/jpeg;base64,{jpeg(content)}",
         "arrays": arrays,
         "panels": panels,
         "sizes": SIZES,
@@ -104,9 +104,9 @@ def encode(tensor: Tensor) -> dict[str, Any]:
     return {"scales": scales.tolist(), "data": base64.b64encode(whole.tobytes()).decode()}
 
 
-def jpeg(view: View) -> str:
+def jpeg(content: PageContent) -> str:
     """Return the photograph as JPEG in base64."""
-    image = Image.fromarray(view.photograph)
+    image = Image.fromarray(content.photograph)
     image.thumbnail((SHOWN, SHOWN))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=82)

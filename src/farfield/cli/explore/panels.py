@@ -30,7 +30,7 @@ SIZES = (7, 14, 28, 56, 112, 224, 448)
 SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
 
 
-class Panel(NamedTuple):
+class HeadPanel(NamedTuple):
     """One head of one attention.
 
     Attributes:
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     vector: Tensor
 
 
-class View(NamedTuple):
+class PageContent(NamedTuple):
     """What a page shows.
 
     Attributes:
@@ -69,10 +69,10 @@ class View(NamedTuple):
     credit: str
     intro: str
     size: tuple[int, int]
-    panels: list[Panel]
+    panels: list[HeadPanel]
 
 
-def panels_of_features(image: Path | None, operators: Sequence[str], longer: int) -> View:
+def panels_of_features(image: Path | None, operators: Sequence[str], longer: int) -> PageContent:
     """Return a panel for each operator, on features of a photograph's colours, edges and contrast; nothing is trained.
 
     Args:
@@ -86,10 +86,10 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
     grid = features(photograph / 255.0, size)
     panels = [panel_of_features(name, grid) for name in operators]
     intro = "Each panel is one operator. All get the same features of the photograph: colours, edges, contrast."
-    return View(photograph, credit, intro, (size[0], size[1]), panels)
+    return PageContent(photograph, credit, intro, (size[0], size[1]), panels)
 
 
-def panel_of_features(name: str, grid: Tensor) -> Panel:
+def panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     """Return the panel of one operator without projections."""
     module = GridAttention(grid.shape[1], name)
     if module.weight is not None:
@@ -101,10 +101,10 @@ def panel_of_features(name: str, grid: Tensor) -> Panel:
     (queries, keys, vector), *_ = heads_of(module, grid)
     code = f'GridAttention({grid.shape[1]}, "{name}")'
     note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""
-    return Panel(name, text_of(name) + note, code, name, grid.shape[1], queries, keys, vector)
+    return HeadPanel(name, text_of(name) + note, code, name, grid.shape[1], queries, keys, vector)
 
 
-def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> View:
+def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> PageContent:
     """Return a panel for each head of a layer of a trained network.
 
     Args:
@@ -120,17 +120,17 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     photograph, credit = read(image)
     trained = load(model)
     image_of_network = trained.prepare(torch.from_numpy(photograph).permute(2, 0, 1), None)
-    found = maps.layers(trained.network, image_of_network)
-    check_has_attention(trained.network, found)
-    name = select_layer(found, layer)
-    module, grid = found[name].attention, found[name].grid
+    attentions = maps.layers(trained.network, image_of_network)
+    check_has_attention(trained.network, attentions)
+    name = select_layer(attentions, layer)
+    module, grid = attentions[name].attention, attentions[name].grid
     check_shown(name, module, grid, longer)
     operator, code = module.operator_name, f'maps.layers(network, image)["{name}"].attention'
     panels = [
-        Panel(f"head {number}", f"{operator}, {text_of(operator)}", code, operator, module.channels, *head)
+        HeadPanel(f"head {number}", f"{operator}, {text_of(operator)}", code, operator, module.channels, *head)
         for number, head in enumerate(heads_of(module, grid))
     ]
-    return View(photograph, credit, f"Each panel is one head of {name}.", (grid.shape[2], grid.shape[3]), panels)
+    return PageContent(photograph, credit, f"Each panel is one head of {name}.", (grid.shape[2], grid.shape[3]), panels)
 
 
 def read(image: Path | None) -> tuple[NDArray[np.uint8], str]:
@@ -189,7 +189,7 @@ def engine_entry(operator: Operator) -> dict[str, Any]:
     }
 
 
-def costs_of(panel: Panel) -> tuple[list[int], list[int]]:
+def costs_of(panel: HeadPanel) -> tuple[list[int], list[int]]:
     """Return the MACs and the bytes of a forward pass on square grids of SIZES, without projections."""
     costs = [cost.predict(panel.operator, channels=panel.channels, size=(side, side)) for side in SIZES]
     return [each.macs for each in costs], [each.activation_bytes for each in costs]
