@@ -116,3 +116,11 @@ def test_a_mapped_file_that_is_cut_short(view: bool, net: nn.Module, tmp_path: P
         OSError, match=r'the file ".*volume\.npy" had .* bytes or more .* and has 1,000 now; fix: write'
     ):
         predict_whole(net, volume, tile=64, quiet=True)
+
+
+@pytest.mark.parametrize("dtype", [">u2", ">f4", ">f8", "<i4", "?"])
+def test_volumes_of_other_byte_orders_and_kinds(dtype: str, net: nn.Module) -> None:
+    """TIFF files of ImageJ are big-endian, which torch cannot hold."""
+    volume = (60 * VOLUME).astype(dtype)
+    expected = predict_whole(net, np.asarray(volume, "float32"), tile=8, quiet=True)
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=8, quiet=True), expected)

@@ -513,6 +513,16 @@ def array_and_more(path: Path) -> None:
     (path / "mine.txt").touch()
 
 
+def chunks_alone(path: Path) -> None:
+    (path / "c").mkdir(parents=True)
+    (path / "c" / "mine").touch()
+
+
+def damaged_array(path: Path) -> None:
+    chunks_alone(path)
+    (path / "zarr.json").write_text("{")
+
+
 def file(path: Path) -> None:
     path.write_text("mine")
 
@@ -523,6 +533,8 @@ def file(path: Path) -> None:
         ("out.zarr", results, "a folder that is not one zarr array and nothing else"),
         ("out.zarr", group, "a folder that is not one zarr array and nothing else"),
         ("out.zarr", array_and_more, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", chunks_alone, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", damaged_array, "a folder that is not one zarr array and nothing else"),
         ("out.npy", results, "a folder"),
         ("out.zarr", file, "not a zarr array"),
     ],
