@@ -1,0 +1,128 @@
+"""What users rely on, as lines of text: names and signatures, options of commands, entries of recipes.
+
+python tests/helpers/public.py      # writes tests/public.txt anew, after a change that is meant
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests" / "public.txt"
+PACKAGES = (
+    "farfield",
+    "farfield.cost",
+    "farfield.insertion",
+    "farfield.maps",
+    "farfield.models",
+    "farfield.nn",
+    "farfield.ops",
+    "farfield.sharding",
+    "farfield.streaming",
+    "farfield.theory",
+)
+# Modules without `__all__` whose classes recipes name.
+CLASSES = {
+    "farfield.data.classify": ("Digits", "ImageFolders"),
+    "farfield.data.detect": ("CocoFolders",),
+    "farfield.data.generate": ("RealImages",),
+    "farfield.data.masked_lm": ("TextFolder",),
+    "farfield.data.restore": ("StackPairs",),
+    "farfield.data.segment": ("VOCFolders",),
+    "farfield.data.stereo": ("StereoFrames",),
+    "farfield.tasks.classify": ("Classify",),
+    "farfield.tasks.detect": ("Detect",),
+    "farfield.tasks.generate": ("Generate",),
+    "farfield.tasks.masked_lm": ("MaskedLM",),
+    "farfield.tasks.restore": ("Restore",),
+    "farfield.tasks.segment": ("Segment",),
+    "farfield.tasks.stereo": ("Stereo",),
+}
+COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "info", "kernels", "recipes", "explore", "demo")
+
+
+def lines() -> list[str]:
+    """All lines, in order."""
+    return [*api(), *options(), *entries()]
+
+
+def api() -> Iterator[str]:
+    """Each public name with its signature; of a class also its own public methods."""
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in sorted(module.__all__):
+            yield from described(f"{package}.{name}", getattr(module, name))
+    for path, names in CLASSES.items():
+        module = importlib.import_module(path)
+        for name in names:
+            yield f"{path}.{name}{signature(getattr(module, name))}"
+
+
+def described(name: str, value: Any) -> Iterator[str]:
+    """The lines of one name."""
+    if inspect.ismodule(value):
+        yield f"{name}: module"
+    elif inspect.isclass(value) and issubclass(value, BaseException):
+        yield f"{name}({value.__base__.__name__})"
+    elif inspect.isclass(value):
+        yield f"{name}{signature(value)}"
+        own = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+        for key, member in sorted(own.items()):
+            if callable(member) or isinstance(member, classmethod | staticmethod):
+                yield f"{name}.{key}{signature(getattr(value, key))}"
+            else:
+                yield f"{name}.{key}"
+    elif callable(value):
+        yield f"{name}{signature(value)}"
+    else:
+        keys = f": {', '.join(map(str, value))}" if isinstance(value, dict) else ""
+        yield f"{name}{keys}"
+
+
+def signature(value: Any) -> str:
+    """The names and defaults of arguments; annotations may change without breaking a call."""
+    try:
+        given = inspect.signature(value)
+    except ValueError:
+        return "(…)"
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in given.parameters.values()]
+    text = str(given.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def options() -> Iterator[str]:
+    """The options of each command."""
+    from farfield import cli
+
+    for command in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            cli.main([command, "--help"])
+        yield f"farfield {command}: {' '.join(sorted(set(re.findall(r'--[a-z][a-z-]*', printed.getvalue()))))}"
+
+
+def entries() -> Iterator[str]:
+    """The entries of each recipe."""
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        yield f"{path.stem}: {' '.join(sorted(flat(yaml.safe_load(path.read_text(encoding='utf-8')))))}"
+
+
+def flat(values: dict[str, Any], before: str = "") -> Iterator[str]:
+    """The names of nested entries."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}"
+
+
+if __name__ == "__main__":
+    FILE.write_text("\n".join(lines()) + "\n", encoding="utf-8")
