@@ -281,7 +281,6 @@ def test_stacks_are_read_by_their_axes(tmp_path: Path, shape: tuple[int, ...], o
 @pytest.mark.parametrize(
     ("shape", "axes", "text"),
     [
-        ((2, 4, 9, 7), "CZYX", 'has the axes "CZYX" (2, 4, 9, 7), which are not ZYX'),
         ((4, 9, 7), "TYX", 'has the axes "TYX" (4, 9, 7), which are not ZYX'),
         ((4, 9, 7), "YXZ", 'has the axes "YXZ"'),
         ((9, 7), "YX", "is an image (9, 7), not a stack"),
@@ -294,6 +293,41 @@ def test_axes_that_are_not_those_of_a_stack_are_refused(
     tifffile.imwrite(path, np.zeros(shape, np.uint8), photometric="minisblack", metadata={"axes": axes})
     with pytest.raises(FolderError, match=rf"{re.escape(text)}[\s\S]*--data.axes ZYX"):
         stack_of(path, 3)
+
+
+@pytest.mark.parametrize(
+    ("axes", "place", "options"),
+    [
+        ("CZYX", 0, {}),
+        ("ZCYX", 1, {"imagej": True}),
+        ("CZYX", 0, {"ome": True}),
+        ("CZYX", 0, {"compression": "zlib"}),
+        ("ZYXS", 3, {"photometric": "rgb"}),
+    ],
+)
+def test_one_channel_of_several(tmp_path: Path, axes: str, place: int, options: dict[str, Any]) -> None:
+    path = tmp_path / ("a.ome.tif" if options.get("ome") else "a.tif")
+    parts = [STACK, STACK.max() - STACK, STACK // 2]
+    options = {"photometric": "minisblack", "metadata": {"axes": axes}} | options
+    tifffile.imwrite(path, np.stack(parts, place), **options)
+    with pytest.raises(FolderError, match=rf'has the axes "{axes}" [\s\S]*fix: --data.channel, one of its 3 channels'):
+        stack_of(path, 3)
+    for channel, part in enumerate(parts):
+        np.testing.assert_array_equal(stack_of(path, 3, channel=channel), part)
+    for channel in (-1, 3):
+        with pytest.raises(FolderError, match=rf"has 3 channels, and no channel {channel}\.\n  fix: .* from 0 to 2"):
+            stack_of(path, 3, channel=channel)
+
+
+def test_the_fix_for_unnamed_axes_works(tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.stack([STACK, STACK // 2]), photometric="minisblack")
+    with pytest.raises(FolderError, match=r"fix: a letter for each of its 4 axes, --data.axes CZYX where .*channel 0"):
+        stack_of(path, 3)
+    np.testing.assert_array_equal(stack_of(path, 3, "CZYX", 0), STACK)
+    # Files of one channel are read as they are.
+    tifffile.imwrite(path, STACK, metadata={"axes": "ZYX"})
+    np.testing.assert_array_equal(stack_of(path, 3, channel=1), STACK)
 
 
 def test_axes_can_be_said(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class StackPairs(Loading):
         sources: Names of the folders of the stacks to be restored, one per condition.
         target: Name of the folder of the clean stacks.
         axes: Axes of the TIFF files, e.g. "ZYX", where the files give none or wrong ones.
+        channel: Index of the channel to read from TIFF files of several; files of one channel are read as they are.
         workers: Loader processes; 0 loads in the main process.
 
     Raises:
@@ -76,6 +77,7 @@ class StackPairs(Loading):
         sources: Sequence[str] = ("low",),
         target: str = "GT",
         axes: str | None = None,
+        channel: int | None = None,
         workers: int = 2,
     ) -> None:
         super().__init__(batch_size, workers, DRAW)
@@ -86,7 +88,7 @@ class StackPairs(Loading):
         self.root, self.patch = Path(root), patch
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
-        self.axes = axes
+        self.axes, self.channel = axes, channel
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
@@ -164,8 +166,8 @@ class StackPairs(Loading):
         """Read and check a stack and its clean counterpart, which has the same size, or one plane."""
         spatial_dims = len(self.patch)
         stack, truth = (
-            checked(source, stack_of(source, spatial_dims, self.axes)),
-            target_of(target, spatial_dims, self.axes),
+            checked(source, stack_of(source, spatial_dims, self.axes, self.channel)),
+            target_of(target, spatial_dims, self.axes, self.channel),
         )
         return stack, checked(target, fitting(name, stack, truth))
 
@@ -204,7 +206,7 @@ class StackPairs(Loading):
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
-        return stack_of(path, len(self.patch), self.axes), str(path), name
+        return stack_of(path, len(self.patch), self.axes, self.channel), str(path), name
 
 
 class Listed(Dataset[Any]):
@@ -222,19 +224,19 @@ class Listed(Dataset[Any]):
         return self.read(self.entries[index])
 
 
-def target_of(path: Path, spatial_dims: int, axes: str | None) -> NDArray[Any]:
+def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
     """Open a clean stack or, if it is not a stack, the image of a projection.
 
     Raises:
         FolderError: If it is neither; the error is that of the stack.
     """
     try:
-        return stack_of(path, spatial_dims, axes)
+        return stack_of(path, spatial_dims, axes, channel)
     except FolderError:
         if spatial_dims == 2:
             raise
         try:
-            return stack_of(path, 2)
+            return stack_of(path, 2, channel=channel)
         except FolderError:
             pass
         raise

@@ -106,24 +106,46 @@ def opened(path: Path) -> tifffile.TiffFile:
     return file
 
 
-def stack_of(path: Path, spatial_dims: int, axes: str | None = None) -> NDArray[Any]:
+def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
     """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
 
     Args:
         path: A TIFF file: OME, ImageJ, or plain.
         spatial_dims: 3 for stacks, 2 for images.
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
+        channel: Index of the channel to read, for files of several; ignored for others.
 
     Returns:
         A memory map, or an array if the file is compressed.
 
     Raises:
-        FolderError: If the file cannot be read, or its axes are not those of one stack or image.
+        FolderError: If the file cannot be read, has no such channel, or its axes are not those of one stack or image.
     """
     with opened(path) as file:
-        shape, letters = file.series[0].shape, axes or file.series[0].axes
-    keep = kept_axes(path, shape, letters.upper(), spatial_dims)
-    return array_of(path).reshape([shape[axis] for axis in keep])
+        shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
+    place = channels_axis(shape, letters)
+    if channel is None or place is None:
+        keep = kept_axes(path, shape, letters, spatial_dims)
+        return array_of(path).reshape([shape[axis] for axis in keep])
+    if not 0 <= channel < shape[place]:
+        raise FolderError(
+            f"StackPairs: {path} has {shape[place]} channels, and no channel {channel}.\n"
+            f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
+        )
+    one = array_of(path).reshape(shape)[(slice(None),) * place + (channel,)]
+    keep = kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims)
+    return one.reshape([one.shape[axis] for axis in keep])
+
+
+def channels_axis(shape: Sequence[int], letters: str) -> int | None:
+    """Return the axis of several channels, or of the samples of a colour image; None if there is none.
+
+    Example:
+        >>> channels_axis((5, 2, 64, 64), "ZCYX"), channels_axis((5, 1, 64, 64), "ZCYX")
+        (1, None)
+    """
+    named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
+    return named[0] if len(named) == 1 else None
 
 
 def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
@@ -169,6 +191,15 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) ->
     """
     wanted = "ZYX"[-spatial_dims:]
     fix = f"fix: one grey stack per file with the axes {wanted}, or give its axes: --data.axes {wanted}."
+    place = channels_axis(shape, axes)
+    if place is not None:
+        fix = f"fix: --data.channel, one of its {shape[place]} channels, a number from 0."
+    elif len(shape) > spatial_dims:
+        letters = wanted.rjust(len(shape), "C") if len(shape) == spatial_dims + 1 else "CZYX"
+        fix = (
+            f"fix: a letter for each of its {len(shape)} axes, --data.axes {letters} where the first has channels, and "
+            f"--data.channel 0 for one of them; or one grey stack per file with the axes {wanted}."
+        )
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
