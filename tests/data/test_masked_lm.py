@@ -320,3 +320,15 @@ def test_the_text_corpus(data: Path, tmp_path: Path) -> None:
     assert len(found.tokenizer) == 1000
     unknown = sum(int((sample[0] == found.tokenizer.unk_token_id).sum()) for sample in found.parts["val"])
     assert unknown < 1e-3 * 64 * len(found.parts["val"])
+
+
+def test_a_text_that_a_network_learns_by_heart_is_warned_of(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for number, lines in (("1", 20), ("2", 20_000)):
+        (tmp_path / number).mkdir()
+        for name in ("a", "b"):
+            (tmp_path / number / f"{name}.txt").write_text("the whale sees the sea .\n" * lines, encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"TextFolder: .*/1 has 9\d\d characters .* by heart; fix: 100,000 or more"):
+        TextFolder(str(tmp_path / "1")).setup("fit")
+    recwarn.clear()
+    TextFolder(str(tmp_path / "2")).setup("fit")
+    assert not [each for each in recwarn if "by heart" in str(each.message)]

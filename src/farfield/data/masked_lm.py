@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import Dataset
 
 from farfield._checks import install_command
@@ -27,6 +27,8 @@ from farfield.data.tokenizer import (
 )
 
 Unit = Literal["blocks", "documents", "lines"]
+# Fewest characters of a training text without a warning; tiny Shakespeare has a million.
+SMALL = 100_000
 
 
 class TextFolder(Loading):
@@ -106,6 +108,12 @@ class TextFolder(Loading):
         if self.root is None:
             raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files; fix: --data.root.")
         self._read()
+        characters = sum(len(line) for text in self.texts["train"] for line in text.lines)
+        if stage == "fit" and characters < SMALL:
+            rank_zero_warn(
+                f"{CALLER}: {self.root} has {characters:,} characters to train on, which a network learns by heart; "
+                f"fix: {SMALL:,} or more, or saved weights to start from, --model.network.weights."
+            )
         if stage == "test" and "test" not in self.texts:
             rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
         self.texts.setdefault("test", self.texts["val"])
