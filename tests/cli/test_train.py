@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,13 @@ def test_a_recipe_runs_two_steps_and_its_weights_load_again(recipe: Path, tmp_pa
     assert {"epoch", "step", "train/loss_epoch", "val/loss", "val/accuracy", "learning_rate"} <= set(rows[0])
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 1
     assert list(run.glob("events.out.tfevents*"))
+    card, accuracy = (
+        (run / "README.md").read_text(encoding="utf-8"),
+        float(rows[-1]["val/accuracy"] or rows[-2]["val/accuracy"]),
+    )
+    assert f"* val/accuracy: {accuracy:.4g}\n" in card
+    assert " for one input of 3×32×32" in card
+    assert re.search(r"## Training data\n\n`(Digits|ImageFolders)`, [\d,]+ training samples, 1 epoch\.", card)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

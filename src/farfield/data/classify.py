@@ -89,7 +89,7 @@ class ImageFolders(_Classification):
             )
         self.root = None if root is None else Path(root)
         self.predict, self.check = None if predict is None else Path(predict), check
-        self.subset = subset
+        self.subset, self.image_size = subset, image_size
         self.training_transform = training(augmentation, image_size)
         self.evaluation_transform = evaluation(augmentation, image_size)
 

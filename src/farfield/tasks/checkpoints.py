@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from farfield._files import open_replacement, stage_files
-from farfield.models.storage import is_entry, read_pickled
+from farfield.models.storage import Stored, is_entry, read_pickled
 
 SHOWN = 5
 
@@ -194,6 +194,24 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     with stage_files(folder) as staging:
         if save is None:
             save_model(network, str(staging / "model.safetensors"))
+        elif isinstance(network, Stored):
+            network.save_pretrained(staging, model_card_kwargs=card_of(trainer))
         else:
             save(staging)
     return folder
+
+
+def card_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what the model card records of a fit: the best value of the metric, the data, the image size if known."""
+    best, data = trainer.checkpoint_callback, getattr(trainer, "datamodule", None)
+    score, monitor = getattr(best, "best_model_score", None), getattr(best, "monitor", None)
+    card: dict[str, Any] = {}
+    if score is not None and monitor:
+        card["metrics"] = {monitor: float(score)}
+    if data is not None:
+        epochs = trainer.current_epoch
+        samples = len(data.parts["train"]) if "train" in getattr(data, "parts", {}) else None
+        number = "" if samples is None else f", {samples:,} training samples"
+        card["training_data"] = f"`{type(data).__name__}`{number}, {epochs} epoch{'s' * (epochs != 1)}."
+    size = getattr(data, "image_size", None)
+    return card if size is None else card | {"image_size": size}
