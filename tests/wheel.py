@@ -27,6 +27,7 @@ assert models.kanet_qkv(width=0.25, num_classes=3)(torch.randn(2, 3, 32, 32)).sh
 assert cost.predict("siamese", channels=8, size=(6, 5)).macs > 0
 main(["operators"])
 main(["recipes", "digits"])
+main(["explore", "--no-open", "--size", "8", "--output", "page.html"])
 """
 
 
