@@ -54,6 +54,9 @@ def test_a_copy_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert stopped.value.code == 2
     assert "exists and is not replaced; fix: remove it, or --to another folder." in capsys.readouterr().err
     assert copied.read_text() == "mine"
+    with pytest.raises(SystemExit):
+        main(["recipes", "--copy", "text", "--to", str(tmp_path / "nowhere")])
+    assert "farfield recipes: there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["digits", "digits.yaml"])

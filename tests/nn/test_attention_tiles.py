@@ -149,7 +149,7 @@ def test_places_that_are_none(place: dict, error: type, text: str) -> None:
 
 def test_pooled_tiles_start_at_even_indices() -> None:
     attention = GridAttention(4, "softmax_pooled")
-    with pytest.raises(ShapeError, match=r"softmax_pooled: a tile must start at even indices, got origin=\(0, 3\)"):
+    with pytest.raises(ShapeError, match=r"^pooled: a tile must start at even indices, got origin=\(0, 3\)"):
         attention.summarize(torch.randn(2, 4, 4, 4), origin=(0, 3), size=(8, 8))
 
 

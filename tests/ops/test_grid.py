@@ -71,6 +71,13 @@ def test_siamese_similarity_is_equation_4() -> None:
     assert torch.equal(ops.siamese_similarity(a, b, weight), ops.siamese_similarity(b, a, weight))
 
 
+def test_siamese_similarity_refuses_a_weight_of_another_length() -> None:
+    a, weight = torch.randn(4, 8), torch.randn(8)
+    for weights, argument in (((weight[:5],), "weight"), ((weight, weight[:5]), "other_weight"), ((a,), "weight")):
+        with pytest.raises(ShapeError, match=rf"siamese_similarity: {argument} must have one number per feature, 8"):
+            ops.siamese_similarity(a, a, *weights)
+
+
 def test_siamese_similarity_of_two_vectors_is_equation_3() -> None:
     a, b = (torch.randn(5, dtype=torch.float64) for _ in range(2))
     first, second = (torch.randn(5, dtype=torch.float64) for _ in range(2))

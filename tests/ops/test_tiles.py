@@ -140,7 +140,7 @@ def test_tiles_give_every_gradient(row: str, rank: str) -> None:
 
 def test_pooled_tiles_start_at_even_indices() -> None:
     case = draw("softmax_pooled", (3, 4), (7, 9), heads=2)
-    with pytest.raises(ShapeError, match=r"softmax_pooled: a tile must start at even indices, got origin=\(0, 3\)"):
+    with pytest.raises(ShapeError, match=r"^pooled: a tile must start at even indices, got origin=\(0, 3\)"):
         _tile_summaries(case, ((4,), (3,)))
 
 

@@ -118,6 +118,7 @@ def copy(path: Path, target: Path) -> Path:
 
     Raises:
         FileExistsError: If the folder has a file of this name.
+        FileNotFoundError: If there is no such folder.
     """
     copied = target / path.name
     try:
@@ -127,6 +128,8 @@ def copy(path: Path, target: Path) -> Path:
         raise FileExistsError(
             f"farfield recipes: {copied} exists and is not replaced; fix: remove it, or --to another folder."
         ) from None
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"farfield recipes: there is no folder {target}; fix: make it first.") from error
     return copied
 
 

@@ -293,7 +293,7 @@ def _find_task(argv: Sequence[str]) -> str:
             in_recipes.append(_read_recipe(Path(value)).get("task", in_recipes[-1]))
     task = [*named[:1], in_recipes[-1]][0]
     if task not in list(TASKS):
-        raise unknown("farfield fit", "task", task, TASKS)
+        raise unknown(f"farfield {argv[0]}" if argv else "farfield fit", "task", task, TASKS)
     return task
 
 

@@ -122,7 +122,7 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
         )
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
-        raise ShapeError(f"softmax_pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
+        raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
     valid = valid_positions(grid, mask)
     if kind == "mean":
         positions, valid = windows(hide(grid, mask).to(valid.dtype), sizes, 0).sum(-1), windows(valid, sizes, 0).sum(-1)

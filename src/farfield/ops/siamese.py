@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_grid, check_same_kind
+from farfield._checks import ShapeError, check_grid, check_same_kind, shape_error
 from farfield.ops.attend import attend, document_arguments
 from farfield.ops.table import OPERATORS
 
@@ -160,6 +160,7 @@ def siamese_similarity(
         The similarity of each pair, `(...)`.
 
     Raises:
+        ShapeError: If a weight does not have one number per feature.
         TypeError: If dtypes differ.
         ValueError: If devices differ.
 
@@ -175,6 +176,11 @@ def siamese_similarity(
         tensor(46.)
     """
     other = weight if other_weight is None else other_weight
+    for name, vector, features in (("weight", weight, a), ("other_weight", other, b)):
+        if vector.shape != features.shape[-1:]:
+            problem = f"{name} must have one number per feature, {features.shape[-1]}."
+            fix = f"a vector of {features.shape[-1]} numbers."
+            raise shape_error("siamese_similarity", problem, fix, **{name: vector, "features": features})
     check_same_kind("siamese_similarity", a=a, b=b, weight=weight, other_weight=other)
     return a @ weight + b @ other
 
