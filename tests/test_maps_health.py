@@ -176,7 +176,8 @@ def test_attention_of_few_tokens_matters() -> None:
 
 
 def test_networks_without_attention_and_without_gradients() -> None:
-    assert maps.health(models.mobilenet_v2(num_classes=3, width=0.25), torch.randn(2, 3, 32, 32)) == []
+    with pytest.raises(ValueError, match=r"^maps\.health: mobilenet_v2 has no GridAttention that runs; fix: "):
+        maps.health(models.mobilenet_v2(num_classes=3, width=0.25), torch.randn(2, 3, 32, 32))
 
     class Numbers(nn.Module):
         def __init__(self) -> None:

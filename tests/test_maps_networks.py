@@ -97,7 +97,8 @@ def test_an_inserted_module_is_found(layout: str) -> None:
 
 
 def test_networks_without_attention_have_no_layers() -> None:
-    assert maps.layers(models.mobilenet_v2(num_classes=3, width=0.25), torch.randn(1, 3, 32, 32)) == {}
+    with pytest.raises(ValueError, match=r"^maps\.layers: mobilenet_v2 has no GridAttention that runs; fix: "):
+        maps.layers(models.mobilenet_v2(num_classes=3, width=0.25), torch.randn(1, 3, 32, 32))
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_bad_images(runs: Path, photograph: Path) -> None:
 def test_bad_models(photograph: Path) -> None:
     models.mobilenet_v2(num_classes=3, width=0.25).save_pretrained("none")
     text = refused("--model", "none", "--image", photograph)
-    assert "mobilenet_v2 has no GridAttention that runs; fix: a network with attention (farfield models)" in text
+    assert "mobilenet_v2 has no GridAttention that runs; fix: a network with attention (farfield.models)" in text
     assert "--norms reads the checkpoints (*.ckpt) of a run, and none has none." in refused(
         "--model", "none", "--norms"
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield.maps.layers import Layer, record_layers
+from farfield.maps.layers import Layer, check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
 from farfield.nn.tracing import call, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
@@ -71,6 +71,9 @@ def health(model: nn.Module, example: Any) -> list[Health]:
     Returns:
         One entry for each call of a `GridAttention`, in the order of the calls.
 
+    Raises:
+        ValueError: If the model calls no `GridAttention`.
+
     Cost:
         A forward and a backward pass of the model and of each attention module, and a copy of the model.
 
@@ -85,6 +88,7 @@ def health(model: nn.Module, example: Any) -> list[Health]:
     with keep_random_numbers(model), torch.enable_grad():
         model = copy.deepcopy(model)
         layers, gradients = run(model, example)
+        check_has_attention("maps.health", model, layers)
         zero = {layer.attention for layer in layers.values() if is_identity(layer.attention)}
         for attention in zero:
             reset_output(attention)

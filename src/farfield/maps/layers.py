@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     Returns:
         Path of the module -> layer, in the order of the calls; the second call of one module is `path (call 2)`.
 
+    Raises:
+        ValueError: If the network calls no `GridAttention`, as one whose attention `replace_attention` has replaced.
+
     Cost:
         One forward pass, and a copy of each grid.
 
@@ -56,7 +59,16 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """
     with torch.no_grad(), eval_mode(network), record_layers(network) as recorded:
         network(*inputs)
+    check_has_attention("maps.layers", network, recorded)
     return recorded
+
+
+def check_has_attention(caller: str, network: nn.Module, layers: Sized) -> None:
+    """Raise ValueError if a network called no attention module."""
+    if not len(layers):
+        kind = getattr(network, "name", type(network).__name__)
+        fix = "a network with attention (farfield.models), or farfield.insert to put some into this one."
+        raise ValueError(f"{caller}: {kind} has no GridAttention that runs; fix: {fix}")
 
 
 @contextmanager

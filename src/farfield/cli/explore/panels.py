@@ -17,7 +17,7 @@ from farfield import cost, maps
 from farfield.cli import tables
 from farfield.cli.demo.picture import CREDIT, features
 from farfield.cli.maps.network import load
-from farfield.cli.maps.views import check_has_attention, read_photograph, select_layer
+from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.call import project_keys
@@ -121,7 +121,6 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     trained = load(model)
     image_of_network = trained.prepare(torch.from_numpy(photograph).permute(2, 0, 1), None)
     attentions = maps.layers(trained.network, image_of_network)
-    check_has_attention(trained.network, attentions)
     name = select_layer(attentions, layer)
     module, grid = attentions[name].attention, attentions[name].grid
     check_shown(name, module, grid, longer)

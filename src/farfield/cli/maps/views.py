@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield import maps
 from farfield._checks import unknown
@@ -54,17 +54,7 @@ def read_photograph(path: Path) -> Photograph:
 
 def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> dict[str, Layer]:
     """Return each attention layer of a network, with its inputs for a photograph."""
-    layers = maps.layers(trained.network, trained.prepare(photograph.pixels, side))
-    check_has_attention(trained.network, layers)
-    return layers
-
-
-def check_has_attention(network: nn.Module, layers: Sized) -> None:
-    """Raise for a network without attention."""
-    if not len(layers):
-        kind = getattr(network, "name", type(network).__name__)
-        fix = "a network with attention (farfield models), or farfield.insert to put some into this one."
-        raise ValueError(f"{kind} has no GridAttention that runs; fix: {fix}")
+    return maps.layers(trained.network, trained.prepare(photograph.pixels, side))
 
 
 def is_image(layer: Layer) -> bool:
@@ -112,7 +102,6 @@ def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | N
     """Measure the responses and gradients of the attention layers of a network on a photograph."""
     side = side or trained.side
     layers = maps.health(trained.network, quarters(trained.prepare(photograph.pixels, 2 * side)))
-    check_has_attention(trained.network, layers)
     rows: list[Row] = [
         {
             **{name: value for name, value in one._asdict().items() if name != "gradients"},
