@@ -133,3 +133,28 @@ def test_a_state_of_0_1_is_not_taken_for_the_normalized_operator(tmp_path: Path)
 def test_tensors_alone_have_no_version() -> None:
     net = CompactNet("kanet_qkv", **SMALL)
     net.load_state_dict(dict(net.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("options", "version", "warned"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),
+        ({"scale": 1.0}, 1, False),
+        ({"scale": 0.5}, 1, False),
+        ({"inner_channels": 1}, 1, False),  # the default, 1/√1, is 1.0
+    ],
+)
+def test_a_state_of_0_1_warns_where_the_default_scale_has_changed(
+    options: dict[str, Any], version: int, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    module = GridAttention(8, "softmax", project="qk", **options)
+    state = module.state_dict()
+    for entry in state._metadata.values():  # type: ignore[attr-defined]
+        entry["version"] = version
+    module.load_state_dict(state)
+    texts = [str(each.message) for each in recwarn if "farfield 0.1" in str(each.message)]
+    assert len(texts) == warned
+    if warned:
+        assert texts[0].startswith("GridAttention: this state is of farfield 0.1, where the default scale was 1.0")
+        assert "here it is 0.3536; fix: scale=1.0" in texts[0]
