@@ -167,7 +167,7 @@ def test_the_task_of_a_recipe_can_be_given_and_a_wrong_one_gets_the_nearest(tmp_
     with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
         main(["fit", "--task", "restoration"])
     farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r'^no option "model\.patience"; farfield fit --help lists them\.$'):
         farfield("fit", task="classify")
 
 

@@ -240,7 +240,7 @@ def test_a_saved_network_comes_back(tmp_path: Path, name: str, operator: str | N
     left, right = pair()
     assert found.config == net.config
     assert torch.equal(found(left, right), net(left, right))
-    assert "for 2 images of 3×224×224" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "for 2 inputs of 3×224×224" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 def test_both_builders_are_in_the_catalog_and_pickle() -> None:

@@ -11,6 +11,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 # jsonargparse's messages about one option, which it nests in those about the options around it.
 UNKNOWN_ARGUMENT = re.compile(r"Option '(?P<name>[\w.]+)' is not accepted")
+# An entry of a recipe that the command has with another task only.
+UNKNOWN_ENTRY = re.compile(r"does not accept option '(?P<name>[\w.]+)'")
 # An error of the parser of a class's arguments, in the message of the parser around it.
 NESTED = re.compile(r'no (?:option|class) "[^"]+"; [^\n]+')
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (?P<words>.+)", re.DOTALL)
@@ -58,6 +60,8 @@ def explain(message: str, options: Iterable[str]) -> str:
         return f"{where}{found[0]}"
     if (found := UNKNOWN_ARGUMENT.search(message)) is not None:
         return f"{where}{no_such('option', found['name'], [name.removeprefix('--') for name in options])}"
+    if (found := UNKNOWN_ENTRY.search(message)) is not None:
+        return no_such("option", found["name"], [])
     if (found := UNKNOWN_OPTION.search(message)) is not None:
         word = found["words"].split()[0].partition("=")[0]
         if not word.startswith("-"):

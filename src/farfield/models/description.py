@@ -144,7 +144,7 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     check_values(file, dict(arguments))
     for name, value in arguments.items():
         for nested in mappings_in(value):
-            if "class_path" in value:
+            if "class_path" in nested:
                 raise ValueError(
                     f"{file}: {name} names a class, {nested['class_path']!r}, which only a network may; "
                     f"fix: a plain value."
