@@ -206,5 +206,3 @@ function spread(operator, grid, valid, summary, weights) {
   }
   return row;
 }
-
-if (typeof module !== "undefined") module.exports = { attentionRow, merge, respond, spread, summarize, weightsOfSlots };
