@@ -190,3 +190,8 @@ def test_a_layer_that_the_page_cannot_show() -> None:
         panels.check_shown("stage", GridAttention(8, "averaged"), grid, 5)
     with pytest.raises(ValueError, match=r"^stage projects keys after pooling"):
         panels.check_shown("stage", GridAttention(8, "softmax_pooled", project="qkv"), grid, 56)
+
+
+def test_names_of_layers_are_text_and_not_markup(view: panels.PageContent) -> None:
+    named = view.panels[0]._replace(text="<img src=x>", code='layers["<img src=x>"]')
+    assert "<img" not in page.render(view._replace(panels=[named]))

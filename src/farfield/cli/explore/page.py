@@ -69,8 +69,8 @@ def data_of(content: PageContent) -> dict[str, Any]:
         panels.append(
             {
                 "name": panel.name,
-                "text": panel.text,
-                "code": panel.code,
+                "text": html.escape(panel.text, quote=False),
+                "code": html.escape(panel.code, quote=False),
                 "slots": f"Slots per head: {slots}. The summaries of tiles are {merged}.",
                 "operator": engine_entry(OPERATORS[panel.operator]),
                 "queries": place_of(panel.queries),
