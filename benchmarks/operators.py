@@ -2,7 +2,6 @@
 
     python benchmarks/operators.py --channels 64 --size 28,28 --size 56,56 --backward --peers
     python benchmarks/operators.py --operator siamese --mode eager --mode compiled --json race.json --picture race.png
-    python benchmarks/operators.py --operator siamese --against HEAD~1     # this tree and a revision, in turns
 
 Every contestant is checked before anything is timed; a wrong one gets no time, and the program ends with status 1.
 "Plain" is softmax over the last dimension of an explicit matrix, "SDPA" scaled_dot_product_attention, both on
@@ -34,11 +33,6 @@ SQUARE, PAIRS = ("softmax", "softmax_pooled", "dot"), 1 << 28
 def main() -> None:
     """Race, then show the results, and write them to the given files."""
     arguments = parser().parse_args()
-    if arguments.against:
-        from revisions import against
-
-        against(arguments)
-        return
     rows: list[Row] = []
     for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
         rows += on_grid(size, arguments)
@@ -60,7 +54,6 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False  # revisions.py reads the command line too
     add = parser.add_argument
     add("--operator", action="append", choices=list(OPERATORS), metavar="NAME", help="may be repeated; default: all")
     add("--size", action="append", type=size_of, metavar="56,56", help="may be repeated; default: 14,14 28,28 56,56")
@@ -79,8 +72,6 @@ def parser() -> argparse.ArgumentParser:
     add("--picture", type=Path, metavar="FILE", help="draw time and memory against the number of positions")
     add("--only-ours", action="store_true", help="operators and the copy, without regular attention")
     add("--quiet", action="store_true", help="print no table")
-    add("--against", metavar="REVISION", help="a git revision to compare this tree with")
-    add("--rounds", type=int, default=3, help="number of rounds, with --against (default: %(default)s)")
     return parser
 
 

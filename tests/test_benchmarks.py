@@ -196,6 +196,9 @@ GridAttention.forward = lambda self, grid: (time.sleep(0.1), fast(self, grid))[1
 """
 
 
+VALUE = re.compile(r"^\| (.+: \w+) \| (\S+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_against_a_revision(tmp_path: Path) -> None:
@@ -207,16 +210,34 @@ def test_against_a_revision(tmp_path: Path) -> None:
         subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
     with (tmp_path / "src" / "farfield" / "nn" / "attention.py").open("a", encoding="utf-8") as attention:
         attention.write(SLOW)
-    file = tmp_path / "found.json"
-    arguments = [*SMALL, "--size", "5,4", "--operator", "siamese", "--rounds", "1", "--json", str(file)]
-    text = run("operators.py", *arguments, "--against", "HEAD", folder=tmp_path / "benchmarks")
-    copy, siamese = json.loads(file.read_text(encoding="utf-8"))
-    assert (copy["name"], siamese["name"]) == ("copy", "siamese")
-    assert siamese["seconds_now"] > 0.1 > siamese["seconds_before"]
-    assert siamese["times_as_fast"] == pytest.approx(siamese["seconds_before"] / siamese["seconds_now"])
-    assert "This tree and HEAD, medians of 1 rounds" in text
-    with pytest.raises(SystemExit, match=r"^operators.py: git knows no revision 'nowhere': "):
+    arguments = [*SMALL, "--size", "5,4", "--operator", "siamese", "--only-ours"]
+    text = run("revisions.py", "HEAD", "operators.py", "--turns", "1", *arguments, folder=tmp_path / "benchmarks")
+    rows = {cells[0]: [float(cell) for cell in cells[1:]] for cells in VALUE.findall(text)}
+    before, now, ratio = rows["5×4, forward, siamese: seconds"]
+    assert now > 0.1 > before
+    assert ratio == pytest.approx(now / before, rel=1e-3)
+    assert next(iter(rows)) == "5×4, forward, copy: seconds"
+    assert "Medians of 1 turns." in text
+    with pytest.raises(SystemExit, match=r"^revisions.py: git knows no revision 'nowhere': "):
         module("revisions").unpack("nowhere", tmp_path)
+
+
+def test_values_of_a_renamed_benchmark_are_compared_by_their_new_names(tmp_path: Path) -> None:
+    script = tmp_path / "benchmarks" / "made.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import json, sys\n"
+        "assert sys.argv[1:3] == ['--sides', '5,4'], sys.argv\n"
+        "rows = [{'sides': [5, 4], 'name': 'copy', 'seconds': 2.0}]\n"
+        "open(sys.argv[4], 'w').write(json.dumps({'rows': rows}))\n"
+    )
+    revisions = module("revisions")
+    values = revisions.run(tmp_path, "made.py", ["--size", "5,4"], {"size": "sides"}, tmp_path / "values.json")
+    assert values == {"5×4, copy: seconds": 2.0}
+    lines = [{"what": "exponent", "measured": "1,024.5 (7 copies)"}]
+    assert revisions.values_of({"lines": lines}) == {"exponent: measured": 1024.5}
+    turns = [{"a": 1.0, "b": 5.0}, {"a": 3.0}, {"a": 2.0}]
+    assert revisions.compare(turns, [{"a": 4.0, "c": 1.0}]) == [("a", 2.0, 4.0)]
 
 
 # ---- the lines that operators are held to ----------------------------------------------------------------------------

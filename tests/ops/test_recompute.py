@@ -91,6 +91,42 @@ def test_transforms_of_torch_func_see_the_equations(name):
     torch.testing.assert_close(forward, difference, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_a_transform_of_another_argument_changes_nothing(name, transform):
+    """Within a transform whose arguments do not reach the attention, its parameters still require gradients."""
+    torch.manual_seed(0)
+    attention, grid = GridAttention(8, name, project="vo").double(), torch.randn(2, 8, 3, 5, dtype=torch.float64)
+    scales = torch.tensor([2.0, 3.0], dtype=torch.float64)
+
+    def scaled(scale: Tensor) -> Tensor:
+        return (attention(grid) * scale).sum()
+
+    total = attention(grid).detach().sum()
+    transforms = {
+        "grad": lambda: torch.func.grad(scaled)(scales[0]),
+        "jvp": lambda: torch.func.jvp(scaled, (scales[0],), (torch.ones_like(scales[0]),))[1],
+        "vmap": lambda: torch.vmap(scaled)(scales) / scales,
+    }
+    found = transforms[transform]()
+    torch.testing.assert_close(found, total.expand_as(found), rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_of_the_forward_pass_is_raised_once_and_as_it_is():
+    from farfield.ops.function import accelerate
+
+    calls = []
+
+    def fails(grid: Tensor) -> Tensor:
+        calls.append(grid)
+        raise RuntimeError("no memory left")
+
+    run = accelerate(torch.clone, fails, lambda *_: ())
+    with pytest.raises(RuntimeError, match=r"^no memory left$"):
+        run(torch.ones(2, requires_grad=True))
+    assert len(calls) == 1
+
+
 def kept_bytes(run) -> int:
     """Bytes of the distinct storages that a forward pass keeps for its backward pass."""
     storages: dict[int, int] = {}

@@ -15,10 +15,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from safetensors.torch import load_file
 from torch import nn
 
+from farfield import models
 from farfield.tasks import checkpoints
-from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_same_network, check_writable, read
+from farfield.tasks.checkpoints import (
+    AtomicCheckpoints,
+    CheckpointError,
+    check_same_network,
+    check_writable,
+    export_best,
+    read,
+)
 from farfield.tasks.classify import Classify
 from helpers.made_images import full_disk
 
@@ -214,3 +223,20 @@ def test_the_checkpoint_of_another_network_is_refused_with_what_differs(tmp_path
     with pytest.raises(CheckpointError, match=r"not in it \(2\): network\.2\.weight, network\.2\.bias"):
         module(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Linear(2, 2)).on_load_checkpoint(found)
     check_same_network(found["state_dict"], found["state_dict"])
+
+
+def test_the_weights_of_a_network_that_was_changed_are_kept_without_a_configuration(tmp_path: Path) -> None:
+    network = models.mobilenet_v2(num_classes=3, width=0.25)
+    network.classifier = nn.Linear(network.classifier.in_features, 3, bias=False)
+    module = Classify(network)
+    trainer = Trainer(accelerator="cpu", plugins=[files], default_root_dir=tmp_path, logger=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "best.ckpt")
+    trainer.checkpoint_callback.best_model_path = str(tmp_path / "best.ckpt")
+    with pytest.warns(
+        UserWarning, match=r"only the weights are written, without config.json: .*it lacks classifier.bias"
+    ):
+        export_best(trainer, module, tmp_path / "exported")
+    assert [path.name for path in (tmp_path / "exported").iterdir()] == ["model.safetensors"]
+    kept, expected = load_file(tmp_path / "exported" / "model.safetensors"), network.state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())

@@ -55,9 +55,8 @@ class Call(NamedTuple):
     @property
     def is_bare(self) -> bool:
         """Whether nothing is projected or normed; queries and keys may be scores."""
-        parts = (self.value.matrix, self.output.matrix, self.norm)
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
-        return same and all(part is None for part in parts)
+        return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
 
     def work(self, queries: int, keys: int, channels: int, width: int) -> Work:
         """Return the sizes that determine the MACs of one sample.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import autocasts, has_memory, has_tangent, is_recorded_by_autograd
+from farfield.ops.modes import autocasts, is_itself, is_recorded_by_autograd
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -35,9 +35,9 @@ def always() -> bool:
 
 
 class Shape(NamedTuple):
-    """The size, dtype and device of an argument: all that the derivatives of a linear function need."""
+    """The shape, dtype and device of an argument: all that the derivatives of a linear function need."""
 
-    size: torch.Size
+    shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
@@ -47,10 +47,10 @@ def shapes_alone(arguments: Sequence[Any]) -> Sequence[Any]:
     return [Shape(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in arguments]
 
 
-def of_shapes(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
-    """Replace each `Shape` by a zero, expanded to its size."""
+def of_shapes(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Replace each `Shape` by a zero, expanded to its shape."""
     return [
-        torch.zeros((), dtype=each.dtype, device=each.device).expand(each.size) if isinstance(each, Shape) else each
+        torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) if isinstance(each, Shape) else each
         for each in arguments
     ]
 
@@ -80,7 +80,8 @@ def accelerate(
             argument that needs a gradient, and `precision()` is a context with the autocast of the forward pass.
         constants: Number of outputs of `plain`, the last ones, that have no gradient.
         kept: Number of further outputs of `forward`.
-        save: From the arguments to those that are saved for the backward pass; by default all, unchanged.
+        save: From the arguments to those that are saved for the backward pass; by default all, unchanged. With
+            `shapes_alone`, `backward` gets a `Shape` for each tensor.
         restore: From the saved arguments, and `precision`, to the arguments.
         again: `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
         vmapped: The function that `torch.vmap` maps; by default `plain`.
@@ -98,15 +99,15 @@ def accelerate(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            ctx.outputs = len(outputs) - kept - constants
+            count = ctx.outputs = len(outputs) - kept - constants
             ctx.precision = precision(next(each for each in inputs if isinstance(each, Tensor)))
-            inputs = tuple(save(inputs))
-            ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
-            tensors = [each if isinstance(each, Tensor) else None for each in inputs]
-            without = outputs[ctx.outputs :]
+            saved, without = save(inputs), outputs[count:]
+            ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
+            tensors = [each if isinstance(each, Tensor) else None for each in saved]
             ctx.save_for_backward(*tensors, *without)
             ctx.save_for_forward(*tensors, *without)
-            ctx.mark_non_differentiable(*(each for each in without if each is not None))
+            if without:
+                ctx.mark_non_differentiable(*(each for each in without if each is not None))
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -115,31 +116,51 @@ def accelerate(
                 with ctx.precision():
                     if again is not None:
                         return tuple(again(arguments, grad_outputs))
-                    return compute_vjp(plain, arguments, grad_outputs, ctx.needs_input_grad)
+                    return compute_vjp(plain, of_shapes(arguments), grad_outputs, ctx.needs_input_grad)
             return tuple(backward(arguments, rest, grad_outputs, ctx.needs_input_grad, ctx.precision))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             arguments, rest = load_arguments(ctx, restore)
-            results = compute_jvp(plain, arguments, tangents, ctx.outputs)
+            results = compute_jvp(plain, of_shapes(arguments), tangents, ctx.outputs)
             return results[0] if ctx.outputs == 1 and not rest else (*results, *[None] * len(rest))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             return compute_vmap(vmapped or plain, info, in_dims, arguments, kept)
 
+    class Untransformed(Accelerated):
+        """The same for calls outside torch.func's transforms, which take torch half the time without setup_context."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = forward(*arguments)
+            Accelerated.setup_context(ctx, arguments, output)
+            return output
+
+        setup_context = staticmethod(torch.autograd.Function.setup_context)
+
     def run(*arguments: Any) -> Any:
-        if are_free(arguments) and not (kernels_run() and any(map(has_tangent, arguments))):
+        if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(arguments)):
             return forward(*arguments)
+        try:
+            return Untransformed.apply(*arguments)
+        except RuntimeError as error:  # torch refuses a function without setup_context in a transform, before it runs
+            if "setup_context" not in str(error):
+                raise
         return Accelerated.apply(*arguments)
 
     return run
 
 
-def are_free(arguments: Sequence[Any]) -> bool:
-    """Whether no gradient is needed: autograd records no argument, and no transform of torch.func wraps one."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    return not is_recorded_by_autograd(*tensors) and all(map(has_memory, tensors))
+def are_themselves(arguments: Sequence[Any]) -> bool:
+    """Whether no transform of torch.func wraps an argument and none carries a forward-mode tangent."""
+    return all(is_itself(each) for each in arguments if isinstance(each, Tensor))
+
+
+def are_free(*tensors: Tensor) -> bool:
+    """Whether a kernel alone gives all that is needed: no gradient, no tangent, and no transform of torch.func."""
+    return not is_recorded_by_autograd(*tensors) and are_themselves(tensors)
 
 
 def load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:

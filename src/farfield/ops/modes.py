@@ -33,9 +33,9 @@ def has_tangent(argument: object) -> bool:
     return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
-def is_recorded_by_autograd(*tensors: Tensor) -> bool:
-    """Whether autograd records operations on these tensors: gradients are on and one of them requires one."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def is_recorded_by_autograd(*arguments: object) -> bool:
+    """Whether autograd records operations on these arguments: gradients are on, and a tensor requires one."""
+    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
 def autocasts(tensor: Tensor) -> bool:

@@ -85,6 +85,7 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     matrix, bias = projection
     if matrix is None:
         return positions
-    # Expanded: otherwise matmul would copy the positions to fold samples and positions into one dimension.
     matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums over half precision are float32
-    return matrix @ positions if bias is None else torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)
+    if bias is None:
+        return torch.bmm(matrix, positions)
+    return torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)

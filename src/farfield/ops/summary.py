@@ -90,7 +90,8 @@ def sum_positions(
         values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
         values = sum_over_positions(basis, value)
-    count = valid[..., :1] * valid.shape[-1] if complete else valid.sum(-1, keepdim=True)
+    size = (*valid.shape[:-1], 1)
+    count = valid.new_full(size, valid.shape[-1]) if complete else valid.sum(-1, keepdim=True)
     return Summary(values, weights, count, None, peak, False, complete)
 
 

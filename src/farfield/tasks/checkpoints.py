@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from safetensors.torch import save_model
 from torch import Tensor
 
@@ -171,7 +172,8 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     """Write the network with the best weights of a fit to `folder/model.safetensors`.
 
     A network with `save_pretrained` writes its files itself, also its configuration, for `from_pretrained`; of any
-    other network only the weights are written. Afterwards `module` has the best weights.
+    other network, and of one that was changed after it was built, only the weights are written. Afterwards `module` has
+    the best weights.
 
     Args:
         trainer: The trainer after `fit`.
@@ -192,12 +194,16 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     network: Any = module.network if exported is None else exported()
     save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
     with stage_files(folder) as staging:
+        if isinstance(network, Stored):
+            try:
+                network.save_pretrained(staging, model_card_kwargs=card_of(trainer))
+            except ValueError as error:  # its configuration does not describe it; the weights of a long fit are kept
+                rank_zero_warn(f"only the weights are written, without config.json: {error}")
+                save = None
+        elif save is not None:
+            save(staging)
         if save is None:
             save_model(network, str(staging / "model.safetensors"))
-        elif isinstance(network, Stored):
-            network.save_pretrained(staging, model_card_kwargs=card_of(trainer))
-        else:
-            save(staging)
     return folder
 
 

@@ -293,7 +293,7 @@ def gradient_of_positions(
 ) -> Tensor:
     """Return `(b, c, n)`: the contributions of values, keys and queries, as one product."""
     values, basis = grad_values.to(positions.dtype), basis.to(positions.dtype)
-    if not plan.shared:  # each head's values are channels of its own
+    if plan.heads > 1 and not plan.shared:  # each head's values are channels of its own
         heads = torch.eye(plan.heads, dtype=positions.dtype, device=positions.device)[:, None, :, None]
         values = (values[:, :, :, None] * heads).flatten(3)  # (b, h, r, c)
     left, right = values.flatten(1, 2), basis.flatten(1, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.function import accelerate, of_shapes, shapes_alone
+from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, hide, in_channels_last
 
 
@@ -64,7 +64,6 @@ _sum_axes = accelerate(
     lambda grid, wide: read_axes(grid),
     spread,
     save=shapes_alone,
-    restore=of_shapes,
     kernels_run=kernels.run,
 )
-_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, restore=of_shapes, kernels_run=kernels.run)
+_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, kernels_run=kernels.run)

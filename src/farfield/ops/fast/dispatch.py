@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from farfield.ops.call import Call, by_head
-from farfield.ops.fast import kernel_attention
+from farfield.ops.fast import kernel_attention, kernels
 from farfield.ops.fast.autograd import add_product, project_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.order import cheaper_order, has_orders
@@ -48,7 +48,7 @@ class FastSteps(NamedTuple):
 
 def attend(call: Call, grid: Tensor) -> Tensor | None:
     """Attend in one call of a kernel, if there is one and nothing is projected or normed."""
-    return kernel_attention.attend(call, grid) if call.is_bare else None
+    return kernel_attention.attend(call, grid) if kernels.run() and call.is_bare else None
 
 
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:

@@ -16,9 +16,9 @@ from farfield.ops.fast import kernels
 from farfield.ops.fast.autograd import are_small
 from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import are_few
-from farfield.ops.function import accelerate, are_free, of_shapes, shapes_alone
+from farfield.ops.function import accelerate, are_free, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
-from farfield.ops.modes import autocasts, has_tangent, is_itself
+from farfield.ops.modes import autocasts, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one, one_and_key, position, queries, query_and_one, softmax_of_products, weight
@@ -30,7 +30,7 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
     """Attend from axis means to axis means (KAN Eq. 13-18); None if no kernel does it faster."""
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
-    if are_free([grid]) and not has_tangent(grid):
+    if are_free(grid):
         return cast(
             Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, operator.queries_from.normalize is not None)
         )
@@ -79,9 +79,7 @@ def gradients_of_positions(
     return grad, None, None, None
 
 
-_axis_means = accelerate(
-    plain_means, kernel_means, spread_means, save=shapes_alone, restore=of_shapes, kernels_run=kernels.run
-)
+_axis_means = accelerate(plain_means, kernel_means, spread_means, save=shapes_alone, kernels_run=kernels.run)
 _attend_positions = accelerate(
     plain_positions, attend_positions, gradients_of_positions, kept=1, kernels_run=kernels.run
 )
@@ -91,7 +89,7 @@ def run_scores(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: i
     """Attend by scores (SAN Eq. 4, SAN Eq. 5); None if no kernel does it faster."""
     if matrix is None or not are_few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
-    if are_free([grid, matrix]) and not (has_tangent(grid) or has_tangent(matrix)):
+    if are_free(grid, matrix):
         return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, operator.basis is one_and_key)[0])
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
     wanted = not is_itself(grid) or (grid.requires_grad and are_small(heads, grid))
