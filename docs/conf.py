@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.util.nodes import make_refnode
 
 import farfield
 
@@ -11,13 +16,37 @@ author = "farfield developers"
 copyright = "farfield developers"
 release = version = farfield.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+# The names of other libraries lead to their pages only in a build that may read the network; the pages need none.
+if os.environ.get("DOCS_INTERSPHINX") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+    }
 # printed-numbers.md is a part of results.md.
 exclude_patterns = ["_build", "printed-numbers.md"]
 html_theme = "furo"
 html_title = f"farfield {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_favicon = "static/logo.svg"
+html_logo = "static/logo.svg"
+html_theme_options = {"top_of_page_buttons": []}
+# Equations are MathML, which browsers typeset by themselves.
+html_math_renderer = "mathml"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 default_role = "code"
@@ -42,6 +71,37 @@ def _escape(application, what, name, obj, options, lines):
             lines[index] = _MARKS.sub(lambda found: found[1] or "\\" + (found[2] or found[3]), line)
 
 
+def _write_inline_math(writer, node):
+    writer.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _write_block_math(writer, node):
+    writer.body.append(f'<div class="equation">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def _link_names(application, doctree, page):
+    """Make a link of each literal that is the name of something in the API: `farfield.x.y`, `x.y` or a class's name."""
+    domain = application.env.get_domain("py")
+    objects = {name: entry for name, entry in domain.objects.items() if entry.objtype != "module"}
+    classes = {}
+    for name, entry in objects.items():
+        if entry.objtype in ("class", "exception"):
+            classes.setdefault(name.rpartition(".")[2], name)
+    for literal in list(doctree.findall(nodes.literal)):
+        if isinstance(literal.parent, nodes.reference | nodes.title):
+            continue
+        text = literal.astext().removesuffix("()")
+        name = next((each for each in (text, f"farfield.{text}", classes.get(text, "")) if each in objects), None)
+        if name is not None:
+            entry = objects[name]
+            link = make_refnode(application.builder, page, entry.docname, entry.node_id, literal.deepcopy(), name)
+            literal.replace_self(link)
+
+
 def setup(application):
     """Escape before napoleon (priority 500) makes fields of the sections."""
     application.connect("autodoc-process-docstring", _escape, priority=400)
+    application.connect("doctree-resolved", _link_names)
+    application.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))

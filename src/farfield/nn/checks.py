@@ -36,14 +36,15 @@ class Attention(Protocol):
     has_default_scale: bool
     residual: bool
     training: bool
+    weight: nn.Parameter | None
 
     @property
     def coefficient_norm(self) -> object:
         """The norm, or None."""
         ...
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters."""
+    def children(self) -> Iterator[nn.Module]:
+        """The projections and the norm."""
         ...
 
 
@@ -118,6 +119,13 @@ def check_version(
         )
 
 
+def first_parameter(module: Attention) -> Tensor | None:
+    """Return a parameter, or None; without projections it is known at once, and `module.parameters()` takes a while."""
+    if module.weight is not None:
+        return module.weight
+    return next((each for part in module.children() for each in part.parameters()), None)
+
+
 def check_input(
     module: Attention,
     grid: Tensor,
@@ -134,7 +142,7 @@ def check_input(
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
         raise shape_error("GridAttention", problem, channels_fix(name, grid, module.channels), **{name: grid})
     check_mask("GridAttention", mask_name, mask, name, grid)
-    parameter = next(module.parameters(), None)
+    parameter = first_parameter(module)
     if parameter is not None and parameter.is_floating_point():
         if parameter.device != grid.device:
             raise ValueError(

@@ -106,7 +106,7 @@ def draw(photograph: NDArray[np.float64], panels: Sequence[Panel], position: Seq
     note = "Glow: weight of each position, relative to the largest but 0.2 % of its panel; blue: negative weights.     "
     note += f"Bars: MACs of one pass, value projection included, on a log scale from {millions(CHEAP)}."
     figure.text(0.02, 0.03, note, color=FAINT, fontsize=10)
-    figure.text(0.98, 0.03, CREDIT, color=FAINT, fontsize=10, ha="right")
+    figure.text(0.98, 0.893, CREDIT, color=FAINT, fontsize=10, ha="right")
     return figure
 
 

@@ -65,16 +65,16 @@ def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
 
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
-    factors = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
     batch, wide = slots.shape[:2], channels_last(like)
-    slots, factors = slots.flatten(0, 1), factors.flatten(0, 1)
+    slots = slots.flatten(0, 1)
+    factors = coefficients.reshape(len(slots), -1, coefficients.shape[3])
     if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
     else:
         factors = append_ones(factors, slots.shape[1])
         response = torch.bmm(factors.mT, slots).mT if wide else torch.bmm(slots.mT, factors)
-    return response.unflatten(0, batch)
+    return response.view(*batch, *response.shape[1:])
 
 
 def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:

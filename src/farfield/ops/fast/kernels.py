@@ -97,6 +97,7 @@ def build() -> Path:
         os.replace(Path(folder) / target.name, target)
     register()
     problem.cache_clear()
+    are_built.cache_clear()
     return target
 
 
@@ -280,7 +281,13 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
 
 def run() -> bool:
     """Whether the kernels are loaded, or can be, and are not switched off."""
-    return os.environ.get(SWITCH) != "0" and problem() is None
+    return are_built() and os.environ.get(SWITCH) != "0" and problem() is None
+
+
+@functools.cache
+def are_built() -> bool:
+    """Whether a library is loaded or is at its path, looked for once: reading the environment takes longer."""
+    return hasattr(torch.ops.farfield, "axis_sums") or path().is_file()
 
 
 def fit(*tensors: Tensor | None) -> bool:
