@@ -17,13 +17,15 @@ copyright = "farfield developers"
 release = version = farfield.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
+# Notebooks are stored with their outputs; tests/test_site.py runs them.
+nb_execution_mode = "off"
 # The names of other libraries lead to their pages only in a build that may read the network; the pages need none.
 if os.environ.get("DOCS_INTERSPHINX") == "1":
     extensions.append("sphinx.ext.intersphinx")

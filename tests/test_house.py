@@ -482,7 +482,8 @@ def test_torch_hub_finds_every_model() -> None:
 MACHINE_PATH = re.compile("(?<![\\w.])/" + "(?:work|home|root|Users|mnt|tmp)" + "/" + r"|\b[A-Z]:\\")
 ADDRESS = re.compile("https?:" + r"//([\w.-]+)(\S*)")
 # Hosts of documents, not of downloads.
-HOSTS = {"www.apache.org", "keepachangelog.com", "semver.org", "doi.org", "arxiv.org"}
+HOSTS = {"www.apache.org", "keepachangelog.com", "semver.org", "doi.org", "arxiv.org", "www.w3.org"}
+HOSTS |= {"docs.python.org", "docs.pytorch.org", "pytorch.org", "numpy.org"}
 
 
 def test_no_machine_paths_and_no_download_addresses() -> None:

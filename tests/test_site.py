@@ -88,6 +88,17 @@ def test_the_first_page_is_light(pages: dict[Path, Page], site: Path) -> None:
     assert front.stat().st_size + sum(file.stat().st_size for file in loaded) < FIRST_PAGE
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_hold_their_outputs(path: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
 def test_equations_and_names_are_typeset_and_linked(pages: dict[Path, Page], site: Path) -> None:
     operators = pages[site / "guide" / "operators.html"]
     assert operators.equations >= 12

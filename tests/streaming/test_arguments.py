@@ -41,6 +41,17 @@ def test_what_is_no_whole_number(given: Any, net: nn.Module) -> None:
         predict_whole(net, VOLUME, tile=8, halo=given, quiet=True)
 
 
+def test_a_volume_is_no_shape(net: nn.Module) -> None:
+    error = (
+        r"^plan_whole: shape must be numbers, got a volume of shape \(24, 28\); fix: plan_whole\(model, volume.shape\)"
+    )
+    with pytest.raises(TypeError, match=error):
+        plan_whole(net, VOLUME)
+    assert str(plan_whole(net, VOLUME.shape, tile=8)).startswith(
+        "volume 24 × 28 positions\n12 tiles of 8 × 8 positions"
+    )
+
+
 @pytest.mark.parametrize("given", [0, (8, -1), np.array([8, 0])], ids=repr)
 def test_what_is_too_small(given: Any, net: nn.Module) -> None:
     with pytest.raises(ShapeError, match=r"predict_whole: tile must be at least 1, got .*; fix"):

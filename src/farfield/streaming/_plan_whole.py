@@ -104,6 +104,10 @@ class StreamingPlan:
         """Size of the part of the output that the first tile writes; no tile writes a larger one."""
         return tuple(stop - start for start, stop in self.output.grid.part(self.cores[0], self.size))
 
+    def __str__(self) -> str:
+        """Return the text that `predict_whole` prints."""
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return the lines of text that `predict_whole` prints."""
         last = self.passes[-1].halo
@@ -142,10 +146,11 @@ def plan_whole(
         pad: As in `predict_whole`.
 
     Returns:
-        The plan; `plan.lines()` are the lines that are printed.
+        The plan; `print(plan)` prints what `predict_whole` prints.
 
     Raises:
-        TypeError: If tile or halo have numbers that are no integers, or the network does not return one grid.
+        TypeError: If a volume is passed in place of its shape, if tile or halo have numbers that are no integers, or if
+            the network does not return one grid.
         ValueError: If the model is in training mode, does not take the volume's size, cannot be run in tiles, or has an
             attention whose summary takes too much memory; if shapes do not fit (`ShapeError`).
         LookupError: If `pad` is unknown.
@@ -160,6 +165,11 @@ def plan_whole(
         >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
         (16, 2, (2, 2))
     """
+    if hasattr(shape, "shape"):
+        raise TypeError(
+            f"plan_whole: shape must be numbers, got a volume of shape {tuple(shape.shape)}; "
+            "fix: plan_whole(model, volume.shape)."
+        )
     if tile is not None:
         tile = parse_positions("predict_whole", "tile", tile, 1, optional=True)
     if halo is not None:

@@ -110,7 +110,7 @@ def predict_whole(
         tile = saved_tile("predict_whole", path, overwrite, model, {"volume": volume}) if tile is None else tile
     plan = plan_whole(model, volume.shape, tile=tile, halo=halo, pad=pad)
     if not quiet:
-        print("\n".join(plan.lines()), file=sys.stderr)
+        print(plan, file=sys.stderr)
     source = VolumeSource(
         volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect"
     )
