@@ -66,8 +66,8 @@ def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
     batch, wide = slots.shape[:2], channels_last(like)
-    slots = slots.flatten(0, 1)
-    factors = coefficients.reshape(len(slots), -1, coefficients.shape[3])
+    rows = coefficients.shape[1] * coefficients.shape[2] // batch[1]
+    slots, factors = slots.flatten(0, 1), coefficients.reshape(batch.numel(), rows, coefficients.shape[3])
     if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
