@@ -53,6 +53,9 @@ def run(root: Path, script: str, options: list[str], names: dict[str, str], file
         raise SystemExit(f"revisions.py: {script} failed in {root}:\n{done.stderr}")
     new_names = {old: new for new, old in names.items()}
     text = file.read_text(encoding="utf-8")
+    sources = re.findall(r'"source": "([^"]+)"', text)
+    if wrong := [source for source in sources if not Path(source).is_relative_to((root / "src").resolve())]:
+        raise SystemExit(f"revisions.py: it should have measured {root / 'src'}, and measured {wrong[0]}.")
     return values_of(json.loads(text, object_pairs_hook=lambda row: {new_names.get(key, key): of for key, of in row}))
 
 

@@ -234,6 +234,15 @@ def test_values_of_a_renamed_benchmark_are_compared_by_their_new_names(tmp_path:
     revisions = module("revisions")
     values = revisions.run(tmp_path, "made.py", ["--size", "5,4"], {"size": "sides"}, tmp_path / "values.json")
     assert values == {"5×4, copy: seconds": 2.0}
+    script.write_text(
+        "import json, sys\n"
+        "rows = [{'source': '/elsewhere/farfield', 'name': 'copy', 'seconds': 2.0}]\n"
+        "open(sys.argv[2], 'w').write(json.dumps(rows))\n"
+    )
+    with pytest.raises(
+        SystemExit, match=r"^revisions.py: it should have measured .*, and measured /elsewhere/farfield\.$"
+    ):
+        revisions.run(tmp_path, "made.py", [], {}, tmp_path / "values.json")
     lines = [{"what": "exponent", "measured": "1,024.5 (7 copies)"}]
     assert revisions.values_of({"lines": lines}) == {"exponent: measured": 1024.5}
     turns = [{"a": 1.0, "b": 5.0}, {"a": 3.0}, {"a": 2.0}]
