@@ -14,7 +14,7 @@ ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest coverage docs bench dist format clean
+.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -66,6 +66,9 @@ dist: $(STAMP) ## build the wheel and the source archive into dist, and check wh
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) -m twine check --strict dist/*
 	$(PYTHON) tests/wheel.py dist
+
+api: $(STAMP) ## list names and parameters removed or changed since a revision: make api AGAINST=v0.2.0
+	$(VENV)/bin/griffe check farfield --search src --against $(or $(AGAINST),$(shell git describe --tags --abbrev=0 2>/dev/null),HEAD)
 
 docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html

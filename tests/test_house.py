@@ -505,7 +505,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 def test_steps_of_the_workflows_name_what_is_there() -> None:
     """Targets of the Makefile, files, and the parts of the slow tests."""
     targets, slow_parts = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)), {*PARTS, REST}
-    assert len(WORKFLOWS) == 2
+    assert len(WORKFLOWS) == 3
     for path in WORKFLOWS:
         jobs = yaml.safe_load(read(path))["jobs"].values()
         commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
