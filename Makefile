@@ -78,7 +78,7 @@ format: $(STAMP) ## let ruff format the code and mend what it can
 	$(PYTHON) -m ruff format .
 
 clean: ## remove .venv, caches and built pages
-	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/auto_gallery .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian and Ubuntu split ensurepip off into python3-venv: such a Python is passed over, and named if no other is found.

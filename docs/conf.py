@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from docutils import nodes
+from filelock import FileLock
 from latex2mathml.converter import convert
 from sphinx.util.nodes import make_refnode
 
 import farfield
+from farfield.cli.explore.page import write
+from farfield.cli.explore.panels import panels_of_features
+from farfield.ops import OPERATORS
 
 project = "farfield"
 author = "farfield developers"
@@ -23,9 +28,28 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
 ]
 # Notebooks are stored with their outputs; tests/test_site.py runs them.
 nb_execution_mode = "off"
+# Every build runs the programs of the gallery, and fails if one of them does.
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": r"/plot_",
+    "run_stale_examples": True,
+    "within_subsection_order": "FileNameSortKey",
+    "image_srcset": ["2x"],
+    "thumbnail_size": (480, 336),
+    "css": ("sg_gallery",),
+    "notebook_extensions": set(),
+    "capture_repr": (),
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "min_reported_time": 3600,
+    "inspect_global_variables": False,
+    "show_signature": False,
+}
 # The names of other libraries lead to their pages only in a build that may read the network; the pages need none.
 if os.environ.get("DOCS_INTERSPHINX") == "1":
     extensions.append("sphinx.ext.intersphinx")
@@ -35,7 +59,8 @@ if os.environ.get("DOCS_INTERSPHINX") == "1":
         "numpy": ("https://numpy.org/doc/stable", None),
     }
 # printed-numbers.md is a part of results.md.
-exclude_patterns = ["_build", "printed-numbers.md"]
+# gallery is the source of auto_gallery, whose pages are the ones to read.
+exclude_patterns = ["_build", "printed-numbers.md", "gallery"]
 html_theme = "furo"
 html_title = f"farfield {release}"
 html_static_path = ["static"]
@@ -102,8 +127,22 @@ def _link_names(application, doctree, page):
             literal.replace_self(link)
 
 
+def _write_explorer(application, exception):
+    """Write the page that guide/look.md shows and index.md leads to."""
+    if exception is None and application.builder.format == "html":
+        content = panels_of_features(None, list(OPERATORS), 56)
+        write(content, Path(application.outdir) / "explore.html")
+
+
+# All builds of a checkout write auto_gallery: one at a time.
+_building = FileLock(Path(__file__).parent / "_build" / "gallery.lock")
+
+
 def setup(application):
-    """Escape before napoleon (priority 500) makes fields of the sections."""
+    """Escape before napoleon, lock before the gallery: both have priority 500."""
+    application.connect("builder-inited", lambda application: _building.acquire(), priority=400)
+    application.connect("build-finished", lambda application, exception: _building.release(), priority=600)
     application.connect("autodoc-process-docstring", _escape, priority=400)
     application.connect("doctree-resolved", _link_names)
+    application.connect("build-finished", _write_explorer)
     application.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))

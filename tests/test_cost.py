@@ -373,3 +373,13 @@ def test_a_size_of_one_number_and_a_shape_without_batch() -> None:
 
     with pytest.raises(RuntimeError, match=r"no batch of images\n  fix: a shape with the batch, such as"):
         cost.count(Strict(3, 8, 3), (3, 10, 10))
+
+
+def test_arguments_of_another_kind() -> None:
+    conv = torch.nn.Conv2d(3, 8, 3)
+    with pytest.raises(TypeError, match=r"cost.predict: size must be numbers, .* fix: size=\(56, 56\)"):
+        cost.predict("softmax", channels=8, size="56,56")
+    with pytest.raises(TypeError, match=r"cost.count: module must be a torch.nn.Module, got tuple; fix"):
+        cost.count((1, 3, 8, 8), conv)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cost.measure: inputs must be tensors, .* fix: torch.randn\(1, 3, 8, 8\)"):
+        cost.measure(conv, (1, 3, 8, 8))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farfield import ShapeError, maps
+from farfield import ShapeError, maps, replace_attention
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
 from helpers import explicit
@@ -406,13 +406,13 @@ def test_maps_that_an_operator_does_not_have(function: str, row: str, text: str)
 
 def test_grids_that_do_not_fit() -> None:
     attention = GridAttention(4, "averaged")
-    with pytest.raises(ShapeError, match=r"GridAttention: grid must have the module's 4 channels, got 6"):
+    with pytest.raises(ShapeError, match=r"attention_row: grid must have the module's 4 channels, got 6"):
         maps.attention_row(attention, torch.zeros(1, 6, 3, 5), (0, 0))
     with pytest.raises(ShapeError, match=r"attention_row: grid and context must have the same batch\.(.|\n)*fix: "):
         maps.attention_row(attention, GRID, (0, 0), context=torch.zeros(2, 4, 7))
     with pytest.raises(ValueError, match=r"attention_row: got context_mask but no context; fix: "):
         maps.attention_row(attention, GRID, (0, 0), context_mask=torch.ones(1, 3, 5, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"GridAttention: mask must be boolean"):
+    with pytest.raises(TypeError, match=r"basis_masks: mask must be boolean"):
         maps.basis_masks(attention, GRID, mask=torch.ones(1, 3, 5))
 
 
@@ -432,3 +432,17 @@ def test_an_overlay_of_no_weight_is_the_dark_image(dtype: torch.dtype) -> None:
     assert shown.dtype == dtype
     assert shown.isfinite().all()
     assert shown.any()
+
+
+@pytest.mark.unchecked("positions of other types reach the function")
+def test_errors_of_maps_name_them() -> None:
+    attention, grid = GridAttention(8, "averaged"), torch.randn(1, 8, 4, 6)
+    for position in (3, (1.5, 2)):
+        with pytest.raises(TypeError, match=r"attention_row: position must be integers, .* the middle is"):
+            maps.attention_row(attention, grid, position)
+    with pytest.raises(ShapeError, match=r"^attention_row: grid must have the module's 8 channels, got 4"):
+        maps.attention_row(attention, grid.movedim(1, -1), (1, 2))
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).eval()
+    replace_attention(encoder, "factorized")
+    with pytest.raises(ValueError, match=r"operator replaced \(layers.0.self_attn\).* need_weights=True"):
+        maps.layers(encoder, torch.randn(1, 5, 16))

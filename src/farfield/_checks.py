@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -66,7 +68,10 @@ def install_command(extra: str) -> str:
 def check_grid(caller: str, name: str, grid: Tensor) -> None:
     """Refuse anything but a floating-point grid `(batch, channels, *size)` with channels and positions."""
     if not isinstance(grid, Tensor):
-        raise TypeError(f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}.")
+        raise TypeError(
+            f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}; "
+            f"fix: torch.as_tensor({name})."
+        )
     if grid.dim() < 3:
         fix = (
             f"add dims: {name}[None] if it is (channels, positions), {name}.mT[None] if it is (positions, channels), "
@@ -102,18 +107,43 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
     """Refuse a mask that is not boolean, not `(batch, *size)` of the grid it belongs to, or on another device."""
     if mask is None:
         return
-    if mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor):
         raise TypeError(
-            f"{caller}: {name} must be boolean, True where a position is valid, got {mask.dtype}; fix: {name} > 0."
+            f"{caller}: {name} must be a boolean tensor, got {type(mask).__name__}; fix: torch.as_tensor({name})."
+        )
+    if mask.dtype != torch.bool:
+        additive = f", or {name} == 0 if it is additive, 0 and -inf" if mask.is_floating_point() else ""
+        raise TypeError(
+            f"{caller}: {name} must be boolean, True where a position is valid, got {mask.dtype}; "
+            f"fix: {name} > 0{additive}."
         )
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
-        fix = f"one value per position, without channels: {(*grid.shape[:1], *grid.shape[2:])}."
+        fix = mask_fix(name, mask, grid)
         raise shape_error(caller, f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
     if mask.device != grid.device:
         raise ValueError(
             f"{caller}: {name} must be on the device of {owner}, {grid.device}, got {mask.device}; "
             f"fix: {name}.to({owner}.device)."
         )
+
+
+def mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
+    """Return the fix for a mask that must be `(batch, *size)`: an expression, if its shape shows which dims it has.
+
+    Example:
+        >>> mask_fix("mask", torch.zeros(2, 1, 8, 8), torch.zeros(2, 64, 8, 8))
+        'one value per position, without channels, (2, 8, 8): mask[:, 0].'
+    """
+    batch, size = grid.shape[0], tuple(grid.shape[2:])
+    right = (batch, *size)
+    made = {
+        (batch, 1, *size): f"{name}[:, 0]",
+        (batch, math.prod(size)): f"{name}.reshape{right}",
+        size: f"{name}.expand{right}",
+        (1, *size): f"{name}.expand{right}",
+        (batch, *size, 1): f"{name}[..., 0]",
+    }.get(tuple(mask.shape))
+    return f"one value per position, without channels, {right}{f': {made}' if made else ''}."
 
 
 def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
@@ -178,18 +208,36 @@ def channels_fix(name: str, grid: Tensor, channels: int) -> str:
     return projection_fix(name, grid, channels)
 
 
-def check_size(caller: str, size: Sequence[int]) -> None:
-    """Refuse a size that is one number or empty.
+def add_memory_note(caller: str, operator: str, query: Tensor, key: Tensor, heads: int, error: RuntimeError) -> None:
+    """Add to an error of memory, and to no other, what does not fit and which operators would."""
+    text = str(error)
+    if "out of memory" not in text and "allocate memory" not in text:
+        return
+    numbers = query.shape[0] * heads * query.shape[2:].numel() * key.shape[2:].numel()
+    equal = "factorized, which is equal to dot" if operator == "dot" else "factorized_gaussian or kronecker_kv"
+    error.add_note(
+        f"{caller}: {operator} forms up to {numbers:,} coefficients for {query.shape[2:].numel():,} queries and "
+        f"{key.shape[2:].numel():,} keys in {heads} head(s), {4 * numbers / 1e9:,.1f} GB in float32.\n"
+        f"  fix: {equal}, whose memory grows with the positions and not with their square; "
+        f"cost.plan lists what each operator needs."
+    )
+
+
+def check_size(caller: str, size: object) -> None:
+    """Refuse a size that is one number, text or empty.
 
     Raises:
-        TypeError: If it is a number.
+        TypeError: If it is a number or text.
         ValueError: If it is empty.
     """
     if isinstance(size, int):
         raise TypeError(
             f"{caller}: size must have one number per spatial dim, got {size}; fix: size=({size}, {size}) for an image."
         )
-    if not len(size):
+    if isinstance(size, str):
+        numbers = tuple(map(int, re.findall(r"[0-9]+", size))) or (56, 56)
+        raise TypeError(f"{caller}: size must be numbers, one per spatial dim, got {size!r}; fix: size={numbers}.")
+    if isinstance(size, Sequence) and not len(size):
         raise ValueError(f"{caller}: size must have one number per spatial dim, got none; fix: size=(56, 56).")
 
 

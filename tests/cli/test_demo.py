@@ -20,7 +20,9 @@ import farfield.cli
 from farfield import models
 from farfield.cli import demo
 from farfield.cli.demo import picture
+from farfield.cli.explore.features import SHARPNESS, features
 from farfield.data.classify import Digits
+from farfield.ops import OPERATORS
 
 pytestmark = pytest.mark.long
 QUICK = ["--epochs", "1", "--subset", "40", "--width", "0.1"]
@@ -43,6 +45,7 @@ def test_screen_sets_networks_and_operators_beside_what_the_paper_prints(run):
         assert f"{100 * network['accuracy']:.2f}%" in screen
         assert f"{network['weights']:,}" in screen
     assert "attention.png" in screen
+    assert "explore.html: " in screen
 
 
 def test_costs_are_those_of_both_networks(run):
@@ -98,12 +101,18 @@ def test_picture_is_whole_and_not_blank(run):
     assert not list(run[0].glob("*.part"))
 
 
+def test_page_has_a_panel_of_each_operator(run):
+    text = (run[0] / "explore.html").read_text(encoding="utf-8")
+    assert len(text) < 2e6
+    assert all(f'"name": "{name}"' in text for name in OPERATORS)
+
+
 def test_features_tell_no_place_and_panels_hold_attention_rows():
     photograph = load_sample_image("flower.jpg")[::4, ::4] / 255.0
-    grid = picture.features(photograph, (16, 24))
-    mirrored = picture.features(photograph[:, ::-1], (16, 24))
+    grid = features(photograph, (16, 24))
+    mirrored = features(photograph[:, ::-1], (16, 24))
     torch.testing.assert_close(mirrored, grid.flip(-1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grid.square().sum(1), torch.full((1, 16, 24), picture.SHARPNESS))
+    torch.testing.assert_close(grid.square().sum(1), torch.full((1, 16, 24), SHARPNESS))
     panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.CAPTIONS}
     for name, total in (("softmax", 1), ("softmax_pooled", 1), ("kronecker_kv", 1), ("kronecker_qkv", 1)):
         assert panels[name].weights.sum() == pytest.approx(total, abs=1e-5)

@@ -52,3 +52,12 @@ def test_neither_a_recipe_nor_a_network() -> None:
 def test_a_message_that_is_not_known_stays_whole() -> None:
     text = explain("Parser key \"trainer.devices\":\n  Something\n    of <class 'int'>.", [])
     assert text == "trainer.devices: Something of int."
+
+
+def test_values_of_other_types_and_recipes_without_their_option() -> None:
+    union = "Does not validate against any of the Union subtypes\nSubtypes: [<class 'int'>, <class 'NoneType'>]\n"
+    text = f'Parser key "trainer.max_epochs":\n  {union}Errors:\n  - Expected\nGiven value type: str\nGiven value: ten'
+    assert explain(text, []) == ("trainer.max_epochs: 'ten' is none of int, null; fix: a value of one of these types.")
+    nested = text.replace("trainer.max_epochs", "data").replace("ten", "NestedArg(key='sources', val='low')")
+    assert explain(nested, []).startswith("data.sources: 'low' is not of its type; fix: ")
+    assert explain("unrecognized arguments: digits", []).endswith("fix: --config digits.")

@@ -33,8 +33,9 @@ CALL = r"fix: insert\(model, where, make, example=…\)\."
         ((None, "0", make), r"^insert: model must be a torch\.nn\.Module, got NoneType"),
         (
             (host(), "0", make(8)),
-            r"got a module, GridAttention; fix: lambda channels: GridAttention\(channels, …\)\.$",
+            r'got a module, GridAttention; fix: lambda channels: GridAttention\(channels, "averaged"\)\.$',
         ),
+        ((host(), "0", GridAttention), r"make must be a function of the channels alone, .* fix: lambda channels: "),
         (
             (host(), "0", "averaged"),
             r"got 'averaged'; fix: lambda channels: GridAttention\(channels, 'averaged', residual=True\)\.$",
@@ -73,3 +74,29 @@ def test_the_fix_of_an_example_works(example: Any, fix: str, repaired: torch.Ten
     with pytest.raises(ValueError, match=rf"^insert: Strict refuses example [\s\S]*\n  fix: {fix}$"):
         insert(model, "layers.0", make, example=example)
     assert list(insert(model, "layers.0", make, example=repaired)) == ["layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("example", "fix"),
+    [
+        (torch.randn(1, 16, 16, 3), "fix: channels first, example.movedim(-1, 1)."),
+        (IMAGE.numpy(), "fix: a tensor, torch.as_tensor(example)."),
+    ],
+)
+def test_fixes_of_other_examples(example: Any, fix: str) -> None:
+    with pytest.raises(ValueError, match="Sequential refuses example") as raised:
+        insert(host(), "0", make, example=example)
+    assert fix in str(raised.value)
+    assert str(raised.value).count("\n") < 12
+
+
+def test_the_output_of_the_model_itself_is_named() -> None:
+    flat = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    with pytest.raises(ValueError, match="insert: the model returns"):
+        insert(flat, "", make, example=IMAGE)
+
+
+def test_an_addition_that_fails_on_its_own_is_the_cause() -> None:
+    with pytest.raises(ValueError, match=r"insert: the addition at 0 fails on its grid \(1, 8, 14, 14\)") as raised:
+        insert(host(), "0", lambda channels: nn.Conv2d(5, 5, 1), example=IMAGE)
+    assert "fix: make must return a module" in str(raised.value)

@@ -70,7 +70,7 @@ def test_rows_without_a_meaning_are_refused_with_the_reason(row: str, text: str)
 def test_unknown_rows_name_the_nearest() -> None:
     with pytest.raises(LookupError, match=r'replace_attention: no operator "gaussian"'):
         replace_attention(encoder(), "gaussian")
-    with pytest.raises(TypeError, match=r"must be a name of ops\.OPERATORS or an ops\.Operator, got None\."):
+    with pytest.raises(TypeError, match=r"must be a name of ops\.OPERATORS or an ops\.Operator, got NoneType; fix"):
         replace_attention(encoder(), None)
 
 
@@ -272,3 +272,13 @@ def test_memory_is_linear_in_tokens(host: str) -> None:
 @pytest.mark.parametrize("host", ["bert", "vit"])
 def test_memory_of_the_original_is_quadratic(host: str) -> None:
     assert exponent(peaks(host, False, [512, 1024, 2048])) > 1.7
+
+
+def test_arguments_in_another_order_and_of_another_kind() -> None:
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
+    with pytest.raises(TypeError, match=r"got str; fix: replace_attention\(model, operator, where=…\)"):
+        replace_attention("factorized", encoder)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'where must be a path .* got ModuleList; fix: where="layers"'):
+        replace_attention(encoder, "factorized", where=encoder.layers)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ops.Operator, got TransformerEncoder; fix"):
+        replace_attention(encoder, encoder)  # type: ignore[arg-type]

@@ -108,3 +108,44 @@ def test_no_arguments_by_position_but_grid_and_context() -> None:
         GridAttention(8, "averaged")(grid, None, None)
     with pytest.raises(TypeError, match="positional"):
         GridAttention(8, "averaged", 2)
+
+
+@pytest.mark.unchecked("arguments of other types reach the module")
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        (("averaged", 8), {}, "got 'averaged' and 8; fix: GridAttention"),
+        ((8.0, "averaged"), {}, "got 8.0 and 'averaged'; fix: GridAttention"),
+        ((8, "averaged"), {"project": True}, 'must be letters of "qkvo"; fix: project="qkvo"'),
+    ],
+)
+def test_arguments_of_another_type(arguments: tuple, options: dict, text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        GridAttention(*arguments, **options)
+    assert text in str(raised.value)
+
+
+@pytest.mark.unchecked("arguments of other types reach the module")
+def test_a_mask_in_the_place_of_the_context_and_a_context_of_another_dtype() -> None:
+    module, grid = GridAttention(8, "averaged"), torch.randn(2, 8, 4, 6)
+    with pytest.raises(TypeError, match="context is boolean, as a mask is; fix: give the mask by its name"):
+        module(grid, torch.ones(2, 4, 6, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"fix: context.to\(grid.dtype\)"):
+        module(grid, grid.double())
+    with pytest.raises(TypeError, match=r"mask must be a boolean tensor, got ndarray; fix: torch.as_tensor\(mask\)"):
+        module(grid, mask=torch.ones(2, 4, 6, dtype=torch.bool).numpy())
+    with pytest.raises(ShapeError, match=r"\(2, 4, 6\): mask.expand\(2, 4, 6\)"):
+        module(grid, mask=torch.ones(4, 6, dtype=torch.bool))
+    with pytest.raises(TypeError, match="fix: mask > 0, or mask == 0 if it is additive"):
+        module(grid, mask=torch.zeros(2, 4, 6))
+
+
+def test_memory_that_does_not_suffice_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("farfield.nn.attention.attend", full)
+    with pytest.raises(RuntimeError) as raised:
+        GridAttention(8, "dot")(torch.zeros(1, 8, 6))
+    assert "36 coefficients for 6 queries" in raised.value.__notes__[0]
+    assert "fix: factorized, which is equal to dot" in raised.value.__notes__[0]

@@ -148,3 +148,13 @@ def test_masked_pooling_ignores_masked_positions_of_a_window() -> None:
     case = draw("softmax_pooled", (4,), (6,), masked=True)
     case = case.replace(key=-case.key.abs() - 1, value=-case.value.abs() - 1)
     assert_close(case.library(), case.loops(), 1e-13)
+
+
+@pytest.mark.unchecked("grids of other kinds reach the function")
+def test_errors_of_pad_grids_name_what_is_given() -> None:
+    with pytest.raises(ShapeError, match=r"pad_grids: grids\[0\] must be \(channels, \*size\)[^1]*\(3,\)"):
+        pad_grids([torch.ones(3)])
+    with pytest.raises(TypeError, match=r"fix: grids\[0\].float\(\)"):
+        pad_grids([torch.ones(3, 4, dtype=torch.long)])
+    with pytest.raises(TypeError, match=r"got list; fix: torch.as_tensor\(grids\[0\]\)"):
+        pad_grids([[[1.0]]])

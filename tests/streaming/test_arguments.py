@@ -135,3 +135,37 @@ def test_volumes_of_other_byte_orders_and_kinds(dtype: str, net: nn.Module) -> N
     volume = (60 * VOLUME).astype(dtype)
     expected = predict_whole(net, np.asarray(volume, "float32"), tile=8, quiet=True)
     np.testing.assert_array_equal(predict_whole(net, volume, tile=8, quiet=True), expected)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), GridAttention(4, "siamese"), nn.Conv3d(4, 1, 3)).eval()
+
+
+def test_errors_of_a_plan_name_plan_whole() -> None:
+    with pytest.raises(ValueError, match=r"^plan_whole: tile must be at least 1"):
+        plan_whole(small(), (12, 12, 12), tile=0)
+    with pytest.raises(LookupError, match=r'^plan_whole: no pad "mirror"'):
+        plan_whole(small(), (12, 12, 12), pad="mirror")
+    with pytest.raises(ValueError, match=r"^plan_whole: .* is in training"):
+        plan_whole(small().train(), (12, 12, 12))
+    with pytest.raises(TypeError, match=r"^plan_whole: shape must be numbers, got 12; fix"):
+        plan_whole(small(), 12)  # type: ignore[arg-type]
+
+
+def test_arguments_that_are_swapped_or_of_another_kind() -> None:
+    volume = np.zeros((12, 12, 12), "float32")
+    with pytest.raises(TypeError, match=r"got Sequential; fix: the network first, predict_whole\(model, volume\)"):
+        predict_whole(volume, small(), quiet=True)
+    with pytest.raises(TypeError, match=r"respond_whole: layer must be a GridAttention, got Sequential; fix: predict"):
+        respond_whole(small(), volume, quiet=True)
+    with pytest.raises(TypeError, match=r"predict_whole: volume must hold .* got complex64; fix: .* abs\(volume\)"):
+        predict_whole(small(), volume.astype("complex64"), quiet=True)
+    with pytest.raises(TypeError, match="respond_whole: the mask of grid must be boolean"):
+        respond_whole(GridAttention(4, "siamese"), np.zeros((4, 6), "float32"), mask=np.ones(6, "float32"), quiet=True)
+
+
+def test_volumes_of_other_axes_than_the_network() -> None:
+    with pytest.raises(ValueError, match="fix: tile with 3 numbers, or one number"):
+        predict_whole(small(), np.zeros((12, 12, 12), "float32"), tile=(8, 8), quiet=True)
+    with pytest.raises(ValueError, match=r"fix: a volume of 1 channels; .* this one has 2 channels"):
+        predict_whole(small(), np.zeros((2, 12, 12, 12), "float32"), quiet=True)

@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except MESSAGES as error:
         if debug or isinstance(error, FAULTS):
             raise
-        stop(2, str(error) if str(error).startswith("farfield") else f"farfield {parsed.command}: {error}")
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        stop(2, text if text.startswith("farfield") else f"farfield {parsed.command}: {text}")
 
 
 def parser() -> argparse.ArgumentParser:

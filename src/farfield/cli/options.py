@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from farfield.cli.recipes import recipe_files
+
 # jsonargparse's messages about one option, which it nests in those about the options around it.
 UNKNOWN_ARGUMENT = re.compile(r"Option '(?P<name>[\w.]+)' is not accepted")
 # An entry of a recipe that the command has with another task only.
@@ -18,6 +20,11 @@ NESTED = re.compile(r'no (?:option|class) "[^"]+"; [^\n]+')
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (?P<words>.+)", re.DOTALL)
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\S+)")
 REQUIRED = re.compile(r"the following arguments are required: ")
+# A value that is none of several types, and one of a class's arguments.
+NESTED_VALUE = re.compile(r"NestedArg\(key='(?P<key>[\w.]+)', val=(?P<value>.+)\)")
+UNION = re.compile(
+    r"any of the Union subtypes\s+Subtypes: \[(?P<types>[^\[\]]+)\].*Given value: (?P<value>[^\n]*)", re.DOTALL
+)
 KEY = re.compile(r'Parser key "(?P<key>[\w.]+)":\s*')
 # Most names that an error lists.
 SHOWN = 20
@@ -64,6 +71,8 @@ def explain(message: str, options: Iterable[str]) -> str:
         return no_such("option", found["name"], [])
     if (found := UNKNOWN_OPTION.search(message)) is not None:
         word = found["words"].split()[0].partition("=")[0]
+        if word in recipe_files():
+            return f'"{word}" is a recipe, given without its option; fix: --config {word}.'
         if not word.startswith("-"):
             return f'"{word}" is not the value of an option; fix: write --name before it, or leave it out.'
         return no_such("option", word, options)
@@ -72,6 +81,12 @@ def explain(message: str, options: Iterable[str]) -> str:
         return f'{where}no class "{found["name"]}"; {fix}'
     if REQUIRED.search(message) is not None:
         return NO_NETWORK
+    if (found := UNION.search(message)) is not None:
+        if (nested := NESTED_VALUE.search(found["value"])) is not None:
+            name, value = f"{where.removesuffix(': ')}.{nested['key']}", nested["value"]
+            return f"{name}: {value} is not of its type; fix: as in a recipe; a list is written [a,b]."
+        types = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", found["types"]).replace("NoneType", "null")
+        return f"{where}{found['value']!r} is none of {types}; fix: a value of one of these types."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", KEY.sub(r"\g<key>: ", message))
     return " ".join(text.split())
 

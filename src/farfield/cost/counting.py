@@ -78,6 +78,7 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
 
     Raises:
         RuntimeError: If the module depends on values, or does not accept such inputs.
+        TypeError: If the module is none.
 
     Example:
         >>> import torch
@@ -85,6 +86,11 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).macs == 3 * 8 * 9 * 100
         True
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"cost.count: module must be a torch.nn.Module, got {type(module).__name__}; "
+            f"fix: cost.count(module, (1, 3, 224, 224)), for example."
+        )
     cost, counter = run(module, inputs)[0], FlopCounterMode(display=False)
     # Once more without hooks: blocks then fold layers that they otherwise call one by one, as when a user runs them.
     execute(module, inputs, counter)

@@ -63,6 +63,7 @@ def measure(
         Median and shortest seconds, peak bytes and the device.
 
     Raises:
+        TypeError: If a shape is given to a module in place of a tensor.
         ValueError: If `repeats` or `warm_up` is too small, or if no output has a gradient.
 
     Example:
@@ -76,6 +77,9 @@ def measure(
             f"cost.measure: repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}; "
             f"fix: repeats=10, warm_up=2."
         )
+    if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
+        shape = tuple(inputs[0])
+        raise TypeError(f"cost.measure: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
     device = device_of(module, inputs)
 
     def run() -> None:
@@ -93,6 +97,11 @@ def measure(
         if backward:
             clear_gradients(module, inputs)
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
+
+
+def is_shape(given: object) -> bool:
+    """Whether an argument is a shape: a sequence of several whole numbers."""
+    return isinstance(given, tuple | list) and len(given) > 1 and all(isinstance(length, int) for length in given)
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +44,11 @@ def check_root(root: Path | None, caller: str) -> Path:
             "fix: give root, --data.root."
         )
     if not root.is_dir():
-        raise FolderError(f"{caller}: there is no folder {root}.")
+        what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
+        beside = [path.name for path in root.parent.iterdir() if path.is_dir()] if root.parent.is_dir() else []
+        near = [str(root.parent / name) for name in difflib.get_close_matches(root.name, beside, n=3)]
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise FolderError(f"{caller}: {what}.\n  fix: a folder that exists as root, --data.root{hint}.")
     return root
 
 

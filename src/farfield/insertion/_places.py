@@ -97,6 +97,11 @@ class Place(NamedTuple):
         """Return the place in the notation of `insert`."""
         return self.path if self.entry is None else f"{self.path}[{self.entry}]"
 
+    @property
+    def label(self) -> str:
+        """The place in an error: its notation, or "the model" for the output of the model itself."""
+        return str(self) or "the model"
+
 
 def join(path: str, name: str) -> str:
     """Join the path of a module and a name or path inside it."""

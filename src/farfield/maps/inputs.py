@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError, shape_error
+from farfield._checks import ShapeError
 from farfield.nn.attention import GridAttention
-from farfield.nn.checks import check_input
+from farfield.nn.checks import batch_error, check_input
 from farfield.ops.call import Call, project_queries
 from farfield.ops.grid import Gathered, accumulation
 from farfield.ops.projection import Projection
@@ -42,18 +43,16 @@ def read_grids(
         kind = type(attention).__name__
         fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
         raise TypeError(f"{caller}: attention must be a GridAttention, got {kind}; fix: {fix}")
-    check_input(attention, grid, mask)
+    check_input(attention, grid, mask, caller=caller)
     if context is None:
         if context_mask is not None:
             fix = "give the context too, or, for the mask of the grid, mask= instead of context_mask="
             raise ValueError(f"{caller}: got context_mask but no context; fix: {fix}.")
         context, context_mask = grid, mask
     else:
-        check_input(attention, context, context_mask, name="context", mask_name="context_mask")
+        check_input(attention, context, context_mask, name="context", mask_name="context_mask", caller=caller)
     if len(grid) != len(context):
-        fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
-        problem = "grid and context must have the same batch."
-        raise shape_error(caller, problem, fix, grid=grid, context=context)
+        raise batch_error(caller, grid, context)
     grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
     mask, context_mask = (None if tensor is None else normal(tensor) for tensor in (mask, context_mask))
     return Grids(grid, mask, context, context_mask)
@@ -65,8 +64,20 @@ def normal(tensor: Tensor) -> Tensor:
 
 
 def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Raise ShapeError for a position that does not lie in a grid; return it as a tuple."""
-    position, size = tuple(position), tuple(grid.shape[2:])
+    """Return a position as a tuple of integers.
+
+    Raises:
+        ShapeError: If it does not lie in the grid.
+        TypeError: If it is not a sequence of integers.
+    """
+    size = tuple(grid.shape[2:])
+    try:
+        position = tuple(map(operator.index, position))
+    except TypeError:
+        fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}."
+        raise TypeError(
+            f"{caller}: position must be integers, one on each axis, got {position!r}; fix: {fix}"
+        ) from None
     if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
         middle = tuple(length // 2 for length in size)
         fix = f"one index from 0 on each axis; the middle is {middle}."

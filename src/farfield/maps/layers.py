@@ -67,8 +67,23 @@ def check_has_attention(caller: str, network: nn.Module, layers: Sized) -> None:
     """Raise ValueError if a network called no attention module."""
     if not len(layers):
         kind = getattr(network, "name", type(network).__name__)
+        replaced = [path for path, module in network.named_modules() if is_replaced(module)]
+        if replaced:
+            raise ValueError(
+                f"{caller}: the attention of {kind} is that of its own library, with its operator replaced "
+                f"({', '.join(replaced[:3])}), and no GridAttention; fix: the attention matrix that the model returns, "
+                f"with need_weights=True in torch, output_attentions=True in transformers."
+            )
         fix = "a network with attention (farfield.models), or farfield.insert to put some into this one."
         raise ValueError(f"{caller}: {kind} has no GridAttention that runs; fix: {fix}")
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether `replace_attention` has replaced the operator of a module, or of the attention inside a model."""
+    if isinstance(module, GridAttention):
+        return False
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return hasattr(module, "operator_name") or str(implementation).startswith("farfield_")
 
 
 @contextmanager

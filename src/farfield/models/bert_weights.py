@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, cast
@@ -9,6 +10,7 @@ from typing import TypeVar, cast
 from torch import Tensor, nn
 
 from farfield.models.storage import read_weights
+from farfield.nn.transformer import TransformerLayer
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -122,9 +124,25 @@ def fill_from_file(net: Network, path: Path) -> Network:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, or lacks weights of the network, or has them in other shapes.
+        ValueError: If the file is damaged, or lacks weights of the network, or has them in other shapes; if the
+            config.json beside it has another number of heads.
     """
     tensors = read_weights(cast(str, net.name), path)
+    check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
         tensors = {source_of(name): tensor for name, tensor in tensors.items()}
     return load_hugging_face(net, tensors)
+
+
+def check_number_of_heads(net: nn.Module, config: Path) -> None:
+    """Raise ValueError if a configuration of Hugging Face has another number of heads, which no weight shows."""
+    try:
+        theirs = json.loads(config.read_text(encoding="utf-8")).get("num_attention_heads")
+    except (OSError, ValueError, AttributeError):  # no such file, or not theirs
+        return
+    heads = next(layer.attention.heads for layer in net.modules() if isinstance(layer, TransformerLayer))
+    if theirs is not None and theirs != heads:
+        raise ValueError(
+            f"load_hugging_face: {net.name} has {heads} heads, and the model of {config} has {theirs}; "
+            f"fix: build it with heads={theirs}."
+        )

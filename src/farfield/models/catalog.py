@@ -262,6 +262,11 @@ def from_pretrained(
         ...     models.from_pretrained(folder).config["operator"]
         'dot'
     """
+    if path_or_repo in MODELS and not Path(path_or_repo).exists():
+        raise FileNotFoundError(
+            f"models.from_pretrained: {path_or_repo} is the name of a network, of which no weights are published; "
+            f'fix: models.MODELS["{path_or_repo}"]() builds it, or the folder that save_pretrained wrote.'
+        )
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
     hub |= {"local_files_only": local_files_only, "force_download": force_download}
     return load("models.from_pretrained", path_or_repo, rebuild, hub)

@@ -10,8 +10,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from farfield._checks import unknown
-from farfield.nn.checks import check_context, check_input, check_options, check_summary, check_version
+from farfield._checks import add_memory_note, unknown
+from farfield.nn.checks import (
+    check_context,
+    check_input,
+    check_options,
+    check_order,
+    check_summary,
+    check_version,
+)
 from farfield.nn.initialization import draw
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.call import Call
@@ -50,6 +57,7 @@ class GridAttention(nn.Module):
     Raises:
         LookupError: If there is no such operator.
         ShapeError: If heads do not divide the inner channels or the value channels.
+        TypeError: If channels are no number, or the operator is neither a name nor an `ops.Operator`.
         ValueError: If the options do not fit together, or heads are not a whole number from 1.
 
     Reference: KAN Figure 3, SAN Figure 1, FA Figure 1.
@@ -81,6 +89,7 @@ class GridAttention(nn.Module):
         residual: bool = False,
     ) -> None:
         super().__init__()
+        check_order(channels, operator)
         if isinstance(operator, str):
             if operator not in OPERATORS:
                 raise unknown("GridAttention", "operator", operator, OPERATORS)
@@ -156,7 +165,12 @@ class GridAttention(nn.Module):
         check_context(self, grid, context, context_mask)
         if context is not None:
             return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
-        response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
+        try:
+            response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
+        except RuntimeError as error:
+            if not self.operator.merges_by_adding:
+                add_memory_note("GridAttention", self.operator_name, grid, grid, self.heads, error)
+            raise
         return hide(grid, mask) + response if self.residual else response
 
     def summarize(

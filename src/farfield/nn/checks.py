@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from farfield._checks import (
+    ShapeError,
     channels_fix,
     check_grid,
     check_heads,
@@ -48,6 +50,15 @@ class Attention(Protocol):
         ...
 
 
+def check_order(channels: object, operator: object) -> None:
+    """Raise TypeError for channels that are no number, and for an operator that is neither a name nor an entry."""
+    if not hasattr(channels, "__index__") or not isinstance(operator, str | Operator):
+        raise TypeError(
+            f"GridAttention: channels must be a whole number and operator a name or an ops.Operator, got "
+            f'{channels!r:.60} and {operator!r:.60}; fix: GridAttention(64, "factorized_gaussian"), for example.'
+        )
+
+
 def check_options(module: Attention, project: str) -> None:
     """Raise for options that do not fit together."""
     sizes = module.channels, module.inner_channels
@@ -75,8 +86,13 @@ def check_projections(
     caller: str, name: str, operator: Operator, project: str, channels: int, inner_channels: int
 ) -> None:
     """Raise for projections that an operator cannot have."""
+    if not isinstance(project, str):
+        raise TypeError(f'{caller}: {project=} must be letters of "qkvo"; fix: project="qkvo", for example.')
     if not set(project) <= set("qkvo") or len(set(project)) < len(project):
-        raise ValueError(f'{caller}: {project=} must be letters of "qkvo", each at most once.')
+        allowed = "".join(letter for letter in "qkvo" if letter in project)
+        raise ValueError(
+            f'{caller}: {project=} must be letters of "qkvo", each at most once; fix: project="{allowed}".'
+        )
     letters = operator.projections(project)
     if letters != project:
         raise ValueError(f'{caller}: {name} reads no keys; fix: project="{letters}".')
@@ -135,25 +151,31 @@ def check_input(
     *,
     name: str = "grid",
     mask_name: str = "mask",
+    caller: str = "GridAttention",
 ) -> Place | None:
     """Raise for a grid, mask or tile that does not fit; return the place of a tile, or None for a whole grid."""
-    check_grid("GridAttention", name, grid)
+    check_grid(caller, name, grid)
     if grid.shape[1] != module.channels:
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
-        raise shape_error("GridAttention", problem, channels_fix(name, grid, module.channels), **{name: grid})
-    check_mask("GridAttention", mask_name, mask, name, grid)
+        raise shape_error(caller, problem, channels_fix(name, grid, module.channels), **{name: grid})
+    check_mask(caller, mask_name, mask, name, grid)
     parameter = first_parameter(module)
     if parameter is not None and parameter.is_floating_point():
         if parameter.device != grid.device:
             raise ValueError(
-                f"GridAttention: {name} is on {grid.device} and the module on {parameter.device}; "
-                f"fix: module.to({name}.device)."
+                f"{caller}: {name} is on {grid.device} and the module on {parameter.device}; "
+                f"fix: {conversion(name, 'device')}."
             )
         if parameter.dtype != grid.dtype and not autocasts(grid):
             raise TypeError(
-                f"GridAttention: {name} is {grid.dtype} and the module {parameter.dtype}; fix: module.to({name}.dtype)."
+                f"{caller}: {name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
             )
-    return check_place("GridAttention", grid, origin, size)
+    return check_place(caller, grid, origin, size)
+
+
+def conversion(name: str, what: str) -> str:
+    """Return the fix for a dtype or device that differs: the module follows the grid, a context the grid beside it."""
+    return f"module.to(grid.{what})" if name == "grid" else f"{name}.to(grid.{what})"
 
 
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
@@ -165,13 +187,20 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
                 "grid, mask= instead of context_mask=."
             )
         return
+    if isinstance(context, Tensor) and context.dtype == torch.bool:
+        raise TypeError("GridAttention: context is boolean, as a mask is; fix: give the mask by its name, mask=….")
     check_input(module, context, context_mask, name="context", mask_name="context_mask")
     if not autocasts(grid):
         check_same_kind("GridAttention", grid=grid, context=context)
     if grid.shape[0] != context.shape[0]:
-        fix = "repeat the smaller one, e.g. context.expand(len(grid), *context.shape[1:])."
-        problem = "grid and context must have the same batch."
-        raise shape_error("GridAttention", problem, fix, grid=grid, context=context)
+        raise batch_error("GridAttention", grid, context)
+
+
+def batch_error(caller: str, grid: Tensor, context: Tensor) -> ShapeError:
+    """Return the error for a grid and a context of different batches."""
+    small, large = ("context", "grid") if len(context) < len(grid) else ("grid", "context")
+    fix = f"repeat the smaller one, e.g. {small}.expand(len({large}), *{small}.shape[1:]) if its batch is 1."
+    return shape_error(caller, "grid and context must have the same batch.", fix, grid=grid, context=context)
 
 
 def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:

@@ -7,11 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farfield._checks import shape_error
+from farfield._checks import check_heads, check_mask, shape_error, unknown
 from farfield.nn.attention import GridAttention
 from farfield.nn.conv_norm_act import hooked
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
+from farfield.ops.modes import autocasts
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -67,15 +68,17 @@ class TransformerLayer(nn.Module):
         epsilon: float = 1e-12,
     ) -> None:
         super().__init__()
-        entry = OPERATORS.get(operator) if isinstance(operator, str) else operator
-        softmax = entry is not None and entry.has_scale
+        if isinstance(operator, str) and operator not in OPERATORS:
+            raise unknown("TransformerLayer", "operator", operator, OPERATORS)
+        check_heads("TransformerLayer", heads, channels, "tokens")
+        entry = OPERATORS[operator] if isinstance(operator, str) else operator
         self.attention = GridAttention(
             channels,
             operator,
             heads=heads,
-            project="qkvo" if entry is None or entry.reads_keys else "qvo",
+            project=entry.projections("qkvo"),
             # The papers have no scale. Transformers have one, and only products before a softmax need it.
-            scale=(channels // heads) ** -0.5 if softmax and heads > 0 else 1.0,
+            scale=(channels // heads) ** -0.5 if entry.has_scale else 1.0,
         )
         if attention_dropout and not drops(self.attention.operator):
             raise ValueError(
@@ -99,14 +102,23 @@ class TransformerLayer(nn.Module):
             `(b, n, c)`; finite but meaningless for tokens that are not valid.
 
         Raises:
-            ShapeError: If the tokens are not `(b, n, c)` with the layer's channels, or the mask not boolean `(b, n)`.
+            ShapeError: If the tokens are not `(b, n, c)` with the layer's channels, or the mask not `(b, n)`.
+            TypeError: If the tokens are not floating-point of the layer's dtype (any under autocast), or the mask is
+                not boolean.
         """
         channels = self.attention.channels
         if tokens.dim() != 3 or tokens.shape[2] != channels:
             problem = f"tokens must be (batch, tokens, {channels})."
             fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
             raise shape_error("TransformerLayer", problem, fix, tokens=tokens)
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
+        dtype = self.norm.weight.dtype
+        if not tokens.is_floating_point() or (tokens.dtype != dtype and not autocasts(tokens)):
+            raise TypeError(
+                f"TransformerLayer: tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype})."
+            )
+        if mask is not None and mask.dtype != torch.bool:
+            check_mask("TransformerLayer", "mask", mask, "tokens", tokens.mT)  # raises TypeError
+        if mask is not None and mask.shape != tokens.shape[:2]:
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
             raise shape_error("TransformerLayer", problem, "True where a token is valid.", mask=mask, tokens=tokens)
         # Otherwise tokens that are not valid, NaN for example, would enter the gradients of the norms.

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from farfield._checks import check_attention
+from farfield._checks import add_memory_note, check_attention
 from farfield.ops import engine
 from farfield.ops.call import Call
 from farfield.ops.projection import IDENTITY, project_to_scores
@@ -69,4 +69,9 @@ def attend(
         vector = query.new_ones(query.shape[1]) if weight is None else weight
         score = project_to_scores(IDENTITY, vector.to(query.dtype), heads)
     call = Call(operator, heads, scale, score, score)
-    return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
+    try:
+        return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
+    except RuntimeError as error:
+        if not operator.merges_by_adding:
+            add_memory_note(caller, caller.removesuffix("_attention"), query, key, heads, error)
+        raise

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_grid, check_same_kind, shape_error
+from farfield._checks import ShapeError, check_same_kind, shape_error
 
 
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
@@ -45,7 +45,7 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
         raise ShapeError("pad_grids: it needs one grid at least, got none.")
     named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
     for name, grid in named.items():
-        check_grid("pad_grids", name, grid[None])
+        check_sample(name, grid)
         if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
             fix = "give all grids the same number of spatial dims and channels."
             raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
@@ -58,3 +58,19 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
         batch[index] = F.pad(grid, behind[::-1])
         mask[index] = F.pad(mask.new_ones(grid.shape[1:]), behind[::-1])
     return batch, mask
+
+
+def check_sample(name: str, grid: Tensor) -> None:
+    """Refuse anything but a floating-point grid `(channels, *size)` with channels and positions."""
+    if not isinstance(grid, Tensor):
+        raise TypeError(
+            f"pad_grids: {name} must be a tensor (channels, *size), got {type(grid).__name__}; "
+            f"fix: torch.as_tensor({name})."
+        )
+    if grid.dim() < 2:
+        fix = f"add dims: {name}[:, None] if it has channels, {name}[None] if it has positions."
+        raise shape_error("pad_grids", f"{name} must be (channels, *size) with a spatial dim.", fix, **{name: grid})
+    if not grid.is_floating_point():
+        raise TypeError(f"pad_grids: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
+    if 0 in grid.shape:
+        raise shape_error("pad_grids", f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})

@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
@@ -170,6 +171,30 @@ def plan_whole(
             f"plan_whole: shape must be numbers, got a volume of shape {tuple(shape.shape)}; "
             "fix: plan_whole(model, volume.shape)."
         )
+    given: object = shape
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"plan_whole: shape must be numbers, got {given!r:.60}; fix: plan_whole(model, volume.shape).")
+    try:
+        return make_plan(model, shape, tile, halo, pad)
+    except (TypeError, ValueError, LookupError) as error:
+        # The checks are shared with predict_whole, which their texts name.
+        error.args = tuple(str(text).replace("predict_whole: ", "plan_whole: ", 1) for text in error.args)
+        raise
+
+
+def make_plan(
+    model: nn.Module,
+    shape: Sequence[int],
+    tile: int | Sequence[int | None] | None,
+    halo: int | Sequence[int] | None,
+    pad: str | None,
+) -> StreamingPlan:
+    """Make the plan of `predict_whole`, which the errors name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"predict_whole: model must be a torch.nn.Module, got {type(model).__name__}; "
+            "fix: predict_whole(model, volume)."
+        )
     if tile is not None:
         tile = parse_positions("predict_whole", "tile", tile, 1, optional=True)
     if halo is not None:
@@ -181,7 +206,11 @@ def plan_whole(
     layout = parse_layout("predict_whole", shape, spatial_dims_of(model, tile))
     batch, channels = layout.batch_and_channels(shape)
     own = tuple(shape[len(shape) - layout.spatial_dims :])
-    scale = find_scale(model, channels, own)
+    try:
+        scale = find_scale(model, channels, own)
+    except ValueError as error:
+        refuse_axes(model, channels, own, error)
+        raise
     padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
     whole = trace_volume(model, batch, channels, size, scale)
@@ -215,30 +244,19 @@ def spatial_dims_of(model: nn.Module, tile: object) -> int:
     """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
-    dims_by_kind = {
-        nn.Conv1d: 1,
-        nn.Conv2d: 2,
-        nn.Conv3d: 3,
-        nn.ConvTranspose1d: 1,
-        nn.ConvTranspose2d: 2,
-        nn.ConvTranspose3d: 3,
-    }
-    spatial_dims = next(
-        (
-            spatial_dims
-            for module in model.modules()
-            for kind, spatial_dims in dims_by_kind.items()
-            if isinstance(module, kind)
-        ),
-        None,
-    )
-    if spatial_dims is None:
+    convolution = first_convolution(model)
+    if convolution is None:
         name = type(model).__name__
         raise ValueError(
             f"predict_whole: the number of spatial dims is unknown, because {name} has no convolution; fix: tile with "
             f"one number per spatial dim."
         )
-    return spatial_dims
+    return convolution.weight.dim() - 2
+
+
+def first_convolution(model: nn.Module) -> _ConvNd | None:
+    """Return the first convolution of a model, transposed ones included; None if it has none."""
+    return next((module for module in model.modules() if isinstance(module, _ConvNd)), None)
 
 
 def split_padding(length: int, multiple: int, pad: str | None) -> Span:
@@ -255,9 +273,28 @@ def trace_volume(model: nn.Module, batch: int, channels: int, size: tuple[int, .
     """
     try:
         trace_or_raise(model, channels, size)
+        return trace(model, (batch, channels, *size), whole=True)
     except ValueError as error:
+        refuse_axes(model, channels, size, error)
         if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
             multiples = " × ".join(map(str, scale.strides))
             raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
         raise
-    return trace(model, (batch, channels, *size), whole=True)
+
+
+def refuse_axes(model: nn.Module, channels: int, size: tuple[int, ...], error: ValueError) -> None:
+    """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
+    convolution = first_convolution(model)
+    if convolution is None:
+        return
+    expected = convolution.weight.dim() - 2
+    if expected != len(size):
+        raise ValueError(
+            f"predict_whole: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
+            f"{expected} spatial dims: {error}\n  fix: tile with {expected} numbers, or one number."
+        ) from error
+    if convolution.in_channels != channels:
+        raise ValueError(
+            f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
+            f"(channels, *size) this one has {channels} channels of size {size}."
+        ) from error

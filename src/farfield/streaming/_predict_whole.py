@@ -14,7 +14,7 @@ from farfield.nn import GridAttention
 from farfield.nn.tracing import EnoughError
 from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
-from farfield.streaming._plan_whole import StreamingPlan, plan_whole
+from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume
 from farfield.streaming.file_formats import OutputSpec
@@ -108,7 +108,7 @@ def predict_whole(
     if path is not None:
         check_path("predict_whole", path, overwrite)
         tile = saved_tile("predict_whole", path, overwrite, model, {"volume": volume}) if tile is None else tile
-    plan = plan_whole(model, volume.shape, tile=tile, halo=halo, pad=pad)
+    plan = make_plan(model, volume.shape, tile, halo, pad)
     if not quiet:
         print(plan, file=sys.stderr)
     source = VolumeSource(

@@ -72,7 +72,8 @@ def respond_whole(
             `context_mask` and no context; if an input changes meanwhile; if out shares memory or a file with an input,
             or is a path with another suffix; if the unfinished file at the path belongs to another call, or its
             progress is damaged.
-        TypeError: If an input is no array of booleans, integers or floats, tile has numbers that are no integers, or
+        TypeError: If the layer is no `GridAttention`, an input no array of booleans, integers or floats, a mask of
+            floats, or tile has numbers that are no integers, or
             out has a dtype to which the response cannot be cast.
         FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists, or is a link; if the folder for the unfinished file was not made by
@@ -96,6 +97,11 @@ def respond_whole(
         True
     """
     inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
+    if not isinstance(layer, GridAttention):
+        raise TypeError(
+            f"respond_whole: layer must be a GridAttention, got {type(layer).__name__}; "
+            f"fix: predict_whole(model, volume) for a whole network."
+        )
     given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
     for name, volume in given.items():
         check_volume("respond_whole", name, volume)
@@ -188,7 +194,7 @@ class Volume:
         name: str,
     ) -> None:
         self.layout, self.name = layout, name
-        self.source = VolumeSource(array, layout, device_of(layer), dtype_of(layer))
+        self.source = VolumeSource(array, layout, device_of(layer), dtype_of(layer), caller="respond_whole")
         if self.source.channels != layer.channels:
             raise ShapeError(
                 f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
@@ -197,15 +203,20 @@ class Volume:
             )
         self.mask: VolumeSource | None = None
         if mask is not None:
+            dtype = str(getattr(mask, "dtype", ""))
+            if "float" in dtype:
+                raise TypeError(
+                    f"respond_whole: the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
+                    f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
+                )
             expected = (*array.shape[: layout.batch], *self.source.size)
             if tuple(mask.shape) != expected:
                 raise ShapeError(
                     f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
                     f"fix: one value per position, without channels."
                 )
-            self.mask = VolumeSource(
-                mask, AxisLayout(layout.batch, False, layout.spatial_dims), self.source.device, torch.bool
-            )
+            mask_layout = AxisLayout(layout.batch, False, layout.spatial_dims)
+            self.mask = VolumeSource(mask, mask_layout, self.source.device, torch.bool, caller="respond_whole")
         self.positions = tile_positions(layer, self.source, tile)
         self.tiles = cores(self.source.size, self.positions)
 

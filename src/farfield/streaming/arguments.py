@@ -7,26 +7,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse an object that is no array, such as a list or a path.
+    """Refuse an object that is no array of numbers, such as a list, a path or a network.
 
     Raises:
-        TypeError: If the object has no shape, or takes no slices.
+        TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
     """
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
+        check_numbers(caller, name, volume)
         return
-    if isinstance(volume, str | bytes) or hasattr(volume, "__fspath__"):
+    if isinstance(volume, nn.Module):
+        fix = f"the network first, {caller}(model, volume)"
+    elif isinstance(volume, str | bytes) or hasattr(volume, "__fspath__"):
         fix = 'open it first, e.g. numpy.load(path, mmap_mode="r"), zarr.open_array(path) or tifffile.memmap(path)'
     else:
         fix = "numpy.asarray(…)"
     raise TypeError(
         f"{caller}: {name} must be an array, with a shape and slices, got {type(volume).__name__}; fix: {fix}."
     )
+
+
+def check_numbers(caller: str, name: str, volume: Any) -> None:
+    """Raise TypeError for an array whose dtype is known and is not that of booleans, integers or floats."""
+    dtype = getattr(volume, "dtype", None)
+    kind = dtype.kind if isinstance(dtype, np.dtype) else "c" if dtype in COMPLEX else "f"
+    if kind not in "bfiu":
+        fix = f"the magnitude, abs({name})" if kind == "c" else f'an array of one of these, {name}.astype("float32")'
+        raise TypeError(f"{caller}: {name} must hold booleans, integers or floats, got {dtype}; fix: {fix}.")
 
 
 def parse_positions(

@@ -62,7 +62,8 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     axis_scales: list[list[AxisScale | None]] = [[] for _ in first.steps]
     strides, multiple = [], []
     for axis in range(spatial_dims):
-        grown = trace_or_raise(model, channels, replace_length(base, axis, base[axis] + DIVISIBLE))
+        longer = replace_length(base, axis, base[axis] + DIVISIBLE)
+        grown = trace_or_raise(model, channels, longer, f", the volume's {tuple(size)} longer on axis {axis}")
         if [step.name for step in grown.steps] != [step.name for step in first.steps]:
             raise NotLocalError(
                 "predict_whole: the network runs other layers on a longer grid, so tiles would not give the result of "
@@ -80,15 +81,27 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     return Scale([drop_shared_axes(each) for each in axis_scales], tuple(strides), tuple(multiple))
 
 
-def trace_or_raise(model: nn.Module, channels: int, size: Sequence[int]) -> Trace:
-    """Trace the network on one sample of this size; raise ValueError if the network does not take it."""
+def trace_or_raise(model: nn.Module, channels: int, size: Sequence[int], why: str = "") -> Trace:
+    """Trace the network on one sample of this size; raise ValueError if the network does not take it.
+
+    Args:
+        model: The network.
+        channels: Channels of the sample.
+        size: Size of the sample.
+        why: For a size that is not the volume's: where it comes from.
+    """
     try:
         return trace(model, (1, channels, *size))
     except TypeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"predict_whole: {type(model).__name__} does not take a grid of size {tuple(size)}: {error}"
+            f"predict_whole: {type(model).__name__} does not take a grid of size {tuple(size)}{why}: {error}"
+            + (
+                "\n  fix: a network for grids of any size, or model(volume) where the volume fits in memory."
+                if why
+                else ""
+            )
         ) from error
 
 

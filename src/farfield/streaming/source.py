@@ -76,6 +76,7 @@ class VolumeSource:
         dtype: Their dtype; bool for a mask.
         padding: How many positions are padded before and after each spatial axis; None pads none.
         mode: How they are padded, one of `MODES`.
+        caller: The function that errors name.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class VolumeSource:
         *,
         padding: Sequence[Span] | None = None,
         mode: str = "reflect",
+        caller: str = "predict_whole",
     ) -> None:
+        self.caller = caller
         self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
         self.shape = tuple(int(length) for length in array.shape)
         self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
@@ -127,15 +130,15 @@ class VolumeSource:
             OSError: If a memory-mapped file has become shorter.
         """
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
-        check_mapping(self.array)
+        check_mapping(self.caller, self.array)
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
             return box
         box = np.asarray(box)
         if box.dtype.kind not in "bfiu":
             raise TypeError(
-                f"a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of one of these, "
-                f'such as volume.astype("float32").'
+                f"{self.caller}: a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
+                f'one of these, such as volume.astype("float32").'
             )
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
         box = np.array(box, dtype=kind, order="C")
@@ -162,7 +165,7 @@ def checksum(grid: Tensor) -> int:
     return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def check_mapping(array: Any) -> None:
+def check_mapping(caller: str, array: Any) -> None:
     """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process.
 
     Raises:
@@ -171,8 +174,8 @@ def check_mapping(array: Any) -> None:
     mapped = find_memmap(array)
     if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
         raise OSError(
-            f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and has '
-            f"{mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call."
+            f'{caller}: the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and '
+            f"has {mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call."
         )
 
 

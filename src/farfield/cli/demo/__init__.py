@@ -1,4 +1,4 @@
-"""`farfield demo`: train two networks on handwritten digits, measure KAN's Table 2, and draw a picture, in minutes."""
+"""`farfield demo`: train two networks on handwritten digits, measure KAN's Table 2, draw a picture and a page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from farfield import cost, models
 from farfield.cli.demo.picture import write as write_picture
+from farfield.cli.explore.page import write as write_page
+from farfield.cli.explore.panels import panels_of_features
 from farfield.cli.output import Column, Row, Table, megabytes, millions, milliseconds, percent, ratio, write_table
 from farfield.cli.printed import KAN_TABLE_2, NETWORKS
 from farfield.data.classify import Digits
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from farfield.tasks.checkpoints import check_writable, written
 from farfield.tasks.classify import Classify
 
@@ -77,14 +80,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         operators = table_2_rows()
     write_table(table_2(operators))
     console.rule("[bold]3 of 3 · What one petal attends to", align="left")
-    picture = options.output / "attention.png"
+    picture, page = options.output / "attention.png", options.output / "explore.html"
     with console.status("one attention row per operator"):
         write_picture(picture)
+        write_page(panels_of_features(None, list(OPERATORS), 56), page)
     seconds = time.perf_counter() - start
     results = {"networks": networks, "operators": operators, "seconds": seconds}
     with written(options.output / "results.json") as file:
         file.write(f"{json.dumps(results, indent=2)}\n".encode())
-    console.print(f"picture   {picture}", f"numbers   {options.output / 'results.json'}", sep="\n", soft_wrap=True)
+    console.print(f"picture   {picture}", f"page      {page}: the same under the pointer", sep="\n", soft_wrap=True)
+    console.print(f"numbers   {options.output / 'results.json'}", soft_wrap=True)
     weights = ", ".join(str(options.output / name) for name in TRAINED)
     console.print(f"networks  {weights}: farfield.models.from_pretrained(path)", soft_wrap=True)
     console.print(f"[bold]Done in {clock(seconds)} minutes.")

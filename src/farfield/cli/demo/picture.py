@@ -14,11 +14,12 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
-from skimage import color, filters, transform
+from skimage import color, transform
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 from farfield import cost
+from farfield.cli.explore.features import CREDIT, features
 from farfield.maps import attention_row
 from farfield.nn import GridAttention
 from farfield.tasks.checkpoints import written
@@ -27,8 +28,7 @@ PAPER, INK, FAINT, ACCENT, TROUGH = "#101216", "#f4f1ea", "#98a0ad", "#ff9f4a", 
 COLD = LinearSegmentedColormap.from_list("cold", ["#06080d", "#12355b", "#3f7fc0"])
 # Where the bars of the costs start: below the cheapest operator, a round number of MACs.
 CHEAP = 1e5
-CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
-SIZE, SHARPNESS = (64, 96), 14.0
+SIZE = (64, 96)
 # On a petal of the small dahlia at the lower edge: what it attends to lies far away.
 POSITION = (60, 57)
 CAPTIONS = {
@@ -57,24 +57,6 @@ def write(path: Path, position: Sequence[int] = POSITION, size: Sequence[int] = 
     figure = draw(photograph, [panel(name, grid, position) for name in CAPTIONS], position)
     with written(path) as file:
         figure.savefig(file, format="png", facecolor=PAPER)
-
-
-def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
-    """Compute features of the surroundings of each position: colour at two scales, edges and contrast; no coordinates.
-
-    The channels are the features and the negated features, so that a property and its opposite both have a channel with
-    large values. The channels of a position have length √SHARPNESS together: products are SHARPNESS · cosine.
-    """
-    lab = color.rgb2lab(photograph)
-    blurred = [filters.gaussian(lab, width, channel_axis=-1) for width in (3, 12)]
-    light = lab[..., 0]
-    edges = np.log1p(filters.gaussian(filters.sobel(light), 5))
-    contrast = np.log1p(np.abs(filters.gaussian(light**2, 8) - filters.gaussian(light, 8) ** 2))
-    stacked = np.concatenate([*blurred, edges[..., None], contrast[..., None]], -1)
-    positions = transform.resize(stacked, (*size, stacked.shape[-1]), anti_aliasing=True)
-    positions = (positions - positions.mean((0, 1))) / positions.std((0, 1))
-    positions *= np.sqrt(SHARPNESS / 2) / np.linalg.norm(positions, axis=-1, keepdims=True)
-    return torch.from_numpy(np.concatenate([positions, -positions], -1)).float().permute(2, 0, 1)[None]
 
 
 def panel(name: str, grid: Tensor, position: Sequence[int]) -> Panel:

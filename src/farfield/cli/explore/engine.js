@@ -206,3 +206,9 @@ function spread(operator, grid, valid, summary, weights) {
   }
   return row;
 }
+
+// The basis of one slot, divided by the divisor of its sum: maps.basis_masks.
+function basisMask(operator, grid, valid, summary, slot) {
+  const per = PER[operator.per](scored(operator, grid, at(grid.queries, 0)), summary, slot);
+  return spread(operator, grid, valid, summary, summary.weights.map((_, other) => Number(other === slot) / per));
+}

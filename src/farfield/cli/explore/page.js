@@ -20,6 +20,7 @@ const grids = () => DATA.panels.map((panel) => ({
   size: DATA.size, keys: ARRAYS[panel.keys], queries: ARRAYS[panel.queries], values: colours, vector: panel.vector,
 }));
 let GRIDS = null, valid = null, summaries = null;
+let rows = [], bases = []; // what is drawn: the row of each panel, and the basis of each slot of the chosen one
 
 function revalue() {
   valid = Uint8Array.from({ length: POSITIONS }, (_, position) => (state.masked && position % WIDTH < WIDTH / 3 ? 0 : 1));
@@ -84,30 +85,24 @@ function drawPhotograph() {
     context.arc(x, y, canvas.width / 45, 0, 2 * Math.PI);
     context.stroke();
   }
+  $("panels").style.setProperty("--x", `${x / canvas.width * 100}%`);
+  $("panels").style.setProperty("--y", `${y / canvas.height * 100}%`);
   $("position").textContent = `row ${Math.floor(state.position / WIDTH)}, column ${state.position % WIDTH} of ${HEIGHT} × ${WIDTH}`;
 }
 
 // A number with three digits and a prefix of 1,000: 1610000 is "1.61 M".
 function amount(number) {
   const power = Math.min(5, Math.max(0, Math.floor(Math.log10(Math.max(1, number)) / 3)));
-  return `${Number((number / 1000 ** power).toPrecision(3))} ${["", "k", "M", "G", "T", "P"][power]}`;
+  return `${Number((number / 1000 ** power).toPrecision(3))}\u00a0${["", "k", "M", "G", "T", "P"][power]}`;
 }
 
 function update() {
   drawPhotograph();
+  rows = DATA.panels.map((panel, index) => attentionRow(panel.operator, GRIDS[index], valid, summaries[index], state.position));
   DATA.panels.forEach((panel, index) => {
-    const [button, grid] = [$(`panel${index}`), GRIDS[index]];
-    const row = attentionRow(panel.operator, grid, valid, summaries[index], state.position);
-    draw(button.querySelector("canvas"), row);
-    const response = respond(panel.operator, grid, valid, summaries[index], state.position);
-    let text = "";
-    if (state.tiles > 1 || state.shuffled) {
-      const again = respond(panel.operator, grid, valid, summaryOfTiles(panel.operator, grid), state.position);
-      const most = Math.max(...response.map(Math.abs)) || 1;
-      text = `differs by ${Math.max(...response.map((number, channel) => Math.abs(number - again[channel]) / most)).toExponential(0)}`;
-    }
-    button.querySelector(".exact").textContent = text;
-    button.querySelector(".swatch").style.background = `rgb(${response.map((number) => Math.round(255 * Math.min(1, Math.max(0, number)))).join()})`;
+    const button = $(`panel${index}`);
+    draw(button.querySelector("canvas"), rows[index]);
+    showResponse(button, panel.operator, GRIDS[index], summaries[index]);
     const [macs, bytes] = [panel.macs[state.step], panel.bytes[state.step]];
     button.querySelector(".numbers").textContent = `${amount(macs)} MACs, ${amount(bytes)}B`;
     button.querySelector(".cost i").style.width = `${100 * Math.log(macs / DATA.least) / Math.log(DATA.most / DATA.least)}%`;
@@ -117,30 +112,62 @@ function update() {
   detail();
 }
 
+// The response as a colour, and how much it differs where the grid comes in tiles or in another order.
+function showResponse(button, operator, grid, summary) {
+  const response = respond(operator, grid, valid, summary, state.position);
+  let text = "";
+  if (state.tiles > 1 || state.shuffled) {
+    const again = respond(operator, grid, valid, summaryOfTiles(operator, grid), state.position);
+    const most = Math.max(...response.map(Math.abs)) || 1;
+    const difference = Math.max(...response.map((number, channel) => Math.abs(number - again[channel]) / most));
+    text = `differs by ${difference && difference.toExponential(0)}`;
+  }
+  button.querySelector(".exact").textContent = text;
+  button.querySelector(".swatch").style.background = `rgb(${response.map((number) => Math.round(255 * Math.min(1, Math.max(0, number)))).join()})`;
+}
+
+// The chosen panel: its code, the basis of its slots, and the weight that the query gives each.
 function detail() {
   const panel = DATA.panels[state.chosen], grid = GRIDS[state.chosen], summary = summaries[state.chosen];
   const box = $("detail");
   if (box.dataset.key !== `${state.chosen} ${state.masked}`) {
     box.dataset.key = `${state.chosen} ${state.masked}`;
-    box.innerHTML = `<h2>${panel.name}</h2><p>${panel.text}</p><pre>${panel.code}</pre><button type="button" id="copy">copy</button>
-      <p>${panel.slots}</p><div class="slots"></div>`;
-    $("copy").onclick = () => navigator.clipboard.writeText(panel.code).then(() => ($("copy").textContent = "copied"));
-    if (panel.operator.basis) summary.weights.forEach((_, slot) => {
+    box.innerHTML = `<h2>${panel.name}</h2><p>${panel.text}</p><p>${panel.slots}</p>
+      <div class="code"><pre id="code"></pre><button type="button" id="copy">copy</button></div><p class="faint">${DATA.note}</p><div class="slots"></div>`;
+    $("copy").onclick = copy;
+    bases = panel.operator.basis ? summary.weights.map((_, slot) => basisMask(panel.operator, grid, valid, summary, slot)) : [];
+    bases.forEach((basis, slot) => {
       const button = document.createElement("button");
       button.type = "button";
-      button.innerHTML = `<canvas aria-label="basis of slot ${slot}"></canvas><span></span>`;
+      button.innerHTML = `<canvas role="img" aria-label="basis of slot ${slot}"></canvas><span></span>`;
       button.onclick = () => { state.slot = state.slot === slot ? null : slot; update(); };
       box.querySelector(".slots").append(button);
-      draw(button.querySelector("canvas"), spread(panel.operator, grid, valid, summary, summary.weights.map((_, other) => Number(other === slot))));
+      draw(button.querySelector("canvas"), basis);
     });
   }
   const weights = weightsOfSlots(panel.operator, grid, valid, summary, state.position);
   box.querySelectorAll(".slots button").forEach((button, slot) => {
-    button.querySelector("span").textContent = `slot ${slot}: ${weights[slot].toPrecision(3)}`;
+    button.querySelector("span").textContent = `slot ${slot}\n${weights[slot].toPrecision(3)}`;
     button.setAttribute("aria-pressed", slot === state.slot);
   });
-  if (state.slot !== null && panel.operator.basis)
+  $("code").innerHTML = code(panel);
+  if (state.slot !== null)
     draw($(`panel${state.chosen}`).querySelector("canvas"), spread(panel.operator, grid, valid, summary, weights.map((weight, slot) => (slot === state.slot ? weight : 0))));
+}
+
+// The line of Python that computes what is shown: the row of the chosen panel, or the basis of its chosen slot.
+function code(panel) {
+  const [row, column] = indices(DATA.size, state.position);
+  const mask = state.masked ? `, mask=torch.arange(${WIDTH}).expand(1, ${HEIGHT}, ${WIDTH}) &gt;= ${WIDTH} / 3` : "";
+  if (state.slot === null) return `maps.attention_row(${panel.arguments}, (${row}, ${column})${mask})[0, ${panel.head}]`;
+  return `maps.basis_masks(${panel.arguments}${mask})[0, ${panel.head}, ${state.slot}]`;
+}
+
+// Without a clipboard, as on pages without a certificate, the line is selected.
+function copy() {
+  const line = $("code"), text = line.textContent;
+  const done = navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject(new Error("no clipboard"));
+  done.then(() => ($("copy").textContent = "copied"), () => getSelection().selectAllChildren(line));
 }
 
 // ---- events --------------------------------------------------------------------------------------------------------
@@ -151,7 +178,9 @@ function soon() {
   requestAnimationFrame(() => { waiting = false; update(); });
 }
 
+// A finger on a panel scrolls the page; on the photograph it moves the query.
 function point(event) {
+  if (event.pointerType === "touch" && event.currentTarget !== $("photograph")) return;
   const box = event.currentTarget.getBoundingClientRect(), clamp = (number, most) => Math.min(most - 1, Math.max(0, Math.floor(number)));
   state.position = clamp((event.clientY - box.top) / box.height * HEIGHT, HEIGHT) * WIDTH + clamp((event.clientX - box.left) / box.width * WIDTH, WIDTH);
   soon();
@@ -159,7 +188,8 @@ function point(event) {
 
 function choose(index) {
   [state.chosen, state.slot] = [index, null];
-  soon();
+  update();
+  $("detail").scrollIntoView({ block: "nearest" });
 }
 
 function set(name, value) {
@@ -170,7 +200,7 @@ function set(name, value) {
 }
 
 function press(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || ["SELECT", "INPUT"].includes(event.target.tagName)) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input[type=range]")) return;
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
   if (moves[event.key]) {
     const row = Math.floor(state.position / WIDTH) + moves[event.key][0], column = state.position % WIDTH + moves[event.key][1];
@@ -195,9 +225,9 @@ function start() {
   DATA.panels.forEach((panel, index) => {
     const button = document.createElement("button");
     [button.id, button.type, button.className] = [`panel${index}`, "button", "panel"];
-    button.innerHTML = `<canvas aria-label="weights of ${panel.name}"></canvas><b>${panel.name}</b><span class="faint">${panel.text}</span>
-      <span class="cost"><i></i></span><span class="numbers"></span><span class="response"><span class="swatch"></span> its response, in colours</span>
-      <span class="exact faint"></span>`;
+    button.innerHTML = `<span class="map"><canvas role="img" aria-label="weights of ${panel.name}"></canvas><i></i></span>
+      <b>${panel.name.replaceAll("_", "_<wbr>")}</b><span class="text faint">${panel.text}</span><span class="cost"><i></i></span><span class="numbers"></span>
+      <span class="response"><span class="swatch"></span> response, in colours</span><span class="exact faint"></span>`;
     button.onclick = () => choose(index);
     button.querySelector("canvas").addEventListener("pointermove", point);
     $("panels").append(button);
@@ -214,6 +244,7 @@ function start() {
       (!document.documentElement.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches);
     document.documentElement.className = dark ? "light" : "dark";
   };
+  for (const part of document.querySelectorAll("details")) part.open = !matchMedia("(max-width: 900px)").matches;
   revalue();
   update();
 }

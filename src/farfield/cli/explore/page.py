@@ -70,7 +70,8 @@ def data_of(content: PageContent) -> dict[str, Any]:
             {
                 "name": panel.name,
                 "text": html.escape(panel.text, quote=False),
-                "code": html.escape(panel.code, quote=False),
+                "arguments": html.escape(panel.arguments, quote=False),
+                "head": panel.head,
                 "slots": f"Slots per head: {slots}. The summaries of tiles are {merged}.",
                 "operator": engine_entry(OPERATORS[panel.operator]),
                 "queries": place_of(panel.queries),
@@ -86,6 +87,7 @@ def data_of(content: PageContent) -> dict[str, Any]:
         "size": [height, width],
         "position": height // 2 * width + width // 2,
         "photograph": f"data:image/jpeg;base64,{jpeg(content)}",
+        "note": html.escape(content.note, quote=False),
         "arrays": arrays,
         "panels": panels,
         "sizes": SIZES,

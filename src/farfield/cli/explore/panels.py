@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield import cost, maps
 from farfield.cli import tables
-from farfield.cli.demo.picture import CREDIT, features
+from farfield.cli.explore.features import CREDIT, features
 from farfield.cli.maps.network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
@@ -36,7 +36,8 @@ class HeadPanel(NamedTuple):
     Attributes:
         name: Shown above its text.
         text: What it is, in a line.
-        code: The line that builds it.
+        arguments: The first arguments of the functions of `maps` that compute it, in Python.
+        head: Its index among the heads.
         operator: Its operator.
         channels: Channels of the grid, for the cost.
         queries: `(d, positions)`, with the scale of the products in them.
@@ -46,7 +47,8 @@ class HeadPanel(NamedTuple):
 
     name: str
     text: str
-    code: str
+    arguments: str
+    head: int
     operator: str
     channels: int
     queries: Tensor
@@ -61,6 +63,7 @@ class PageContent(NamedTuple):
         photograph: `(height, width, 3)`, 8-bit.
         credit: Whose it is.
         intro: What the panels have in common.
+        note: What the names in the arguments of panels are.
         size: Height and width of the grid.
         panels: The panels in order.
     """
@@ -68,6 +71,7 @@ class PageContent(NamedTuple):
     photograph: NDArray[np.uint8]
     credit: str
     intro: str
+    note: str
     size: tuple[int, int]
     panels: list[HeadPanel]
 
@@ -86,7 +90,9 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
     grid = features(photograph / 255.0, size)
     panels = [panel_of_features(name, grid) for name in operators]
     intro = "Each panel is one operator. All get the same features of the photograph: colours, edges, contrast."
-    return PageContent(photograph, credit, intro, (size[0], size[1]), panels)
+    imports = "import torch; from farfield import maps; from farfield.nn import GridAttention"
+    note = f"{imports}; grid: the features, {tuple(grid.shape)}"
+    return PageContent(photograph, credit, intro, note, (size[0], size[1]), panels)
 
 
 def panel_of_features(name: str, grid: Tensor) -> HeadPanel:
@@ -99,9 +105,9 @@ def panel_of_features(name: str, grid: Tensor) -> HeadPanel:
         with torch.no_grad():
             module.weight.copy_(direction * (direction @ middle).sign())
     (queries, keys, vector), *_ = heads_of(module, grid)
-    code = f'GridAttention({grid.shape[1]}, "{name}")'
+    arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
     note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""
-    return HeadPanel(name, text_of(name) + note, code, name, grid.shape[1], queries, keys, vector)
+    return HeadPanel(name, text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys, vector)
 
 
 def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> PageContent:
@@ -124,12 +130,18 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     name = select_layer(attentions, layer)
     module, grid = attentions[name].attention, attentions[name].grid
     check_shown(name, module, grid, longer)
-    operator, code = module.operator_name, f'maps.layers(network, image)["{name}"].attention'
+    operator, arguments = module.operator_name, f'*maps.layers(network, image)["{name}"][:2]'
     panels = [
-        HeadPanel(f"head {number}", f"{operator}, {text_of(operator)}", code, operator, module.channels, *head)
+        HeadPanel(
+            f"head {number}", f"{operator}, {text_of(operator)}", arguments, number, operator, module.channels, *head
+        )
         for number, head in enumerate(heads_of(module, grid))
     ]
-    return PageContent(photograph, credit, f"Each panel is one head of {name}.", (grid.shape[2], grid.shape[3]), panels)
+    intro, note = (
+        f"Each panel is one head of {name}.",
+        "import torch; from farfield import maps; image: what the network was called with",
+    )
+    return PageContent(photograph, credit, intro, note, (grid.shape[2], grid.shape[3]), panels)
 
 
 def read(image: Path | None) -> tuple[NDArray[np.uint8], str]:

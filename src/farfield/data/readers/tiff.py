@@ -200,6 +200,8 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) ->
             f"fix: a letter for each of its {len(shape)} axes, --data.axes {letters} where the first has channels, and "
             f"--data.channel 0 for one of them; or one grey stack per file with the axes {wanted}."
         )
+    if len(axes) != len(shape) == spatial_dims:
+        fix = f"fix: --data.axes {wanted}, or no --data.axes where the file names its own."
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
@@ -208,6 +210,7 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) ->
     if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
         named = "Z" + named[1:]
     if spatial_dims == 3 and named == "YX":
+        fix = 'fix: for images, --data.patch "[64,64]" and --model.network.spatial_dims 2.'
         raise FolderError(f"StackPairs: {path} is an image {tuple(shape)}, not a stack.\n  {fix}")
     if named != wanted:
         raise FolderError(f'StackPairs: {path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')

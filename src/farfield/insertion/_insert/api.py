@@ -16,6 +16,7 @@ from farfield.insertion._insert.checks import (
     check_batch,
     check_free,
     check_open,
+    describe_error,
     find_alternatives,
     fix_text,
     grid_at,
@@ -177,7 +178,7 @@ def make_all(
         try:
             module = make(channels)
         except Exception as error:
-            error.add_note(f"insert: this was make({channels}), for {place}.")
+            error.add_note(f"insert: this was make({channels}), for {place.label}.")
             raise
         if not isinstance(module, nn.Module):
             raise TypeError(f"insert: make({channels}) must return a module, got {type(module).__name__}.")
@@ -208,40 +209,57 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, exampl
     try:
         seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
     except Exception as error:
+        for place, grid in grids.items():
+            check_runs(place, model.get_submodule(children[place]), grid)
         raise ValueError(
-            f"insert: {type(model).__name__} fails with {', '.join(map(str, grids))} in place, so all additions were "
-            f"taken out again: {type(error).__name__}: {error}\n  fix: {AROUND}"
+            f"insert: {type(model).__name__} fails with {', '.join(place.label for place in grids)} in place, so all "
+            f"additions were taken out again: {describe_error(error)}\n  fix: {AROUND}"
         ) from error
     for place, grid in grids.items():
         calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
         if calls != host_calls or not calls:
             raise ValueError(
-                f"insert: {place} was called {times(host_calls)} and its addition {times(calls)}, so all additions "
-                f"were taken out again.\n  fix: {AROUND}"
+                f"insert: {place.label} was called {times(host_calls)} and its addition {times(calls)}, so all "
+                f"additions were taken out again.\n  fix: {AROUND}"
             )
         check_kept(place, grid, seen.outputs[children[place]])
     effects = Effects(model, example, seen.outputs[""])
     for place, grid in grids.items():
         if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
             raise ValueError(
-                f"insert: {place} has no effect: whatever its addition returns, {type(model).__name__} returns the "
-                f"same for this example, so all additions were taken out again.\n"
+                f"insert: {place.label} has no effect: whatever its addition returns, {type(model).__name__} returns "
+                f"the same for this example, so all additions were taken out again.\n"
                 f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
             )
+
+
+def check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
+    """Raise ValueError for an addition that fails on the grid of its place alone."""
+    try:
+        with torch.no_grad():
+            addition(grid)
+    except Exception as error:
+        raise ValueError(
+            f"insert: the addition at {place.label} fails on its grid {tuple(grid.shape)}, so all additions were taken "
+            f"out again: {describe_error(error)}\n  fix: make must return a module from one grid to one of the same "
+            f"shape, with as many channels as its argument."
+        ) from error
 
 
 def check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
     if not isinstance(output, Tensor):
-        raise TypeError(f"insert: the addition at {place} must return a tensor, got {type(output).__name__}.")
+        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
     if output.shape != grid.shape:
         raise ShapeError(
-            f"insert: the addition at {place} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
+            f"insert: the addition at {place.label} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
         )
     if (output.dtype, output.device) != (grid.dtype, grid.device):
         raise TypeError(
-            f"insert: the addition at {place} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
+            f"insert: the addition at {place.label} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
             f"{output.device}."
         )
     if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
-        raise ValueError(f"insert: the addition at {place} returns non-finite numbers for finite {grid.dtype} inputs.")
+        raise ValueError(
+            f"insert: the addition at {place.label} returns non-finite numbers for finite {grid.dtype} inputs."
+        )

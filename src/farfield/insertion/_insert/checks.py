@@ -15,10 +15,14 @@ from farfield.insertion._insert.effects import Effects, tensors
 from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
 from farfield.insertion._insert.probe import Seen, probe
 from farfield.insertion._places import CHILD, Place, join
+from farfield.nn.attention import GridAttention
 
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
 # Compared by name, because importing them is slow.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+# An error of a model with more lines, such as all signatures of an operation, is cut to its first.
+LINES = 5
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
@@ -61,9 +65,15 @@ def check_arguments(model: Any, where: Any, make: Any) -> None:
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {call}.")
     if isinstance(make, nn.Module):
         name = type(make).__name__
+        options = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
         raise TypeError(
             f"insert: make must be a function from channels to a new module, got a module, {name}; "
-            f"fix: lambda channels: {name}(channels, …)."
+            f"fix: lambda channels: {name}(channels, {options})."
+        )
+    if make is GridAttention:
+        raise TypeError(
+            "insert: make must be a function of the channels alone, and GridAttention takes an operator too; "
+            'fix: lambda channels: GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True).'
         )
     if not callable(make):
         operator = repr(make) if isinstance(make, str) else "…"
@@ -88,9 +98,7 @@ def check_free(place: Place, host: nn.Module) -> None:
     # Entries of one host have additions independently of each other; a whole output has one.
     if added and (place in added or place.entry is None or added[0].entry is None):
         there = place if place in added else added[0]
-        raise ValueError(
-            f'insert: {str(place) or "the model"} has an addition already; fix: remove(model, "{there}") first.'
-        )
+        raise ValueError(f'insert: {place.label} has an addition already; fix: remove(model, "{there}") first.')
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
         raise ValueError(
             f'insert: entry "{place.entry}" of {place.path or "the model"} cannot be the name of a module; '
@@ -112,7 +120,7 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
-            f"insert: {type(model).__name__} refuses example {describe(example)}: {type(error).__name__}: {error}\n"
+            f"insert: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
             f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
         ) from error
     if not tensors(seen.outputs[""]):
@@ -145,16 +153,27 @@ def fix_of_example(model: nn.Module, example: Any) -> str:
         return f"an input and not its shape: torch.zeros{tuple(example)}."
     dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
     if isinstance(example, Tensor):
-        for changed, fix in (
+        fixes = [
             (example[None], "add the batch, example[None]."),
             (example.to(dtype), f"example.to({dtype})."),
-        ):
+        ]
+        if example.dim() > 2:
+            fixes.append((example.movedim(-1, 1), "channels first, example.movedim(-1, 1)."))
+        for changed, fix in fixes:
             try:
                 probe(model, changed, set())
             except Exception:  # noqa: BLE001  (a model may raise anything)
                 continue
             return fix
+    if hasattr(example, "__array__") and not isinstance(example, Tensor):
+        return "a tensor, torch.as_tensor(example)."
     return "an input that model(example) takes."
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's class and text; of a long text, such as all signatures of an operation, the first line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if len(lines) > LINES else error}"
 
 
 def caller_of(seen: Seen, path: str) -> str:
@@ -205,17 +224,17 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
         near = find_alternatives(model, place, seen, example)
         raise TypeError(
-            f"insert: {place} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
+            f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
         )
     if grid.dim() < 3:
         raise ShapeError(
-            f"insert: {place} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
+            f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
             f"  fix: insert before the layer that removes them, pooling or flattening for example."
         )
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
     if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
         raise ValueError(
-            f"insert: {place} has the batch as its second dimension; fix: build the model with batch_first=True."
+            f"insert: {place.label} has the batch as its second dimension; fix: build the model with batch_first=True."
         )
     return grid
 
@@ -229,17 +248,17 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
     if changes(shape, elsewhere.batches):
         raise ShapeError(
-            f"insert: {place} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change only "
-            f"the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch comes first."
+            f"insert: {place.label} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change "
+            f"only the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch is first."
         )
     if keeps_batch(shape[0], elsewhere, example):
         return
     batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
     raise ShapeError(
-        f"insert: {place} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its "
-        f"first dimension is not the batch but parts of it, windows for example, and an addition would attend within "
-        f"each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
+        f"insert: {place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: "
+        f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
+        f"within each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
     )
 
 

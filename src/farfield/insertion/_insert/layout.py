@@ -162,8 +162,8 @@ def find_misfit(
     changed = changes(shape, elsewhere.sizes)
     if axis in changed:
         return (
-            f"{place} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels of "
-            f'layout="{assumed}", is spatial',
+            f"{place.label} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels "
+            f'of layout="{assumed}", is spatial',
             "insert at a module whose output has one channel dimension" if swapped in changed else f'layout="{other}"',
         )
     # A layout that is given is accepted where nothing contradicts it.
@@ -174,7 +174,7 @@ def find_misfit(
         widths = widths_of(model)
     if shape[axis] in widths and shape[swapped] not in widths:
         return None
-    problem = f"{place} returns {shape}, and no other input size shows which dimension holds the channels"
+    problem = f"{place.label} returns {shape}, and no other input size shows which dimension holds the channels"
     if shape[swapped] in widths and shape[axis] not in widths:
         return f"{problem}; its weights have {shape[swapped]}", f'layout="{other}"'
     fit = "both" if shape[axis] in widths else "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -86,8 +86,8 @@ def replace_attention(
         >>> encoder(torch.randn(2, 100, 32)).shape
         torch.Size([2, 100, 32])
     """
-    name, resolved = resolve_operator(CALLER, operator)
     check_model(model)
+    name, resolved = resolve_operator(CALLER, operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
         check_attention(model, path, module)
@@ -124,7 +124,10 @@ def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttenti
 def check_model(model: nn.Module) -> None:
     """Refuse a compiled or scripted model: it would keep running its old code."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{CALLER}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"{CALLER}: model must be a torch.nn.Module, got {type(model).__name__}; "
+            f"fix: {CALLER}(model, operator, where=…)."
+        )
     for module in model.modules():
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
@@ -137,10 +140,17 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
 
     Raises:
         LookupError: If a path matches nothing, or there is no supported attention at or below it.
+        TypeError: If `where` is no path.
         ValueError: If there is also unsupported attention, or no path is given.
     """
     chosen: dict[str, nn.Module] = {}
-    for pattern in [where or ""] if where is None or isinstance(where, str) else where:
+    patterns = [where or ""] if where is None or isinstance(where, str) else where
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"{CALLER}: where must be a path of a module or several, got {type(where).__name__}; "
+            f'fix: where="{next((name for name, _ in model.named_children()), "")}", for example.'
+        )
+    for pattern in patterns:
         places = list(matching(model, pattern))
         if not places:
             raise no_match(CALLER, model, pattern)

@@ -31,7 +31,10 @@ def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operat
             raise unknown(caller, "operator", operator, OPERATORS)
         name, operator = operator, OPERATORS[operator]
     elif not isinstance(operator, Operator):
-        raise TypeError(f"{caller}: operator must be a name of ops.OPERATORS or an ops.Operator, got {operator!r}.")
+        raise TypeError(
+            f"{caller}: operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
+            f'fix: "factorized_gaussian", for example.'
+        )
     else:
         name = next((name for name, known in OPERATORS.items() if known == operator), "custom")
     reason = find_obstacle(operator)

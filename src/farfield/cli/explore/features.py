@@ -1,0 +1,32 @@
+"""Features of a photograph for operators without a network: colours, edges and contrast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from skimage import color, filters, transform
+from torch import Tensor
+
+CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
+SHARPNESS = 14.0
+
+
+def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
+    """Compute features of the surroundings of each position: colour at two scales, edges and contrast; no coordinates.
+
+    The channels are the features and the negated features, so that a property and its opposite both have a channel with
+    large values. The channels of a position have length √SHARPNESS together: products are SHARPNESS · cosine.
+    """
+    lab = color.rgb2lab(photograph)
+    blurred = [filters.gaussian(lab, width, channel_axis=-1) for width in (3, 12)]
+    light = lab[..., 0]
+    edges = np.log1p(filters.gaussian(filters.sobel(light), 5))
+    contrast = np.log1p(np.abs(filters.gaussian(light**2, 8) - filters.gaussian(light, 8) ** 2))
+    stacked = np.concatenate([*blurred, edges[..., None], contrast[..., None]], -1)
+    positions = transform.resize(stacked, (*size, stacked.shape[-1]), anti_aliasing=True)
+    positions = (positions - positions.mean((0, 1))) / positions.std((0, 1))
+    positions *= np.sqrt(SHARPNESS / 2) / np.linalg.norm(positions, axis=-1, keepdims=True)
+    return torch.from_numpy(np.concatenate([positions, -positions], -1)).float().permute(2, 0, 1)[None]
