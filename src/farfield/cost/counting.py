@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention, SqueezeExcite
-from farfield.nn.tracing import empty_like, empty_state, without_numbers
+from farfield.nn.tracing import call_empty, empty_like, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
 Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
@@ -107,7 +106,7 @@ def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         with torch.no_grad(), without_numbers(), counter:
-            functional_call(module, empty_state(module), tuple(fake_inputs(inputs, dtype)))
+            call_empty(module, tuple(fake_inputs(inputs, dtype)))
     except ShapeError:
         raise
     except (RuntimeError, NotImplementedError, ValueError) as error:

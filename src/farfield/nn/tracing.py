@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -82,9 +83,19 @@ def empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def empty_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return uninitialized parameters and buffers of a model on the CPU, for `torch.func.functional_call`."""
-    return {name: empty_like(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+def call_empty(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Call a model with uninitialized parameters and buffers on the CPU in place of its own, which are not touched.
+
+    Each place of a parameter is replaced once: torch's own tying of names replaces the parameters of a module with two
+    paths twice, and would leave the replacement in the model.
+    """
+    empty: dict[Tensor, Tensor] = {}
+    state = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            empty.setdefault(tensor, empty_like(tensor))
+            state[f"{path}.{name}" if path else name] = empty[tensor]
+    return functional_call(model, state, inputs, tie_weights=False)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

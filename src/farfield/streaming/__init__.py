@@ -1,8 +1,8 @@
 """Attention on grids that do not fit in memory: a layer or a whole network runs tile by tile, with the same result.
 
 Summaries of tiles merge. So one pass over the tiles summarizes keys and values, and the next lets each tile respond to
-the summary of the whole grid; a network of n attentions in sequence takes n + 1 passes. Needs the extra
-`stream`: `pip install "farfield[stream]"`.
+the summary of the whole grid. Norms, means and pooling over all positions are summaries too. A network in which n such
+layers depend on each other takes n + 1 passes. Needs the extra `stream`: `pip install "farfield[stream]"`.
 """
 
 from farfield.streaming._plan_whole import StreamingPlan, plan_whole

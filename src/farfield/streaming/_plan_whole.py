@@ -11,27 +11,27 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
-from farfield.nn import GridAttention
 from farfield.streaming.arguments import parse_positions
 from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
+from farfield.streaming.layers import Layer
 from farfield.streaming.receptive_field import Scale, find_scale, trace_or_raise
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
 
 
-class AttentionCall(NamedTuple):
-    """One call of an attention.
+class Call(NamedTuple):
+    """One call of a layer that needs the whole grid: an attention, a norm, a mean.
 
     Attributes:
         grid: The input of the call.
-        attention: The module that is called.
-        summary: Bytes of the summary, and of the query sums if there are any.
+        layer: What is called, and how it runs in tiles.
+        summary: Bytes of its summary.
     """
 
     grid: NetworkGrid
-    attention: GridAttention
+    layer: Layer
     summary: int
 
 
@@ -59,7 +59,7 @@ class StreamingPlan:
         padding: How many positions are padded before and after each spatial axis.
         tile: Size of the tiles that are written.
         least: Smallest size that a tile reads.
-        calls: Calls of attentions, in the order of the forward pass.
+        calls: Calls of layers that need the whole grid, in the order of the forward pass.
         passes: The passes that summarize, then the pass that writes.
         output: The network's output.
         macs: MACs of the network on the whole volume.
@@ -71,7 +71,7 @@ class StreamingPlan:
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
     least: tuple[int, ...]
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[Call, ...]
     passes: tuple[Pass, ...]
     output: Output
     macs: int
@@ -158,8 +158,7 @@ def plan_whole(
 
     Example:
         >>> from torch import nn
-        >>> from farfield.nn import GridAttention
-        >>> from farfield.streaming import plan_whole
+        >>>         >>> from farfield.streaming import plan_whole
         >>> attention = GridAttention(8, "siamese")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
@@ -215,7 +214,7 @@ def make_plan(
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
     whole = trace_volume(model, batch, channels, size, scale)
     grids = [
-        NetworkGrid(step.name, step.attends, step.shape, axis_scales)
+        NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
     draft = Draft(model, batch, channels, size, scale, grids, whole)
@@ -226,7 +225,7 @@ def make_plan(
         padding=padding,
         tile=positions,
         least=draft.least,
-        calls=tuple(map(AttentionCall, [each for each in grids if each.attends], whole.attentions, whole.summaries)),
+        calls=tuple(map(Call, [each for each in grids if each.summarized], whole.layers, whole.summaries)),
         passes=passes,
         output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],

@@ -1,4 +1,4 @@
-"""A whole network over a volume in tiles: passes that summarize for its attentions, then one pass that writes."""
+"""A whole network over a volume in tiles: passes that summarize for its global layers, then one pass that writes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farfield.nn import GridAttention
 from farfield.nn.tracing import EnoughError
-from farfield.ops.grid import Gathered
-from farfield.ops.slots import Summary
 from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import count_positions, enlarge_region, index_within
+from farfield.streaming.layers import Layer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import Region, VolumeSource
-from farfield.streaming.summaries import MergedSummary
-from farfield.streaming.trace import device_of, dtype_of, replace_attention_forward, response_channels
+from farfield.streaming.statistics import Place
+from farfield.streaming.trace import device_of, dtype_of
 
 
 def predict_whole(
@@ -38,12 +36,13 @@ def predict_whole(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Any:
-    """Predict a volume tile by tile, with the result of `model(volume)`: attention is global over the whole volume.
+    """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
     Tiles overlap by the receptive field of the convolutions, so the result does not depend on where tiles are cut. Each
-    attention is summarized over all tiles before any tile responds to it: n attentions that depend on each other take
-    n + 1 passes over the volume, of which the first passes run only the first layers. With a path as `out`, a call that
-    was killed resumes when it is repeated, and ends with the same file.
+    attention is summarized over all tiles before any tile responds to it, and so is each norm, mean or pooling over all
+    positions: n such layers that depend on each other take n + 1 passes over the volume, of which the first passes run
+    only the first layers. With a path as `out`, a call that was killed resumes when it is repeated, and ends with the
+    same file.
 
     Args:
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one.
@@ -70,9 +69,9 @@ def predict_whole(
         the path, opened for reading.
 
     Raises:
-        ValueError: If the model is in training mode, does not take the volume's size, has a layer other than attention
-            that needs the whole grid, or gets a number that is not finite as input of an attention; if the summary of
-            an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
+        ValueError: If the model is in training mode, does not take the volume's size, has a layer that needs the whole
+            grid and cannot be summarized, or gets a number that is not finite as input of one that is; if the summary
+            of an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
             at the path belongs to another call, or its progress is damaged.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
@@ -93,8 +92,7 @@ def predict_whole(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from farfield.nn import GridAttention
-        >>> from farfield.streaming import predict_whole
+        >>>         >>> from farfield.streaming import predict_whole
         >>> attention = GridAttention(8, "siamese")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> image = torch.randn(1, 100, 90)
@@ -138,8 +136,8 @@ class Prediction:
     def __init__(self, model: nn.Module, plan: StreamingPlan, stream: Stream) -> None:
         self.model, self.plan, self.stream = model, plan, stream
         if len(plan.passes) > 1:
-            stream.merged = [MergedSummary(call.attention, f"predict_whole: {call.grid.name}") for call in plan.calls]
-        self.summaries: dict[int, tuple[Summary, Gathered | None]] = {}
+            stream.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+        self.summaries: dict[int, Any] = {}  # call -> the merged summary
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
     def run(self, quiet: bool) -> Any:
@@ -151,7 +149,7 @@ class Prediction:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.
 
         Args:
-            calls: Indices of the attention calls that the pass summarizes; empty in the last pass.
+            calls: Indices of the calls that the pass summarizes; empty in the last pass.
             halo: Halo of the pass.
             index: Index of the tile.
             core: The tile's own positions.
@@ -170,48 +168,44 @@ class Prediction:
     def run_with_summaries(self, grid: Tensor, calls: Sequence[int]) -> Tensor:
         """Run the network on what a tile reads, and return its output.
 
-        An attention in `calls` is summarized. Any other responds to its summary, or by zeros if an earlier pass has not
-        summarized it: then no attention in `calls` depends on it.
+        A layer in `calls` is summarized. Any other responds to its summary, or by a placeholder if an earlier pass has
+        not summarized it: then no layer in `calls` depends on it.
 
         Raises:
-            EnoughError: When the last attention in `calls` is summarized.
+            EnoughError: When the last layer in `calls` is summarized.
         """
 
-        def forward(path: str, attention: GridAttention, own: Tensor, mask: Tensor | None) -> Tensor:
+        def forward(path: str | None, layer: Layer, own: Tensor, mask: Tensor | None) -> Tensor:
             call, self.call = self.call, self.call + 1
             if call in calls:
-                self.summarize(call, own, mask)
+                self.summarize(call, layer, own, mask)
                 if call == calls[-1]:
                     raise EnoughError
             elif not calls or self.stream.merged[call].parts:
-                return self.respond(call, own, mask)
-            return own.new_zeros(own.shape[0], response_channels(attention), *own.shape[2:])
+                return self.respond(call, layer, own, mask)
+            return layer.placeholder(own)
 
-        with replace_attention_forward(self.model, forward):
+        with replace_layers(self.model, forward):
             return self.model(grid)
 
-    def summarize(self, call: int, grid: Tensor, mask: Tensor | None) -> None:
-        """Add a tile's own positions, without the halo, to the summary of an attention call."""
-        network_grid, merged = self.plan.calls[call].grid, self.stream.merged[call]
+    def summarize(self, call: int, layer: Layer, grid: Tensor, mask: Tensor | None) -> None:
+        """Add a tile's own positions, without the halo, to the summary of a call."""
+        network_grid = self.plan.calls[call].grid
         part = network_grid.part(self.core, self.plan.size)
         if not count_positions(part):
             return
         positions = index_within(part, network_grid.part(self.region, self.plan.size))
         own, valid = grid[positions], None if mask is None else mask[positions]
-        origin = tuple(start for start, _ in part)
-        merged.add(own, valid, origin, network_grid.size)
-        merged.add_query_sums(own, valid, origin, network_grid.size)
+        place = Place(tuple(start for start, _ in part), network_grid.size)
+        layer.add(self.stream.merged[call], own, valid, place)
 
-    def respond(self, call: int, grid: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the response of all positions that a tile reads, halo included, to the summary of the whole."""
-        network_grid, merged = self.plan.calls[call].grid, self.stream.merged[call]
+    def respond(self, call: int, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the result for all positions that a tile reads, halo included, from the summary of the whole."""
+        network_grid = self.plan.calls[call].grid
         if call not in self.summaries:
-            self.summaries[call] = merged.whole(grid.device)
-        summary, query_sums = self.summaries[call]
+            self.summaries[call] = self.stream.merged[call].whole(grid.device)
         origin = tuple(start for start, _ in network_grid.part(self.region, self.plan.size))
-        return merged.attention.respond(
-            grid, summary, mask=mask, origin=origin, size=network_grid.size, query_sums=query_sums
-        )
+        return layer.respond(self.summaries[call], grid, mask, Place(origin, network_grid.size))
 
     def write(self, output: Tensor) -> None:
         """Write the output at a tile's own positions, without those that stand for padding alone."""

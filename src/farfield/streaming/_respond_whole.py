@@ -18,13 +18,14 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume, parse_positions
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import cores, count_positions, round_up
+from farfield.streaming.layers import response_channels
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
 from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
-from farfield.streaming.trace import device_of, dtype_of, response_channels
+from farfield.streaming.trace import device_of, dtype_of
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
 TILE = 2**24
@@ -146,8 +147,9 @@ def respond_whole(
     identity = partial(compute_identity, layer, given, (query_volume.positions, key_volume.positions, str(path)))
     progress = make_progress("respond_whole", output, identity, query_volume.positions, None)
     volumes = {**query_volume.tiled_volumes(), **key_volume.tiled_volumes()}
-    merged = [MergedSummary(layer, "respond_whole")]
-    return Response(query_volume, key_volume, Stream("respond_whole", output, progress, merged, volumes)).run(quiet)
+    merged = MergedSummary(layer, "respond_whole")
+    stream = Stream("respond_whole", output, progress, [merged], volumes)
+    return Response(query_volume, key_volume, stream, merged).run(quiet)
 
 
 def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
@@ -260,11 +262,11 @@ class Response:
         query_volume: The grid that queries come from.
         key_volume: The grid that keys and values come from: the context, or `query_volume` if there is none.
         stream: Reads the inputs, writes the output, and saves the progress.
+        merged: The summary of the layer, which is the stream's only one.
     """
 
-    def __init__(self, query_volume: Volume, key_volume: Volume, stream: Stream) -> None:
-        self.query_volume, self.key_volume, self.stream = query_volume, key_volume, stream
-        self.merged = stream.merged[0]
+    def __init__(self, query_volume: Volume, key_volume: Volume, stream: Stream, merged: MergedSummary) -> None:
+        self.query_volume, self.key_volume, self.stream, self.merged = query_volume, key_volume, stream, merged
         self.whole: tuple[Summary, Gathered | None] | None = None
 
     def run(self, quiet: bool) -> Any:

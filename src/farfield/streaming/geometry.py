@@ -27,14 +27,14 @@ class NetworkGrid(NamedTuple):
     """A grid inside a network, for the whole volume.
 
     Attributes:
-        name: Path of the module that returns it, or of the attention that it is the input of.
-        attends: Whether it is the input of an attention.
+        name: Path of the module that returns it, or of the layer that it is the input of.
+        summarized: Whether it is the input of a layer that needs the whole grid.
         shape: Its shape.
         axis_scales: For each spatial axis of the volume: how the grid scales with it, None if it does not.
     """
 
     name: str
-    attends: bool
+    summarized: bool
     shape: tuple[int, ...]
     axis_scales: tuple[AxisScale | None, ...]
 
@@ -42,7 +42,7 @@ class NetworkGrid(NamedTuple):
     def size(self) -> tuple[int, ...]:
         """The size of the spatial axes, `shape[2:]`.
 
-        Only for grids with channels first: the inputs of attentions and the output of the network.
+        Only for grids with channels first: the inputs of layers that are summarized and the output of the network.
         """
         return self.shape[2:]
 

@@ -1,4 +1,4 @@
-"""Refuse layers other than attention that need the whole grid: tiles would not give the result of the whole."""
+"""Refuse layers that need the whole grid and have no summary: tiles would not give the result of the whole."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd
-
-from farfield.nn import SqueezeExcite
 
 
 class NotLocalError(ValueError):
-    """A layer other than attention needs more of the grid than a tile has."""
+    """A layer needs more of the grid than a tile has, and has no summary."""
 
 
 def always(module: nn.Module) -> bool:
     """Return True: the layer is global with any options."""
     return True
-
-
-def has_no_running_statistics(module: nn.Module) -> bool:
-    """Whether a norm computes mean and variance from the grid, in eval mode too."""
-    return getattr(module, "running_mean", None) is None
 
 
 def is_circular(module: nn.Module) -> bool:
@@ -37,15 +28,8 @@ def aligns_corners(module: nn.Module) -> bool:
     return bool(getattr(module, "align_corners", None))
 
 
-BATCH_NORM = "batch norm with running statistics"
 # Type -> function that returns whether a module of that type is global; what such a module does; what to use instead.
 GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
-    nn.GroupNorm: (always, "normalizes by the statistics of the whole grid", BATCH_NORM),
-    _InstanceNorm: (has_no_running_statistics, "normalizes by the statistics of the whole grid", BATCH_NORM),
-    _BatchNorm: (has_no_running_statistics, "normalizes by the statistics of the whole grid", BATCH_NORM),
-    SqueezeExcite: (always, "needs the means of the whole grid", 'GridAttention, "siamese_local" for example'),
-    _AdaptiveAvgPoolNd: (always, "pools windows that depend on the grid's size", "pooling by a fixed window"),
-    _AdaptiveMaxPoolNd: (always, "pools windows that depend on the grid's size", "pooling by a fixed window"),
     nn.Upsample: (
         aligns_corners,
         "has align_corners=True, so that sampling positions depend on the grid's size",

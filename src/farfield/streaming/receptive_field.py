@@ -16,11 +16,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
 from farfield.streaming.geometry import AxisScale, round_up
 from farfield.streaming.global_layers import NotLocalError, describe_module
-from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, positionwise_forward, record, trace
+from farfield.streaming.layers import AttentionLayer, Layer
+from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, record, trace
 
 # A length that all common strides divide: 2^6 · 3^3 · 5 · 7.
 DIVISIBLE = 60480
@@ -69,12 +69,12 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
                 "predict_whole: the network runs other layers on a longer grid, so tiles would not give the result of "
                 "the whole; fix: model(volume) where the volume fits in memory."
             )
-        ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.attentions)
+        ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.layers)
         for scales, before, after in zip(axis_scales, first.steps, grown.steps, strict=True):
             scales.append(find_axis_scale(before, after))
             if scales[-1] is not None:
                 ratios.append(scales[-1].ratio)
-            if before.attends:
+            if before.summarized:
                 pooled += window_ratios(next(called), scales[-1])
         strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
         multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
@@ -137,10 +137,12 @@ def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
                 yield from (Fraction(other - one, DIVISIBLE) for one, other in zip(before, after, strict=True))
 
 
-def window_ratios(attention: GridAttention, axis_scale: AxisScale | None) -> list[Fraction]:
-    """Return the windows per position of the volume if an attention pools its keys and values, else an empty list."""
-    pool = attention.operator.keys_from.gather
-    if axis_scale is None or not isinstance(pool, Pool):
+def window_ratios(layer: Layer, axis_scale: AxisScale | None) -> list[Fraction]:
+    """Return the windows per position of the volume of an attention that pools its keys and values; else nothing."""
+    if axis_scale is None or not isinstance(layer, AttentionLayer):
+        return []
+    pool = layer.attention.operator.keys_from.gather
+    if not isinstance(pool, Pool):
         return []
     return [axis_scale.ratio / (pool.size if isinstance(pool.size, int) else pool.size[axis_scale.axis - 2])]
 
@@ -166,7 +168,7 @@ class Probe:
         self.small = self.least = self.smallest()
 
     def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
-        """Run the network with positionwise functions in place of its attentions; return its steps, see `record`."""
+        """Run the network with positionwise functions in place of its global layers; return its steps, see `record`."""
         return record(self.model, partial(self.model, grid), last_call=last_call)
 
     @cached_property
@@ -276,17 +278,17 @@ class Probe:
     def levels(self) -> list[int]:
         """The level of each attention call: one more than the highest of those that it depends on, 0 without any."""
         grid = self.draw(self.small)
-        count = sum(step.attends for step in self.run(grid))
+        count = sum(step.summarized for step in self.run(grid))
         levels = [0] * count
         for source in range(count):
             calls = iter(range(count))
 
-            def poison(path: str, attention: GridAttention, read: Tensor, mask: Tensor | None) -> Tensor:
-                response = positionwise_forward(path, attention, read, mask)
+            def poison(path: str | None, layer: Layer, read: Tensor, mask: Tensor | None) -> Tensor:
+                response = layer.placeholder(read)
                 return response.fill_(torch.nan) if next(calls) == source else response  # noqa: B023  # used at once
 
             with plain_kernels():
-                steps = [step for step in record(self.model, partial(self.model, grid), poison) if step.attends]
+                steps = [step for step in record(self.model, partial(self.model, grid), poison) if step.summarized]
             for later in range(source + 1, count):
                 if cast(Tensor, steps[later].grid).isnan().any():
                     levels[later] = max(levels[later], levels[source] + 1)

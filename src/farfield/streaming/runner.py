@@ -18,7 +18,7 @@ from farfield.streaming.geometry import index_within
 from farfield.streaming.resume import Progress, Written, begin
 from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, explain_full_disk, to_numpy
 from farfield.streaming.source import Region, VolumeSource, checksum
-from farfield.streaming.summaries import MergedSummary
+from farfield.streaming.summaries import Merged
 
 # What a pass does with a tile; its arguments are the tile's index and own positions.
 TileFunction = Callable[[int, Region], None]
@@ -43,7 +43,7 @@ class Stream:
         caller: The function that errors name.
         output: Where responses are written.
         progress: The next pass and tile, and the state after those before them.
-        merged: Summary of each attention; may be set later, before `run`.
+        merged: Summary of each layer; may be set later, before `run`.
         volumes: Name -> volume that is read.
     """
 
@@ -52,7 +52,7 @@ class Stream:
         caller: str,
         output: FileOutput | ArrayOutput,
         progress: Progress,
-        merged: list[MergedSummary],
+        merged: Sequence[Merged],
         volumes: dict[str, TiledVolume],
     ) -> None:
         self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,69 @@ def has_grid_summary(attention: GridAttention) -> bool:
     """Whether a summary has a slot for each key, and so grows with the grid: softmax and softmax_pooled."""
     operator = make_streamable(attention).operator
     return not operator.merges_by_adding
+
+
+class Merged(Protocol):
+    """The merged summary of the tiles of one layer."""
+
+    parts: list[Any]
+
+    def whole(self, device: torch.device) -> Any:
+        """Return the merged summary on a device."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that `load` resumes from."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+        ...
+
+
+def not_finite(name: str, origin: tuple[int, ...]) -> ValueError:
+    """Return the error for a summary that is not finite."""
+    return ValueError(
+        f"{name}: its input is not finite in the tile at {origin} of that input, and would spread NaN to every "
+        f"position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in respond_whole, a mask of the "
+        f"valid positions."
+    )
+
+
+class MergedParts:
+    """The merged summary of the tiles of one statistic: sums, moments or maxima.
+
+    Args:
+        merge: Merges two summaries.
+        name: What errors begin with.
+    """
+
+    def __init__(self, merge: Callable[[Any, Any], Any], name: str) -> None:
+        self.merge, self.name = merge, name
+        self.parts: list[tuple[Tensor, ...]] = []
+
+    def add(self, parts: Sequence[Tensor], origin: tuple[int, ...]) -> None:
+        """Merge the summary of the tile at `origin`.
+
+        Raises:
+            ValueError: If the summary is NaN.
+        """
+        wide = tuple(part.cpu().double() for part in parts)
+        if any(part.isnan().any() for part in wide):
+            raise not_finite(self.name, origin)
+        self.parts = [self.merge(self.parts[0], wide)] if self.parts else [wide]
+
+    def whole(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the merged summary in float64."""
+        return tuple(part.to(device) for part in self.parts[0])
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that `load` resumes from."""
+        return {"parts": self.parts}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+        self.parts = [tuple(part) for part in state["parts"]]
 
 
 class MergedSummary:
@@ -81,11 +145,7 @@ class MergedSummary:
             ValueError: If the summary is not finite.
         """
         if not (summary.values.isfinite().all() and summary.weights.isfinite().all()):
-            raise ValueError(
-                f"{self.name}: its input is not finite in the tile at {origin} of that input, and attention would "
-                f"spread NaN to every position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in "
-                f"respond_whole, a mask of the valid positions."
-            )
+            raise not_finite(self.name, origin)
         tensors = [part for part in summary if isinstance(part, Tensor)]
         self.dtypes = [part.dtype if isinstance(part, Tensor) else None for part in summary]
         if summary.side_by_side:  # concatenated once, at the end

@@ -15,6 +15,7 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
 from farfield.streaming.global_layers import NotLocalError
+from farfield.streaming.layers import AttentionLayer
 from farfield.streaming.receptive_field import Probe, Scale, not_local_error
 from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
@@ -135,7 +136,11 @@ class Draft:
             # A grid may end earlier than the volume: the last tiles have nothing of it, and it ends in an inner tile.
             first, last = min(positions, enough), last if last <= enough else enough + last % self.scale.multiple[axis]
             widths = [first, enough, *[first] * -(-shorter // first), last]
-            difference = find_difference(self.get_probe(), axis, each.halo, widths, each.calls)
+            covered = [
+                before <= each.halo.before[axis] and after <= each.halo.after[axis]
+                for before, after in grid_halos[axis]
+            ]
+            difference = find_difference(self.get_probe(), axis, each.halo, widths, each.calls, covered)
             if difference is not None:
                 return difference
         return None
@@ -205,8 +210,8 @@ class Draft:
         """
         for grid in self.grids:
             axis_scale = grid.axis_scales[axis]
-            if (grid.attends or grid.name == OUTPUT) and (axis_scale is None or axis_scale.axis < 2):
-                what = f'the input of "{grid.name}"' if grid.attends else "the network's output"
+            if (grid.summarized or grid.name == OUTPUT) and (axis_scale is None or axis_scale.axis < 2):
+                what = f'the input of "{grid.name}"' if grid.summarized else "the network's output"
                 raise NotLocalError(
                     f"predict_whole: spatial axis {axis} of the volume is no spatial axis of {what}, so tiles must "
                     f"not cut it; fix: tile=None on that axis."
@@ -265,13 +270,13 @@ class Draft:
 
     def passes(self, grid_halos: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
         """Return one pass for each level of attentions, and the last pass, which writes."""
-        attends = [index for index, each in enumerate(self.grids) if each.attends]
+        summarized = [index for index, each in enumerate(self.grids) if each.summarized]
         levels = self.get_probe().levels
         passes = []
         for level in range(max(levels, default=-1) + 1):
             calls = tuple(call for call, own in enumerate(levels) if own == level)
             share = self.whole.macs[calls[-1]] / max(1, self.whole.macs[-1])
-            passes.append(Pass(calls, self.join_halos(grid_halos, [attends[call] for call in calls]), share))
+            passes.append(Pass(calls, self.join_halos(grid_halos, [summarized[call] for call in calls]), share))
         return (*passes, Pass((), self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
 
     def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
@@ -291,13 +296,15 @@ class Draft:
             ValueError: If a summary takes more than SUMMARY_SHARE of it.
         """
         free = free_bytes(device_of(self.model))
-        names = [grid.name for grid in self.grids if grid.attends]
-        for attention, name, size in zip(self.whole.attentions, names, self.whole.summaries, strict=True):
-            if has_grid_summary(attention) and size > SUMMARY_SHARE * free:
+        names = [grid.name for grid in self.grids if grid.summarized]
+        for layer, name, size in zip(self.whole.layers, names, self.whole.summaries, strict=True):
+            if not isinstance(layer, AttentionLayer):
+                continue
+            if has_grid_summary(layer.attention) and size > SUMMARY_SHARE * free:
                 raise ValueError(
-                    f"predict_whole: the summary of {attention.operator_name} at {name} is its grid, {size:,} bytes, "
-                    f"and may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
-                    f"factorized_gaussian."
+                    f"predict_whole: the summary of {layer.attention.operator_name} at {name} is its grid, {size:,} "
+                    f"bytes, and may take half of the {free:,} bytes that are free; fix: an operator that compresses, "
+                    f"such as factorized_gaussian."
                 )
 
 

@@ -20,7 +20,9 @@ TIES = 0.05
 LABEL_SAMPLES = 32
 
 
-def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int]) -> str | None:
+def find_difference(
+    probe: Probe, axis: int, halo: Halo, widths: Sequence[int], calls: Sequence[int], covered: Sequence[bool]
+) -> str | None:
     """Cut a small grid along one axis, and compare its tiles with the whole.
 
     Args:
@@ -29,7 +31,9 @@ def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], 
         halo: Positions that tiles read around their own.
         widths: Lengths of the tiles, whose sum is that of the grid; the second becomes longer if the network does not
             take so small a grid.
-        calls: Indices of the attentions whose input grids must be equal; if there are none, the output must be.
+        calls: Indices of the calls whose input grids must be equal; if there are none, the output must be.
+        covered: For each step whether the halo is as long as the step needs; others may differ where nothing that is
+            required depends on them, as before a mean of all positions.
 
     Returns:
         The name of the first step that differs; None if all required steps are equal.
@@ -59,21 +63,24 @@ def find_difference(probe: Probe, axis: int, halo: Halo, widths: Sequence[int], 
             is_different(one, other, axis_scales[axis], span, start) for one, other, axis_scales, span in pairs
         ]
         if any(differences[index] for index in required):
-            return whole[differences.index(True)].name
+            return next(
+                (step.name for step, differs, own in zip(whole, differences, covered, strict=False) if differs and own),
+                whole[differences.index(True)].name,
+            )
     return None
 
 
 def needed_steps(steps: Sequence[Step], calls: Sequence[int]) -> list[int]:
     """Return the indices of the steps that are the inputs of these attention calls; without calls, of the output."""
-    attends = [index for index, step in enumerate(steps) if step.attends]
-    return [attends[call] for call in calls] or [len(steps) - 1]
+    summarized = [index for index, step in enumerate(steps) if step.summarized]
+    return [summarized[call] for call in calls] or [len(steps) - 1]
 
 
 def own_span(whole: Step, axis_scale: AxisScale | None, core: tuple[int, int], length: int) -> tuple[int, int]:
     """Return where a tile's own positions lie in a step of the whole; (0, 1) if it does not scale with the axis."""
     if axis_scale is None:
         return 0, 1
-    grid = NetworkGrid(whole.name, whole.attends, whole.shape, ())
+    grid = NetworkGrid(whole.name, whole.summarized, whole.shape, ())
     return grid.span(axis_scale, core, length)
 
 

@@ -1,0 +1,227 @@
+"""Layers that need the whole grid, each with what streaming does with it, and the functions that replace them in a run.
+
+Three kinds: attentions, torch's functions of `statistics.FUNCTIONS`, wherever a network calls them, and modules of the
+user with the methods `summarize` and `respond`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from farfield.nn import GridAttention
+from farfield.streaming.statistics import FUNCTIONS, Place, Statistic, add
+from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, make_streamable, summary_bytes
+
+
+class Layer(Protocol):
+    """One call of a layer that needs the whole grid."""
+
+    def placeholder(self, grid: Tensor) -> Tensor:
+        """Return a tensor of the result's shape in which no position depends on another."""
+        ...
+
+    def start(self, name: str) -> Merged:
+        """Return the empty summary of all tiles; errors begin with `name`."""
+        ...
+
+    def add(self, merged: Any, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+        """Add a tile's own positions to the summary of all tiles."""
+        ...
+
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+        """Return the result for a tile, from the merged summary, `merged.whole(device)`."""
+        ...
+
+
+class AttentionLayer(NamedTuple):
+    """An attention."""
+
+    attention: GridAttention
+
+    def placeholder(self, grid: Tensor) -> Tensor:
+        """Return a positionwise function of the grid."""
+        return grid.mean(1, keepdim=True).repeat(1, response_channels(self.attention), *[1] * (grid.dim() - 2))
+
+    def start(self, name: str) -> MergedSummary:
+        """Return the empty summary."""
+        return MergedSummary(self.attention, name)
+
+    def add(self, merged: MergedSummary, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+        """Add a tile to the summary and to the sums that queries come from."""
+        merged.add(tile, mask, *place)
+        merged.add_query_sums(tile, mask, *place)
+
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+        """Return the response of a tile."""
+        summary, query_sums = whole
+        attention = make_streamable(self.attention)
+        return attention.respond(tile, summary, mask=mask, origin=place.origin, size=place.size, query_sums=query_sums)
+
+
+class StatisticLayer(NamedTuple):
+    """A call of a function of torch, or of a user's module."""
+
+    statistic: Statistic
+
+    def placeholder(self, grid: Tensor) -> Tensor:
+        """Return the statistic's placeholder."""
+        return self.statistic.placeholder(grid)
+
+    def start(self, name: str) -> MergedParts:
+        """Return the empty summary."""
+        return MergedParts(self.statistic.merge, name)
+
+    def add(self, merged: MergedParts, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+        """Add a tile to the summary."""
+        merged.add(self.statistic.summarize(tile, place), place.origin)
+
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+        """Return the result for a tile."""
+        return self.statistic.apply(tile, whole, place)
+
+
+# (path, layer, grid, mask) -> result; the path is None for functions, which do not know it.
+LayerForward = Callable[["str | None", Layer, Tensor, "Tensor | None"], Tensor]
+
+
+def placeholder_forward(path: str | None, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Return a placeholder of the result, so that only other layers mix positions."""
+    return layer.placeholder(grid)
+
+
+class ReplaceFunctions(TorchFunctionMode):
+    """Replaces the functions of `FUNCTIONS` by `forward(None, layer, grid, None)` where they need the whole grid.
+
+    Attributes:
+        paused: Whether functions run as they are: inside an attention, which is replaced as one layer.
+    """
+
+    def __init__(self, forward: LayerForward) -> None:
+        super().__init__()
+        self.forward, self.paused = forward, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, or what replaces it; within it no function is replaced."""
+        kwargs = kwargs or {}
+        statistic = None if self.paused else parse(function, args, kwargs)
+        if statistic is None:
+            return function(*args, **kwargs)
+        return self.forward(None, StatisticLayer(statistic), statistic.grid, None)
+
+
+def parse(function: Any, args: Any, kwargs: Any) -> Statistic | None:
+    """Return the statistic of a call; None if it is local, or in a form that is not known, which is checked later."""
+    if function not in FUNCTIONS:
+        return None
+    try:
+        return FUNCTIONS[function](*args, **kwargs)
+    except TypeError:  # arguments such as `out`
+        return None
+
+
+@contextmanager
+def replace_layers(model: nn.Module, forward: LayerForward) -> Iterator[None]:
+    """Replace each layer that needs the whole grid by `forward(path, layer, grid, mask)` inside the context.
+
+    A block that can fold its attention into its other layers calls the attention only if it has hooks; so each
+    attention gets a hook that does nothing.
+    """
+    with ExitStack() as stack:
+        functions = ReplaceFunctions(forward)
+        for path, module in model.named_modules():
+            name = path or type(module).__name__
+            if isinstance(module, GridAttention):
+                replacement = partial(self_attention_forward, functions, name, module)
+            elif is_summarizing(module):
+                replacement = partial(module_forward, functions, name, module)
+            else:
+                continue
+            stack.callback(restore, module, vars(module).get("forward"))
+            stack.enter_context(module.register_forward_pre_hook(lambda *_: None))
+            vars(module)["forward"] = replacement
+        stack.enter_context(functions)
+        yield
+
+
+def is_summarizing(module: nn.Module) -> bool:
+    """Whether a module of the user runs in tiles by its methods `summarize` and `respond`."""
+    return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
+
+
+def self_attention_forward(
+    functions: ReplaceFunctions,
+    path: str,
+    attention: GridAttention,
+    grid: Tensor,
+    context: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
+) -> Tensor:
+    """Call the replacement for self-attention; refuse a context.
+
+    Raises:
+        NotImplementedError: If there is a context or a mask of one.
+    """
+    if context is not None or context_mask is not None:
+        raise NotImplementedError(
+            f"{path} attends to a context; only self-attention runs in tiles; fix: model(volume) where the volume fits "
+            f"in memory."
+        )
+    return run_paused(functions, path, AttentionLayer(attention), grid, mask)
+
+
+def module_forward(functions: ReplaceFunctions, path: str, module: Any, grid: Tensor) -> Tensor:
+    """Call the replacement for a module of the user: its sums merge by adding, and it keeps the grid's shape."""
+
+    def summarize(tile: Tensor, place: Place) -> tuple[Tensor, ...]:
+        sums = module.summarize(tile)
+        return tuple(sums) if isinstance(sums, tuple | list) else (sums,)
+
+    def apply(tile: Tensor, parts: tuple[Tensor, ...], place: Place) -> Tensor:
+        return module.respond(tile, *(part.to(tile.dtype) for part in parts))
+
+    statistic = Statistic(grid, tuple(grid.shape), True, summarize, add, apply)
+    return run_paused(functions, path, StatisticLayer(statistic), grid, None)
+
+
+def run_paused(functions: ReplaceFunctions, path: str, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Call the replacement of a module, inside which no function is replaced."""
+    before, functions.paused = functions.paused, True
+    try:
+        return functions.forward(path, layer, grid, mask)
+    finally:
+        functions.paused = before
+
+
+def restore(module: nn.Module, forward: Any) -> None:
+    """Restore a module's `forward`: the function that the instance had, or with None the method of its class."""
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+def response_channels(attention: GridAttention) -> int:
+    """Return the number of channels of an attention's response."""
+    return attention.value_channels if attention.output is None else attention.channels
+
+
+def measure_summary(layer: Layer, grid: Tensor, mask: Tensor | None) -> tuple[int, Tensor]:
+    """Run a layer on a whole grid as on one tile; return the bytes of its summary, and its result."""
+    place = Place((0,) * (grid.dim() - 2), tuple(grid.shape[2:]))
+    if isinstance(layer, StatisticLayer):
+        parts = layer.statistic.summarize(grid, place)
+        size = sum(part.numel() * part.element_size() for part in parts)
+        return size, layer.statistic.apply(grid, parts, place)
+    attention = make_streamable(layer.attention)  # type: ignore[attr-defined]
+    summary = attention.summarize(grid, mask=mask)
+    sums = None if attention.operator.queries_from.side_by_side else attention.gather_queries(grid, mask=mask)
+    response = attention.respond(grid, summary, mask=mask, query_sums=sums)
+    return summary_bytes(summary, sums), response
