@@ -14,14 +14,14 @@ from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import parse_positions
 from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
-from farfield.streaming.layers import Layer
 from farfield.streaming.receptive_field import Scale, find_scale, trace_or_raise
+from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
 
 
-class Call(NamedTuple):
+class PlannedCall(NamedTuple):
     """One call of a layer that needs the whole grid: an attention, a norm, a mean.
 
     Attributes:
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     """
 
     grid: NetworkGrid
-    layer: Layer
+    layer: GlobalLayer
     summary: int
 
 
@@ -71,7 +71,7 @@ class StreamingPlan:
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
     least: tuple[int, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[PlannedCall, ...]
     passes: tuple[Pass, ...]
     output: Output
     macs: int
@@ -225,7 +225,7 @@ def make_plan(
         padding=padding,
         tile=positions,
         least=draft.least,
-        calls=tuple(map(Call, [each for each in grids if each.summarized], whole.layers, whole.summaries)),
+        calls=tuple(map(PlannedCall, [each for each in grids if each.summarized], whole.layers, whole.summaries)),
         passes=passes,
         output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],

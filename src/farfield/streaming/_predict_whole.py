@@ -16,12 +16,12 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import count_positions, enlarge_region, index_within
-from farfield.streaming.layers import Layer, replace_layers
+from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import Region, VolumeSource
-from farfield.streaming.statistics import Place
+from farfield.streaming.statistics import TilePlace
 from farfield.streaming.trace import device_of, dtype_of
 
 
@@ -175,7 +175,7 @@ class Prediction:
             EnoughError: When the last layer in `calls` is summarized.
         """
 
-        def forward(path: str | None, layer: Layer, own: Tensor, mask: Tensor | None) -> Tensor:
+        def forward(path: str | None, layer: GlobalLayer, own: Tensor, mask: Tensor | None) -> Tensor:
             call, self.call = self.call, self.call + 1
             if call in calls:
                 self.summarize(call, layer, own, mask)
@@ -188,7 +188,7 @@ class Prediction:
         with replace_layers(self.model, forward):
             return self.model(grid)
 
-    def summarize(self, call: int, layer: Layer, grid: Tensor, mask: Tensor | None) -> None:
+    def summarize(self, call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> None:
         """Add a tile's own positions, without the halo, to the summary of a call."""
         network_grid = self.plan.calls[call].grid
         part = network_grid.part(self.core, self.plan.size)
@@ -196,16 +196,16 @@ class Prediction:
             return
         positions = index_within(part, network_grid.part(self.region, self.plan.size))
         own, valid = grid[positions], None if mask is None else mask[positions]
-        place = Place(tuple(start for start, _ in part), network_grid.size)
+        place = TilePlace(tuple(start for start, _ in part), network_grid.size)
         layer.add(self.stream.merged[call], own, valid, place)
 
-    def respond(self, call: int, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+    def respond(self, call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Return the result for all positions that a tile reads, halo included, from the summary of the whole."""
         network_grid = self.plan.calls[call].grid
         if call not in self.summaries:
             self.summaries[call] = self.stream.merged[call].whole(grid.device)
         origin = tuple(start for start, _ in network_grid.part(self.region, self.plan.size))
-        return layer.respond(self.summaries[call], grid, mask, Place(origin, network_grid.size))
+        return layer.respond(self.summaries[call], grid, mask, TilePlace(origin, network_grid.size))
 
     def write(self, output: Tensor) -> None:
         """Write the output at a tile's own positions, without those that stand for padding alone."""

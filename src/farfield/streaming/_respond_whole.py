@@ -18,7 +18,7 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume, parse_positions
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import cores, count_positions, round_up
-from farfield.streaming.layers import response_channels
+from farfield.streaming.replacement import response_channels
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for

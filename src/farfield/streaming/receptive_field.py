@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from farfield.ops.grid import Pool
 from farfield.streaming.geometry import AxisScale, round_up
 from farfield.streaming.global_layers import NotLocalError, describe_module
-from farfield.streaming.layers import AttentionLayer, Layer
+from farfield.streaming.replacement import AttentionLayer, GlobalLayer
 from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, record, trace
 
 # A length that all common strides divide: 2^6 · 3^3 · 5 · 7.
@@ -137,7 +137,7 @@ def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
                 yield from (Fraction(other - one, DIVISIBLE) for one, other in zip(before, after, strict=True))
 
 
-def window_ratios(layer: Layer, axis_scale: AxisScale | None) -> list[Fraction]:
+def window_ratios(layer: GlobalLayer, axis_scale: AxisScale | None) -> list[Fraction]:
     """Return the windows per position of the volume of an attention that pools its keys and values; else nothing."""
     if axis_scale is None or not isinstance(layer, AttentionLayer):
         return []
@@ -283,7 +283,7 @@ class Probe:
         for source in range(count):
             calls = iter(range(count))
 
-            def poison(path: str | None, layer: Layer, read: Tensor, mask: Tensor | None) -> Tensor:
+            def poison(path: str | None, layer: GlobalLayer, read: Tensor, mask: Tensor | None) -> Tensor:
                 response = layer.placeholder(read)
                 return response.fill_(torch.nan) if next(calls) == source else response  # noqa: B023  # used at once
 

@@ -18,7 +18,7 @@ from torch import Tensor
 Parts = tuple[Tensor, ...]
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where a tile lies.
 
     Attributes:
@@ -46,9 +46,9 @@ class Statistic(NamedTuple):
     grid: Tensor
     shape: tuple[int, ...]
     keeps_size: bool
-    summarize: Callable[[Tensor, Place], Parts]
+    summarize: Callable[[Tensor, TilePlace], Parts]
     merge: Callable[[Parts, Parts], Parts]
-    apply: Callable[[Tensor, Parts, Place], Tensor]
+    apply: Callable[[Tensor, Parts, TilePlace], Tensor]
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a result that has this shape and in which no position depends on another.
@@ -83,7 +83,7 @@ def merge_moments(first: Parts, second: Parts) -> Parts:
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 def normalization(
-    grid: Tensor, dims: tuple[int, ...], groups: int, eps: float, scale: Callable[[Tensor, Place], tuple[Any, Any]]
+    grid: Tensor, dims: tuple[int, ...], groups: int, eps: float, scale: Callable[[Tensor, TilePlace], tuple[Any, Any]]
 ) -> Statistic:
     """Return the statistic of (x - mean) / sqrt(variance + eps) * weight + bias.
 
@@ -98,13 +98,13 @@ def normalization(
     def split(tile: Tensor) -> Tensor:
         return tile.unflatten(1, (groups, -1))
 
-    def summarize(tile: Tensor, place: Place) -> Parts:
+    def summarize(tile: Tensor, place: TilePlace) -> Parts:
         wide = split(tile).to(torch.promote_types(tile.dtype, torch.float32))
         variance, mean = (part.double() for part in torch.var_mean(wide, dims, correction=0, keepdim=True))
         count = torch.full_like(mean, wide.numel() // mean.numel())
         return count, mean, variance * count
 
-    def apply(tile: Tensor, parts: Parts, place: Place) -> Tensor:
+    def apply(tile: Tensor, parts: Parts, place: TilePlace) -> Tensor:
         count, mean, squares = parts
         inverse = (squares / count + eps).rsqrt()
         wide = split(tile).to(torch.promote_types(tile.dtype, torch.float32))
@@ -117,10 +117,10 @@ def normalization(
     return Statistic(grid, tuple(grid.shape), True, summarize, merge_moments, apply)
 
 
-def by_channel(*parameters: Tensor | None) -> Callable[[Tensor, Place], tuple[Any, Any]]:
+def by_channel(*parameters: Tensor | None) -> Callable[[Tensor, TilePlace], tuple[Any, Any]]:
     """Return the function that gives the parameters of all channels, which are the same for all tiles."""
 
-    def scale(tile: Tensor, place: Place) -> tuple[Any, Any]:
+    def scale(tile: Tensor, place: TilePlace) -> tuple[Any, Any]:
         ones = (1,) * (tile.dim() - 2)
         weight, bias = (None if each is None else each.view(-1, *ones) for each in parameters)
         return weight, bias
@@ -181,7 +181,7 @@ def layer_norm(
     if axes < 2 or axes not in (input.dim() - 1, input.dim() - 2):
         return None
 
-    def scale(tile: Tensor, place: Place) -> tuple[Any, Any]:
+    def scale(tile: Tensor, place: TilePlace) -> tuple[Any, Any]:
         ends = zip(place.origin, tile.shape[2:], strict=True)
         own: tuple[Any, ...] = (..., *(slice(start, start + length) for start, length in ends))
         return (None if weight is None else weight[own]), (None if bias is None else bias[own])
@@ -216,7 +216,7 @@ def reduction(
     """
     shape = (*input.shape[:2], *([1] * (input.dim() - 2) if keepdim else []))
 
-    def apply(tile: Tensor, parts: Parts, place: Place) -> Tensor:
+    def apply(tile: Tensor, parts: Parts, place: TilePlace) -> Tensor:
         return finish(parts[0], math.prod(place.size)).to(tile.dtype).reshape(*tile.shape[:2], *shape[2:])
 
     return Statistic(input, shape, False, lambda tile, place: (summarize(tile),), merge, apply)
@@ -275,10 +275,10 @@ def pooling(
     if None in size:  # an axis that keeps its length
         return None
 
-    def windows(place: Place) -> list[list[tuple[int, int]]]:
+    def windows(place: TilePlace) -> list[list[tuple[int, int]]]:
         return [bins(length, count) for length, count in zip(place.size, size, strict=True)]
 
-    def summarize(tile: Tensor, place: Place) -> Parts:
+    def summarize(tile: Tensor, place: TilePlace) -> Parts:
         result = tile
         for axis, (spans, first) in enumerate(zip(windows(place), place.origin, strict=True), start=2):
             length = result.shape[axis]
@@ -287,7 +287,7 @@ def pooling(
             result = torch.stack(boxes, axis)
         return (result,)
 
-    def apply(tile: Tensor, parts: Parts, place: Place) -> Tensor:
+    def apply(tile: Tensor, parts: Parts, place: TilePlace) -> Tensor:
         result = parts[0]
         if merge is add:
             for axis, spans in enumerate(windows(place)):

@@ -14,7 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.nn import GridAttention
 from farfield.nn.tracing import EnoughError, LiveBytes, call_empty, tensors, without_numbers
-from farfield.streaming.layers import Layer, LayerForward, measure_summary, placeholder_forward, replace_layers
+from farfield.streaming.replacement import (
+    GlobalLayer,
+    LayerForward,
+    placeholder_forward,
+    replace_layers,
+)
 
 OUTPUT = "the output"
 
@@ -66,7 +71,7 @@ def record(
     def note(name: str, summarized: bool, grid: Tensor) -> None:
         steps.append(Step(name, summarized, tuple(grid.shape), grid.dtype, grid if keep else None))
 
-    def run_layer(path: str | None, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+    def run_layer(path: str | None, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         note(path or running[-1], True, grid)
         if sum(step.summarized for step in steps) - 1 == last_call:
             raise EnoughError
@@ -125,7 +130,7 @@ class Trace(NamedTuple):
     steps: list[Step]
     shapes: list[tuple[int, ...]]
     macs: list[int]
-    layers: list[Layer]
+    layers: list[GlobalLayer]
     summaries: list[int]
     peak: int
 
@@ -158,16 +163,16 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
         Exception: What the model raises for a grid that it does not take.
     """
     macs: list[int] = []
-    layers: list[Layer] = []
+    layers: list[GlobalLayer] = []
     summaries: list[int] = []
     counter, watch, live = FlopCounterMode(display=False), Shapes(), LiveBytes()
 
-    def forward(path: str | None, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(path: str | None, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         macs.append(counter.get_total_flops() // 2)
         layers.append(layer)
         if not whole:
             return layer.placeholder(grid)
-        size, result = measure_summary(layer, grid, mask)
+        size, result = layer.run_whole(grid, mask)
         summaries.append(size)
         return result
 

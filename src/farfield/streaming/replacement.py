@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from farfield.nn import GridAttention
-from farfield.streaming.statistics import FUNCTIONS, Place, Statistic, add
+from farfield.streaming.statistics import FUNCTIONS, Statistic, TilePlace, add
 from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, make_streamable, summary_bytes
 
 
-class Layer(Protocol):
+class GlobalLayer(Protocol):
     """One call of a layer that needs the whole grid."""
 
     def placeholder(self, grid: Tensor) -> Tensor:
@@ -30,12 +30,16 @@ class Layer(Protocol):
         """Return the empty summary of all tiles; errors begin with `name`."""
         ...
 
-    def add(self, merged: Any, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+    def add(self, merged: Any, tile: Tensor, mask: Tensor | None, place: TilePlace) -> None:
         """Add a tile's own positions to the summary of all tiles."""
         ...
 
-    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: TilePlace) -> Tensor:
         """Return the result for a tile, from the merged summary, `merged.whole(device)`."""
+        ...
+
+    def run_whole(self, grid: Tensor, mask: Tensor | None) -> tuple[int, Tensor]:
+        """Run on a whole grid as on one tile; return the bytes of the summary, and the result."""
         ...
 
 
@@ -52,16 +56,23 @@ class AttentionLayer(NamedTuple):
         """Return the empty summary."""
         return MergedSummary(self.attention, name)
 
-    def add(self, merged: MergedSummary, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+    def add(self, merged: MergedSummary, tile: Tensor, mask: Tensor | None, place: TilePlace) -> None:
         """Add a tile to the summary and to the sums that queries come from."""
         merged.add(tile, mask, *place)
         merged.add_query_sums(tile, mask, *place)
 
-    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: TilePlace) -> Tensor:
         """Return the response of a tile."""
         summary, query_sums = whole
         attention = make_streamable(self.attention)
         return attention.respond(tile, summary, mask=mask, origin=place.origin, size=place.size, query_sums=query_sums)
+
+    def run_whole(self, grid: Tensor, mask: Tensor | None) -> tuple[int, Tensor]:
+        """Run on a whole grid as on one tile; return the bytes of summary and query sums, and the response."""
+        attention = make_streamable(self.attention)
+        summary = attention.summarize(grid, mask=mask)
+        sums = None if attention.operator.queries_from.side_by_side else attention.gather_queries(grid, mask=mask)
+        return summary_bytes(summary, sums), attention.respond(grid, summary, mask=mask, query_sums=sums)
 
 
 class StatisticLayer(NamedTuple):
@@ -77,20 +88,27 @@ class StatisticLayer(NamedTuple):
         """Return the empty summary."""
         return MergedParts(self.statistic.merge, name)
 
-    def add(self, merged: MergedParts, tile: Tensor, mask: Tensor | None, place: Place) -> None:
+    def add(self, merged: MergedParts, tile: Tensor, mask: Tensor | None, place: TilePlace) -> None:
         """Add a tile to the summary."""
         merged.add(self.statistic.summarize(tile, place), place.origin)
 
-    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: Place) -> Tensor:
+    def respond(self, whole: Any, tile: Tensor, mask: Tensor | None, place: TilePlace) -> Tensor:
         """Return the result for a tile."""
         return self.statistic.apply(tile, whole, place)
 
+    def run_whole(self, grid: Tensor, mask: Tensor | None) -> tuple[int, Tensor]:
+        """Run on a whole grid as on one tile; return the bytes of the summary, and the result."""
+        place = TilePlace((0,) * (grid.dim() - 2), tuple(grid.shape[2:]))
+        parts = self.statistic.summarize(grid, place)
+        size = sum(part.numel() * part.element_size() for part in parts)
+        return size, self.statistic.apply(grid, parts, place)
+
 
 # (path, layer, grid, mask) -> result; the path is None for functions, which do not know it.
-LayerForward = Callable[["str | None", Layer, Tensor, "Tensor | None"], Tensor]
+LayerForward = Callable[["str | None", GlobalLayer, Tensor, "Tensor | None"], Tensor]
 
 
-def placeholder_forward(path: str | None, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+def placeholder_forward(path: str | None, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
     """Return a placeholder of the result, so that only other layers mix positions."""
     return layer.placeholder(grid)
 
@@ -180,18 +198,18 @@ def self_attention_forward(
 def module_forward(functions: ReplaceFunctions, path: str, module: Any, grid: Tensor) -> Tensor:
     """Call the replacement for a module of the user: its sums merge by adding, and it keeps the grid's shape."""
 
-    def summarize(tile: Tensor, place: Place) -> tuple[Tensor, ...]:
+    def summarize(tile: Tensor, place: TilePlace) -> tuple[Tensor, ...]:
         sums = module.summarize(tile)
         return tuple(sums) if isinstance(sums, tuple | list) else (sums,)
 
-    def apply(tile: Tensor, parts: tuple[Tensor, ...], place: Place) -> Tensor:
+    def apply(tile: Tensor, parts: tuple[Tensor, ...], place: TilePlace) -> Tensor:
         return module.respond(tile, *(part.to(tile.dtype) for part in parts))
 
     statistic = Statistic(grid, tuple(grid.shape), True, summarize, add, apply)
     return run_paused(functions, path, StatisticLayer(statistic), grid, None)
 
 
-def run_paused(functions: ReplaceFunctions, path: str, layer: Layer, grid: Tensor, mask: Tensor | None) -> Tensor:
+def run_paused(functions: ReplaceFunctions, path: str, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
     """Call the replacement of a module, inside which no function is replaced."""
     before, functions.paused = functions.paused, True
     try:
@@ -211,17 +229,3 @@ def restore(module: nn.Module, forward: Any) -> None:
 def response_channels(attention: GridAttention) -> int:
     """Return the number of channels of an attention's response."""
     return attention.value_channels if attention.output is None else attention.channels
-
-
-def measure_summary(layer: Layer, grid: Tensor, mask: Tensor | None) -> tuple[int, Tensor]:
-    """Run a layer on a whole grid as on one tile; return the bytes of its summary, and its result."""
-    place = Place((0,) * (grid.dim() - 2), tuple(grid.shape[2:]))
-    if isinstance(layer, StatisticLayer):
-        parts = layer.statistic.summarize(grid, place)
-        size = sum(part.numel() * part.element_size() for part in parts)
-        return size, layer.statistic.apply(grid, parts, place)
-    attention = make_streamable(layer.attention)  # type: ignore[attr-defined]
-    summary = attention.summarize(grid, mask=mask)
-    sums = None if attention.operator.queries_from.side_by_side else attention.gather_queries(grid, mask=mask)
-    response = attention.respond(grid, summary, mask=mask, query_sums=sums)
-    return summary_bytes(summary, sums), response
