@@ -38,6 +38,8 @@ class Setting(NamedTuple):
 
 
 IN_3D, IN_2D, TILE_3D, TILE_2D = (1, 32, 48, 80), (1, 96, 176), (32, 32, 32), (64, 64)
+# Encoders of ImageNet have receptive fields of hundreds of positions.
+LONG, TILE_LONG = (1, 64, 1280), (64, 128)
 
 
 def settings() -> dict[str, Setting]:
@@ -65,14 +67,11 @@ def settings() -> dict[str, Setting]:
             lambda: nets.SegResNet(3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), IN_3D, TILE_3D
         ),
         "MONAI AttentionUnet, 2-D": Setting(lambda: nets.AttentionUnet(2, 1, 2, (8, 16, 32), (2, 2)), IN_2D, TILE_2D),
-        "MONAI SwinUNETR, 2-D": Setting(
-            lambda: nets.SwinUNETR(1, 2, spatial_dims=2, feature_size=12), (1, 96, 160), (64, 64)
-        ),
-        "smp Unet, efficientnet-b0": Setting(lambda: plain("Unet", "timm-efficientnet-b0"), IN_2D, TILE_2D),
-        "smp Unet, resnet18": Setting(lambda: plain("Unet", "resnet18"), IN_2D, TILE_2D),
-        "smp DeepLabV3Plus, resnet18": Setting(lambda: plain("DeepLabV3Plus", "resnet18"), IN_2D, TILE_2D),
-        "smp FPN, resnet18": Setting(lambda: plain("FPN", "resnet18"), IN_2D, TILE_2D),
-        "smp PSPNet, resnet18": Setting(lambda: plain("PSPNet", "resnet18"), IN_2D, TILE_2D),
+        "smp Unet, efficientnet-b0": Setting(lambda: plain("Unet", "timm-efficientnet-b0"), LONG, TILE_LONG),
+        "smp Unet, resnet18": Setting(lambda: plain("Unet", "resnet18"), LONG, TILE_LONG),
+        "smp DeepLabV3Plus, resnet18": Setting(lambda: plain("DeepLabV3Plus", "resnet18"), LONG, TILE_LONG),
+        "smp FPN, resnet18": Setting(lambda: plain("FPN", "resnet18"), LONG, TILE_LONG),
+        "smp PSPNet, resnet18": Setting(lambda: plain("PSPNet", "resnet18"), LONG, TILE_LONG),
     }
 
 

@@ -12,6 +12,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from helpers.packs import unpack
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FIRST_PAGE = 500_000  # bytes, with all that it loads
@@ -88,11 +90,25 @@ def test_the_first_page_is_light(pages: dict[Path, Page], site: Path) -> None:
     assert front.stat().st_size + sum(file.stat().st_size for file in loaded) < FIRST_PAGE
 
 
+def test_the_explorer_is_within_the_guide(pages: dict[Path, Page], site: Path) -> None:
+    guide = site / "guide" / "look.html"
+    assert pages[guide].loaded.count("../explore.html") == 1
+    assert re.search(r"<iframe [^>]*loading=.lazy", guide.read_text(encoding="utf-8"))
+    assert "explore.html" in pages[site / "index.html"].links
+    assert (site / "explore.html").stat().st_size < 2_000_000
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run_and_hold_their_outputs(path: Path, tmp_path: Path) -> None:
+def test_notebooks_run_and_hold_their_outputs(path: Path, tmp_path: Path, data: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 
+    if path.stem == "insert_resnet" and not os.environ.get("IMAGENETTE"):
+        archive = data / "classification" / "imagenette.tar.xz"
+        if not archive.is_file():
+            pytest.skip(f"needs images: IMAGENETTE is not set, and the data packs have no {archive.name}")
+        # As imagenette/, where the notebook looks by itself.
+        unpack(archive, tmp_path)
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
