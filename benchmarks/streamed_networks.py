@@ -1,6 +1,6 @@
 """Run networks of other libraries in tiles and compare with the whole: exact, or refused with the reason.
 
-    python benchmarks/streamed_networks.py                       # needs monai and segmentation-models-pytorch
+    python benchmarks/streamed_networks.py
     python benchmarks/streamed_networks.py --network "MONAI UNet" --json streamed.json
 
 Networks have random weights, norms random scales and offsets. `tiles` is the largest difference between predict_whole
