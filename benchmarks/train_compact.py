@@ -41,6 +41,8 @@ SIZE = {"imagenette": 128, "cifar10": 32}
 STRIDES = {"imagenette": (2, 2, 2, 2, 2), "cifar10": (1, 1, 2, 2, 2)}
 # Batch of the timed steps, and number of turns of each network.
 TIMED_BATCH, TURNS = 16, 9
+# Styles of the lines of seeds 1, 2, 3 and on.
+LINES = ("-", "--", ":")
 # The options that identify the runs of one table; a run is one network and seed of them.
 IDENTITY = ("dataset", "width", "epochs", "subset", "batch_size", "learning_rate", "more")
 Record = dict[tuple[str, int], dict[str, Any]]
@@ -148,7 +150,7 @@ def table(runs: Mapping[str, list[dict[str, Any]]], arguments: argparse.Namespac
 
 
 def picture(runs: Mapping[str, list[dict[str, Any]]], title: str, file: Path) -> None:
-    """Draw validation accuracy against epochs, one colour per network, one line per seed."""
+    """Draw validation accuracy against epochs, one colour per network, one style of line per seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -156,7 +158,10 @@ def picture(runs: Mapping[str, list[dict[str, Any]]], title: str, file: Path) ->
         for index, line in enumerate(seeds):
             percents = [100 * value for value in line["accuracies"]]
             label = network if index == 0 else None
-            axes.plot(range(1, len(percents) + 1), percents, color=f"C{colour}", label=label, marker=".")
+            style = LINES[(line["seed"] - 1) % len(LINES)]
+            axes.plot(range(1, len(percents) + 1), percents, style, color=f"C{colour}", label=label, marker=".")
+    for seed in sorted({line["seed"] for seeds in runs.values() for line in seeds}):
+        axes.plot([], [], LINES[(seed - 1) % len(LINES)], color="gray", label=f"seed {seed}")
     axes.set(xlabel="epoch", ylabel="validation accuracy, %", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -47,7 +47,8 @@ CLASSES = {
     "farfield.tasks.segment": ("Segment",),
     "farfield.tasks.stereo": ("Stereo",),
 }
-COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "info", "kernels", "recipes", "explore", "demo")
+COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
+COMMANDS += ("explore", "demo")
 
 
 def lines() -> list[str]:

@@ -33,6 +33,7 @@ COMMANDS = {
     "maps": Command(
         "maps", "demo", "what a trained network attends to in a photograph: attention rows, basis masks, norms"
     ),
+    "places": Command("places", "demo", "where attention can be inserted into a network, and what it costs there"),
     "explore": Command("explore", "demo", "one HTML page: every operator at the position under the pointer"),
     "info": Command("tables", "", "versions, devices, threads, extras, kernels"),
     "kernels": Command("kernels", "", "CPU kernels: whether they are built; --build compiles them"),

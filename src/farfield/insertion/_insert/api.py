@@ -25,7 +25,14 @@ from farfield.insertion._insert.checks import (
 )
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.hooks import tidy, watch
-from farfield.insertion._insert.layout import LAYOUTS, Layout, channel_axis, check_layouts, look_elsewhere
+from farfield.insertion._insert.layout import (
+    LAYOUTS,
+    Layout,
+    channel_axis,
+    check_layout_name,
+    check_layouts,
+    look_elsewhere,
+)
 from farfield.insertion._insert.probe import Seen, probe
 from farfield.insertion._places import CHILD, Place, find_places
 
@@ -61,7 +68,7 @@ def insert(
     Args:
         model: Changed in place. Compile, export or wrap it afterwards.
         where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
-            place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
+            place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`. `places` lists them.
         make: Function from the number of channels of a place to a new module, called once per place; for example
             `functools.partial(GridAttention, …)`.
         example: An input of the model, batch first: a tensor, a list of samples, a tuple of arguments, or a dict of
@@ -102,8 +109,7 @@ def insert(
         >>> torch.equal(host(image), before)
         True
     """
-    if layout not in (None, *LAYOUTS):
-        raise ValueError(f"insert: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    check_layout_name("insert", layout)
     check_arguments(model, where, make)
     check_open("insert", model)
     places = find_places("insert", model, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -114,20 +114,7 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
             more often than the nearest module around it.
     """
     watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
-    watched |= set(children(model, ""))
-    try:
-        seen = probe(model, example, watched)
-    except Exception as error:
-        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
-        raise ValueError(
-            f"insert: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
-            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
-        ) from error
-    if not tensors(seen.outputs[""]):
-        raise ValueError(
-            f"insert: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
-            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
-        )
+    seen = run_example("insert", model, watched | set(children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
         parent = caller_of(seen, path)
         around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
@@ -138,12 +125,34 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
                 f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
             )
-        if path and calls > parent_calls:
+        if not is_called_once(seen, path):
             raise ValueError(
                 f"insert: {path} is called {times(calls)} while {around} is called {times(parent_calls)}, "
                 f"and one addition would change the output of every call.\n  fix: insert at {around}, or at a "
                 f"module that it calls once."
             )
+    return seen
+
+
+def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
+    """Run the model once and record the modules at some paths.
+
+    Raises:
+        ValueError: If the model fails with the example or returns no tensor for it; the text has the fix.
+    """
+    try:
+        seen = probe(model, example, paths)
+    except Exception as error:
+        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+        raise ValueError(
+            f"{caller}: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
+            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
+        ) from error
+    if not tensors(seen.outputs[""]):
+        raise ValueError(
+            f"{caller}: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
+            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
+        )
     return seen
 
 
@@ -179,6 +188,11 @@ def describe_error(error: Exception) -> str:
 def caller_of(seen: Seen, path: str) -> str:
     """Return the path of the nearest module around a place that was called; "" is the model."""
     return next((name for name in parents(path) if seen.calls[name]), "")
+
+
+def is_called_once(seen: Seen, path: str) -> bool:
+    """Whether a module that runs is called once for each call of the nearest module around it, or is the model."""
+    return not path or seen.calls[path] <= seen.calls[caller_of(seen, path)]
 
 
 def parents(path: str) -> list[str]:
@@ -221,7 +235,7 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
         grid = grid_of(outputs, place.entry)
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
-    if not isinstance(grid, Tensor) or not grid.is_floating_point() or grid.is_nested:
+    if not is_floating(grid):
         near = find_alternatives(model, place, seen, example)
         raise TypeError(
             f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
@@ -231,12 +245,17 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
             f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
             f"  fix: insert before the layer that removes them, pooling or flattening for example."
         )
-    modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
-    if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
+    if has_batch_second(model, place, grid):
         raise ValueError(
             f"insert: {place.label} has the batch as its second dimension; fix: build the model with batch_first=True."
         )
     return grid
+
+
+def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
+    """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
+    modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
+    return grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules)
 
 
 def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
@@ -296,9 +315,17 @@ def fix_text(places: list[Place]) -> str:
 
 def is_grid(value: Any, batch: set[int]) -> bool:
     """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_nested:
-        return False
-    return value.dim() >= 3 and len(value) in batch and sum(length > 1 for length in value.shape[1:]) > 1
+    return (
+        is_floating(value)
+        and value.dim() >= 3
+        and len(value) in batch
+        and sum(length > 1 for length in value.shape[1:]) > 1
+    )
+
+
+def is_floating(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a floating-point tensor with one shape."""
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested
 
 
 def entries(outputs: Any) -> dict[str, Any]:

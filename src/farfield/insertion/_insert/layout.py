@@ -19,6 +19,12 @@ Layout = Literal["channels_first", "channels_last"]
 LAYOUTS = get_args(Layout)
 
 
+def check_layout_name(caller: str, layout: Any) -> None:
+    """Raise ValueError for a layout that there is not."""
+    if layout not in (None, *LAYOUTS):
+        raise ValueError(f"{caller}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+
+
 def channel_axis(dimensions: int, layout: Layout) -> int:
     """Return the dimension that holds the channels of a batch."""
     return 1 if layout == "channels_first" else dimensions - 1
@@ -182,6 +188,17 @@ def find_misfit(
         f"{problem}; its weights fit {fit} of {shape[axis]} and {shape[swapped]}",
         f'choose one, layout="{assumed}" for {shape[axis]} channels or layout="{other}" for {shape[swapped]}',
     )
+
+
+def find_layout(
+    model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
+) -> Layout | None:
+    """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""
+    misfit = find_misfit(model, place, shape, elsewhere, layout)
+    if misfit is None:
+        return layout or LAYOUTS[0]
+    other = other_layout(layout)
+    return other if layout is None and misfit[1] == f'layout="{other}"' else None
 
 
 def other_layout(layout: Layout | None) -> Layout:

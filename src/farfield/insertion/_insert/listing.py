@@ -1,0 +1,121 @@
+"""List the places of a model where `insert` can add a module, by the checks of `insert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from farfield.insertion._insert.additions import grid_of
+from farfield.insertion._insert.checks import (
+    check_free,
+    check_open,
+    entries,
+    has_batch_second,
+    is_called_once,
+    is_floating,
+    keeps_batch,
+    run_example,
+)
+from farfield.insertion._insert.layout import (
+    Layout,
+    changes,
+    channel_axis,
+    check_layout_name,
+    find_layout,
+    look_elsewhere,
+)
+from farfield.insertion._insert.probe import Seen
+from farfield.insertion._places import CHILD, Place
+
+
+class InsertionPlace(NamedTuple):
+    """A place where `insert` can add a module.
+
+    Attributes:
+        path: The place in the notation of `insert`, `layer4.1` or `fpn[pool]`; "" is the model itself.
+        kind: The name of the module's class.
+        channels: The channels of the grid, which `make` gets.
+        size: Its size.
+        layout: The layout to give `insert`: "channels_first" or "channels_last".
+        shape: The shape of the grid for the example, batch included.
+    """
+
+    path: str
+    kind: str
+    channels: int
+    size: tuple[int, ...]
+    layout: Layout
+    shape: tuple[int, ...]
+
+
+def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> list[InsertionPlace]:
+    """List the places of a model where `insert` can add a module, in the order in which they return their grids.
+
+    A place is listed if its module runs, once for each call of the module around it, and returns a floating-point grid
+    with spatial dims and the batch first, whose channels another input size or the weights confirm. These are the
+    checks that `insert` makes before it adds anything. A module and the last module in it may return the same grid:
+    both are listed. A place whose grid the model does not use is listed too; `insert` refuses it.
+
+    Args:
+        model: It is the same afterwards: flags, buffers, hooks and random states are restored.
+        example: An input of the model as for `insert`; a small one is enough.
+        layout: List the places that `insert` accepts with this layout, also where nothing confirms it. By default, the
+            places whose layout is confirmed, each with its own.
+
+    Returns:
+        The places; an empty list if there are none. Modules that `insert` has added are not listed, nor places that
+        have one.
+
+    Raises:
+        TypeError: If the model is no module.
+        ValueError: If the model is compiled, scripted or wrapped; if it fails with the example or returns no tensor for
+            it; if there is no such layout.
+
+    Cost:
+        About four forward passes, some of them of an example of up to four times the size, and the memory for the
+        outputs of all modules in one of them.
+
+    Example:
+        >>> import torch
+        >>> from farfield import insertion
+        >>> host = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
+        >>> for place in insertion.places(host, torch.zeros(1, 3, 16, 16)):
+        ...     print(place.path, place.kind, place.channels, place.size, place.layout)
+        0 Conv2d 8 (14, 14) channels_first
+        1 ReLU 8 (14, 14) channels_first
+    """
+    check_layout_name("places", layout)
+    check_open("places", model)
+    modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
+    seen = run_example("places", model, modules, example)
+    grids = dict(find_grids(model, modules, seen))
+    elsewhere = look_elsewhere(model, grids, example)
+    listed = []
+    for place, grid in grids.items():
+        shape, others = tuple(grid.shape), elsewhere[place]
+        fits = find_layout(model, place, shape, others, layout)
+        if fits is None or changes(shape, others.batches) or not keeps_batch(shape[0], others, example):
+            continue
+        axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
+        size = shape[1:axis] + shape[axis + 1 :]
+        listed.append(InsertionPlace(str(place), kind, shape[axis], size, fits, shape))
+    return listed
+
+
+def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[tuple[Place, Tensor]]:
+    """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
+    for path, outputs in seen.outputs.items():
+        if not is_called_once(seen, path):
+            continue
+        for entry in entries(outputs) if isinstance(outputs, Mapping | tuple | list) else [None]:
+            place = Place(path, entry)
+            # Refused by `check_open` or `check_free`, or a key of a dict that no text names.
+            with suppress(ValueError, LookupError):
+                check_open("places", model, path)
+                check_free(place, modules[path])
+                grid = grid_of(outputs, entry)
+                if is_floating(grid) and grid.dim() >= 3 and not has_batch_second(model, place, grid):
+                    yield place, grid

@@ -1,0 +1,88 @@
+"""`farfield places` as text and JSON, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farfield import cost, insertion, models
+from farfield.cli import main, places
+from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
+from helpers.small_hosts import Net
+
+NETWORK = "--network helpers.small_hosts.Net --size 12,16"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(text: str) -> str:
+        main(["places", *text.split()])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_rows_are_the_places_with_the_cost_of_attention(run: Any) -> None:
+    rows = json.loads(run(f"{NETWORK} --operator siamese --json"))
+    listed = insertion.places(Net(), torch.zeros(1, 3, 12, 16))
+    assert [row["path"] for row in rows] == [place.path for place in listed]
+    for row, place in zip(rows, listed, strict=True):
+        assert [row[key] for key in place._fields] == [*place[:3], [*place.size], place.layout, [*place.shape]]
+        for prefix, operator in (("", "siamese"), ("softmax_", "softmax")):
+            attention = GridAttention(place.channels, operator, project="qkvo", residual=True).eval()
+            counted = cost.count(attention, (1, place.channels, *place.size))
+            assert (row[f"{prefix}macs"], row[f"{prefix}parameters"]) == (counted.macs, counted.parameters)
+
+
+def test_the_table(run: Any) -> None:
+    text = run(NETWORK)
+    assert text.startswith("9 places of helpers.small_hosts.Net for an input of 3 × 12 × 16\n")
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert lines["stem"][:8] == ["stem", "Conv2d", "8", "12", "×", "16", "192", "channels_first"]
+    assert lines["stage.1"][:8] == ["stage.1", "Block", "12", "6", "×", "8", "48", "channels_first"]
+    assert "MACs of softmax" in text
+    assert 'GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True)' in text
+    assert "MACs of softmax" not in run(f"{NETWORK} --operator softmax")
+
+
+def test_a_saved_network(run: Any, tmp_path: Path) -> None:
+    net = models.mobilenet_v2(num_classes=3, width=0.1)
+    net.save_pretrained(tmp_path)
+    rows = json.loads(run(f"--model {tmp_path} --size 32,32 --json"))
+    assert [row["path"] for row in rows] == [place.path for place in insertion.places(net, torch.zeros(1, 3, 32, 32))]
+    assert len(rows) > 50
+
+
+def test_a_network_without_places(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "places", lambda network, example: [])
+    assert json.loads(run(f"{NETWORK} --json")) == []
+    assert run(NETWORK).startswith("0 places of ")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("size", [(5,), (1, 1), (3, 4), (2, 3, 2)])
+def test_every_operator_has_a_cost_at_every_size(operator: str, size: tuple[int, ...]) -> None:
+    needs = places.attention_cost(operator, 4, size)
+    assert needs.parameters > 0
+    assert needs.macs > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", "give a network, --network kanet_qkv, or a trained one, --model"),
+        (f"{NETWORK} --operator softmaxx", 'farfield places: no operator "softmaxx"; nearest: softmax'),
+        ("--network kanet_qkvv", 'no model "kanet_qkvv"; nearest: kanet_qkv'),
+        (f"{NETWORK} --channels 4", "places: Net refuses example (1, 4, 12, 16) of torch.float32: RuntimeError"),
+        (f"{NETWORK},", "is not a size"),
+    ],
+)
+def test_errors(options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["places", *options.split()])
+    assert text in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""`places` lists exactly the places that `insert` accepts, in the order of the forward pass, and changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from farfield import insert, insertion, remove
+from farfield.insertion._places import CHILD
+from helpers.small_hosts import Net, Pair, Pyramid, Tokens, identity, image
+
+# It accepts a grid of this number of channels alone, and changes the output at once.
+made = nn.PReLU
+
+
+def vit(**options: Any) -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2, num_classes=3, **options
+    )
+
+
+def swin() -> nn.Module:
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=2, embed_dim=12, depths=(1, 1), num_heads=(2, 2)
+    )
+
+
+class Sequence(nn.Module):
+    """A recurrent layer with the batch as its second dimension, a layer called twice, and one with integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.twice, self.conv = nn.GRU(4, 6), nn.ReLU(), nn.Conv1d(3, 4, 3, padding=1)
+        self.indices = Indices()
+
+    def forward(self, grid: Tensor) -> dict[str, Tensor]:
+        grid = self.twice(self.twice(self.conv(grid)))
+        states = self.last(grid.movedim(2, 0))[0]
+        return {"grid": grid, "states": states, "indices": self.indices(grid), "mean": grid.mean(2)}
+
+
+class Indices(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid.argsort(dim=-1)
+
+
+def paths(model: nn.Module, example: Any) -> list[str]:
+    """The paths of all modules, and of the entries of those that return several values."""
+    found: list[str] = []
+    handles = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if isinstance(outputs, dict | tuple | list):
+                names = outputs if isinstance(outputs, dict) else range(len(outputs))
+                found.extend(f"{path}[{name}]" for name in names)
+
+        return hook
+
+    for path, module in model.named_modules():
+        found.append(path)
+        handles.append(module.register_forward_hook(note(path)))
+    with torch.no_grad():
+        model(example)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def accepts(model: nn.Module, path: str, example: Any, layout: Any) -> bool:
+    try:
+        insert(model, path, made, example=example, layout=layout)
+    except (ValueError, TypeError, LookupError):
+        return False
+    remove(model)
+    return True
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "convolutions": (Net, image),
+    "dict": (lambda: Pyramid(dict), image),
+    "named tuple": (lambda: Pyramid(Pair), image),
+    "tokens": (lambda: Tokens(fixed=16), torch.rand(2, 3, 16, 16)),
+    "channels last": (lambda: Tokens(flat=False), image),
+    "sequence": (Sequence, torch.rand(2, 3, 9)),
+}
+
+
+@pytest.mark.parametrize("layout", [None, "channels_first", "channels_last"])
+@pytest.mark.parametrize("name", SMALL)
+def test_exactly_the_places_that_insert_accepts(name: str, layout: Any) -> None:
+    build, example = SMALL[name]
+    model = build().eval()
+    listed = insertion.places(model, example, layout=layout)
+    first = [place.path for place in listed if layout or place.layout == "channels_first"]
+    assert set(first) == {path for path in paths(model, example) if accepts(model, path, example, layout)}
+    assert len(set(first)) == len(first)
+    assert all(accepts(model, place.path, example, place.layout) for place in listed)
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "kinds"),
+    [
+        (lambda: resnet18(weights=None), 32, {"BasicBlock": 8, "Sequential": 7, "MaxPool2d": 1}),
+        (vit, 16, {"Block": 1, "PatchEmbed": 1, "Attention": 1}),
+        (swin, 32, {"SwinTransformerBlock": 2, "PatchMerging": 1, "WindowAttention": 0}),
+    ],
+    ids=["resnet18", "vit", "swin"],
+)
+def test_every_place_of_a_network_is_accepted(build: Callable[[], nn.Module], size: int, kinds: dict[str, int]) -> None:
+    model, example = build().eval(), torch.rand(1, 3, size, size)
+    listed = insertion.places(model, example)
+    for kind, count in kinds.items():
+        assert sum(place.kind == kind for place in listed) == count
+    for layout in ("channels_first", "channels_last"):
+        chosen = [place for place in listed if place.layout == layout]
+        if chosen:
+            added = insert(model, [place.path for place in chosen], made, example=example, layout=layout)
+            assert {path: module.num_parameters for path, module in added.items()} == {
+                place.path: place.channels for place in chosen
+            }
+            remove(model)
+
+
+def test_an_entry_in_full() -> None:
+    place = insertion.places(Tokens(flat=False), image)[-1]
+    assert place == ("blocks", "Sequential", 10, (3, 4), "channels_last", (2, 3, 4, 10))
+    assert place == insertion.InsertionPlace(*place)
+    place = insertion.places(vit(), torch.rand(2, 3, 16, 16))[-1]
+    assert place == ("norm", "LayerNorm", 12, (17,), "channels_last", (2, 17, 12))
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Conv2d(4, 5, 1), nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.last(self.first(grid))
+
+
+def test_places_are_in_the_order_of_the_forward_pass() -> None:
+    listed = insertion.places(Backwards(), image)
+    assert [place.path for place in listed] == ["first.0", "first.1", "first", "last", ""]
+    assert [place.channels for place in listed] == [4, 4, 4, 5, 5]
+
+
+def test_a_layout_that_nothing_confirms_is_listed_when_it_is_given() -> None:
+    model, example = nn.Flatten(2), torch.rand(2, 7, 1, 1)
+    assert insertion.places(model, example) == []
+    (first,) = insertion.places(model, example, layout="channels_first")
+    (last,) = insertion.places(model, example, layout="channels_last")
+    assert (first.channels, first.size) == (7, (1,))
+    assert (last.channels, last.size) == (1, (7,))
+
+
+def state(model: nn.Module) -> Any:
+    hooks = [(path, sorted(vars(module)), module.training) for path, module in model.named_modules()]
+    counts = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    values = [(name, value.tolist()) for name, value in model.state_dict().items()]
+    return hooks, counts, values, torch.get_rng_state().tolist(), random.getstate()
+
+
+def test_the_model_is_the_same_afterwards() -> None:
+    model = nn.Sequential(Net(), nn.Dropout(0.5)).train()
+    model[0].stage[1].eval()
+    model[0].stem.register_forward_hook(lambda module, inputs, outputs: None)
+    before = state(model)
+    assert insertion.places(model, image)
+    assert state(model) == before
+
+
+def test_additions_are_not_listed_nor_places_that_have_one() -> None:
+    model = Net()
+    every = [place.path for place in insertion.places(model, image)]
+    insert(model, ["stage", "stem"], identity, example=image)
+    left = [place.path for place in insertion.places(model, image)]
+    assert left == [path for path in every if path not in ("stage", "stem")]
+    assert not any(CHILD in path for path in left)
+    model = Pyramid(dict)
+    insert(model, "levels[pool]", identity, example=image)
+    assert [place.path for place in insertion.places(model, image)] == ["levels.conv", "levels[0]"]
+
+
+def test_a_part_that_is_compiled_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    model.stage.compile()
+    assert [place.path for place in insertion.places(model, image)] == ["stem"]
+
+
+def test_a_model_without_grids_has_no_places() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 4), nn.ReLU())
+    assert insertion.places(model, torch.rand(2, 2, 4)) == []
+
+
+class Silent(nn.Module):
+    def forward(self, grid: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "layout", "error", "text"),
+    [
+        ("net", image, None, TypeError, r"^places: model must be a torch\.nn\.Module, got str\.$"),
+        (Net(), image, "last", ValueError, r"^places: layout must be one of channels_first, channels_last, got 'last'"),
+        (Net(), image[0, 0], None, ValueError, r"^places: Net refuses example \(12, 16\) of torch\.float32: "),
+        (Net(), (1, 3, 8, 8), None, ValueError, r"fix: an input and not its shape: torch\.zeros\(1, 3, 8, 8\)\.$"),
+        (Silent(), image, None, ValueError, r"^places: Silent returns no tensor for this example"),
+        (torch.jit.trace(nn.ReLU(), image), image, None, ValueError, r"^places: TopLevelTracedModule is scripted"),
+    ],
+)
+def test_errors_are_those_of_insert(model: Any, example: Any, layout: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        insertion.places(model, example, layout=layout)
