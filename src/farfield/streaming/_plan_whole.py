@@ -158,7 +158,8 @@ def plan_whole(
 
     Example:
         >>> from torch import nn
-        >>>         >>> from farfield.streaming import plan_whole
+        >>> from farfield.nn import GridAttention
+        >>> from farfield.streaming import plan_whole
         >>> attention = GridAttention(8, "siamese")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)

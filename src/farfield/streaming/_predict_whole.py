@@ -92,7 +92,8 @@ def predict_whole(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>>         >>> from farfield.streaming import predict_whole
+        >>> from farfield.nn import GridAttention
+        >>> from farfield.streaming import predict_whole
         >>> attention = GridAttention(8, "siamese")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> image = torch.randn(1, 100, 90)
