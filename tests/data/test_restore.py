@@ -279,19 +279,19 @@ def test_stacks_are_read_by_their_axes(tmp_path: Path, shape: tuple[int, ...], o
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes", "text"),
+    ("shape", "axes", "text", "fix"),
     [
-        ((4, 9, 7), "TYX", 'has the axes "TYX" (4, 9, 7), which are not ZYX'),
-        ((4, 9, 7), "YXZ", 'has the axes "YXZ"'),
-        ((9, 7), "YX", "is an image (9, 7), not a stack"),
+        ((4, 9, 7), "TYX", 'has the axes "TYX" (4, 9, 7), which are not ZYX', "--data.axes ZYX"),
+        ((4, 9, 7), "YXZ", 'has the axes "YXZ"', "--data.axes ZYX"),
+        ((9, 7), "YX", "is an image (9, 7), not a stack", "--model.network.spatial_dims 2"),
     ],
 )
 def test_axes_that_are_not_those_of_a_stack_are_refused(
-    tmp_path: Path, shape: tuple[int, ...], axes: str, text: str
+    tmp_path: Path, shape: tuple[int, ...], axes: str, text: str, fix: str
 ) -> None:
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.zeros(shape, np.uint8), photometric="minisblack", metadata={"axes": axes})
-    with pytest.raises(FolderError, match=rf"{re.escape(text)}[\s\S]*--data.axes ZYX"):
+    with pytest.raises(FolderError, match=rf"{re.escape(text)}[\s\S]*fix: [^\n]*{fix}"):
         stack_of(path, 3)
 
 

@@ -67,7 +67,7 @@ def test_tiles_give_what_the_whole_gives_or_say_why_not(data: st.DataObject) -> 
     try:
         plan = plan_whole(net, grid.shape, tile=tile, pad=pad)
     except ValueError as error:
-        assert str(error).startswith("predict_whole: ")  # noqa: PT017  # both outcomes are right
+        assert str(error).startswith("plan_whole: ")  # noqa: PT017  # both outcomes are right
         event("refused: " + str(error).split(";")[0][-40:])
         return
     event(f"{len(plan.cores) > 1=}")
