@@ -22,6 +22,7 @@ from farfield.cli.maps.views import select_layer
 from farfield.maps import attention_row, basis_masks
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers.explored import module_of
 from helpers.made_images import make_folder
 
 # A row of the page may be off by this share of its largest weight: its queries and keys are rounded to 16 bits.
@@ -87,17 +88,6 @@ def view() -> panels.PageContent:
 @pytest.fixture(scope="module")
 def context(view: panels.PageContent) -> MiniRacer:
     return script_of(page.render(view))
-
-
-def module_of(name: str, grid: torch.Tensor) -> GridAttention:
-    """The module whose rows a panel shows."""
-    module = GridAttention(grid.shape[1], name)
-    if module.weight is not None:
-        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
-        middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
-        with torch.no_grad():
-            module.weight.copy_(direction * (direction @ middle).sign())
-    return module
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -23,6 +23,7 @@ from farfield.cli.explore import page, panels
 from farfield.cli.explore.features import SHARPNESS, features
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers.explored import module_of
 
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell"]
 CHROMIUM = next((path for path in map(shutil.which, BROWSERS) if path), None)
@@ -202,17 +203,6 @@ def check_events(browser: Browser, file: Path) -> None:
 def close_to(row: Any, expected: np.ndarray) -> bool:
     allowed = TOLERANCE * np.abs(expected).max() + SCORE_ROUNDING / expected.size
     return bool(np.abs(np.array(row) - expected).max() <= allowed)
-
-
-def module_of(name: str, grid: torch.Tensor) -> GridAttention:
-    """The module whose rows a panel shows; nothing is trained, its vector of scores is the principal direction."""
-    module = GridAttention(grid.shape[1], name)
-    if module.weight is not None:
-        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
-        middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
-        with torch.no_grad():
-            module.weight.copy_(direction * (direction @ middle).sign())
-    return module
 
 
 def rows_of(browser: Browser) -> list[list[float]]:

@@ -1,0 +1,18 @@
+"""The modules whose rows the explorer shows."""
+
+from __future__ import annotations
+
+import torch
+
+from farfield.nn import GridAttention
+
+
+def module_of(name: str, grid: torch.Tensor) -> GridAttention:
+    """The module whose rows a panel shows; nothing is trained, its vector of scores is the principal direction."""
+    module = GridAttention(grid.shape[1], name)
+    if module.weight is not None:
+        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
+        middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
+        with torch.no_grad():
+            module.weight.copy_(direction * (direction @ middle).sign())
+    return module
