@@ -63,7 +63,7 @@ bench: $(STAMP) ## time operators and networks, and measure the limits, into bui
 
 dist: $(STAMP) ## build the wheel and the source archive into dist, and check what is in them
 	rm -rf dist
-	$(PYTHON) -m build --outdir dist
+	$(PYTHON) -m build --no-isolation --outdir dist
 	$(PYTHON) -m twine check --strict dist/*
 	$(PYTHON) tests/wheel.py dist
 
@@ -81,8 +81,9 @@ clean: ## remove .venv, caches and built pages
 	rm -rf $(VENV) build dist docs/_build docs/auto_gallery .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# torch comes first, since the kernels are compiled with its headers.
 # Debian and Ubuntu split ensurepip off into python3-venv: such a Python is passed over, and named if no other is found.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
 	@set -e; \
 	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 	  found=; bare=; \
@@ -104,5 +105,6 @@ $(STAMP): pyproject.toml
 	  "$$found" -m venv --clear $(VENV); \
 	fi
 	@echo "Installing farfield and what it needs into $(VENV): once, a few minutes"
+	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off "torch>=2.11,!=2.13.0"
 	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)

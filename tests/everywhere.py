@@ -1,19 +1,15 @@
 """Run the numerical tests as other processors would: `make test-everywhere`.
 
 Each switch makes a library choose the code that it has for another processor, or changes the number of threads, or runs
-the compiled kernels. One checks the shapes of annotations (helpers/shapes.py). A table at the end has the number of
-tests that each ran.
+the compiled kernels, with the loops for this processor and for older ones. One checks the shapes of annotations
+(helpers/shapes.py). A table at the end has the number of tests that each ran.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import tempfile
 
-from helpers.running import ROOT, report, run
+from helpers.running import report, run
 
 SWITCHES = {
     "as it is": {},
@@ -25,6 +21,8 @@ SWITCHES = {
     "two threads": {"OMP_NUM_THREADS": "2"},
     "shapes": {"FARFIELD_TEST_SHAPES": "1"},
     "kernels": {"FARFIELD_TEST_KERNELS": "1"},
+    "kernels of x86-64-v3": {"FARFIELD_TEST_KERNELS": "1", "FARFIELD_INSTRUCTIONS": "x86_64_v3"},
+    "kernels of x86-64-v2": {"FARFIELD_TEST_KERNELS": "1", "FARFIELD_INSTRUCTIONS": "x86_64_v2"},
 }
 # What computes, and not what reads files, prints or draws.
 TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/sharding", "tests/test_fuzz.py", "tests/test_maps.py"]
@@ -44,12 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.switches or (SHORT_SWITCHES if arguments.short else list(SWITCHES))
     tests = ["-n", str(arguments.jobs), "-m", "not slow and not long", *(SHORT if arguments.short else TESTS)]
-    with tempfile.TemporaryDirectory() as cache:
-        if "kernels" in names:
-            os.environ["XDG_CACHE_HOME"] = cache
-            subprocess.run([sys.executable, "-m", "farfield.cli", "kernels", "--build"], cwd=ROOT, check=True)
-        rows = [run(name, tests, SWITCHES[name]) for name in names]
-    report("switch", rows)
+    report("switch", [run(name, tests, SWITCHES[name]) for name in names])
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.ops import fast
 from farfield.ops.call import Call
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernel_attention, kernel_sums, kernels
@@ -47,25 +46,14 @@ GRIDS = [
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, built once for all test processes; that of `make test-everywhere` where it is loaded already."""
-    if kernels.problem() is None:
-        return kernels.path()
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None or shutil.which("ninja") is None:
-        pytest.skip(f"no {compiler} or no ninja to build kernels with")
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        path = kernels.build()
-        kernels.problem()
-    assert path.is_file()
-    return path
+def built() -> None:
+    """The library is loaded; without a compiler there is none."""
+    if (reason := kernels.problem()) is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture
-def on(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on(built: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run, on memory that holds NaN before it is written."""
     monkeypatch.setenv(kernels.SWITCH, "1")
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -241,15 +229,15 @@ def responses_and_gradients(
     return {"response": response.detach(), "grid": found[0], **({"parameters": torch.cat(learned)} if learned else {})}
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), masked=(False, True)))
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), mnamed=(False, True)))
 def test_operators_respond_and_learn_as_by_the_equation(
-    on: None, row: str, project: str, heads: int, masked: bool
+    on: None, row: str, project: str, heads: int, mnamed: bool
 ) -> None:
     project = project.replace("k", "") if row == "siamese_local" else project
     attention = GridAttention(32, row, heads=heads, project=project)
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)
-        mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
+        mask = torch.rand(shape[0], *shape[2:]) > 0.3 if mnamed else None
         exact = responses_and_gradients(attention, grid, mask, torch.float64)
         plain = off(responses_and_gradients, attention, grid, mask, torch.float32)
         found = responses_and_gradients(attention, grid, mask, torch.float32)
@@ -447,110 +435,69 @@ def test_torchs_counter_counts_the_same(on: None, row: str) -> None:
     assert found.get_total_flops() == expected.get_total_flops() > 0
 
 
-# ---- building --------------------------------------------------------------------------------------------------------
-def test_nothing_is_built_without_a_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+# ---- the library -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing is loaded, and the package's folder is another, empty one."""
     monkeypatch.setattr(kernels.torch.ops, "farfield", object(), raising=False)
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / kernels.LIBRARY.name)
+    monkeypatch.setattr(kernels, "REASON", tmp_path / kernels.REASON.name)
     kernels.problem.cache_clear()
-    try:
-        assert kernels.problem() == "not built (farfield kernels --build)"
-    finally:
-        kernels.problem.cache_clear()
-    assert list(tmp_path.iterdir()) == []
-    assert kernels.path().is_relative_to(tmp_path)
+    kernels.are_built.cache_clear()
+    yield tmp_path
+    kernels.problem.cache_clear()
+    kernels.are_built.cache_clear()
 
 
-def test_a_second_library_is_refused(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without the refusal torch ends the process."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(
-        RuntimeError, match=r"cannot load two; fix: build it in a process of its own, farfield kernels --build"
-    ):
-        kernels.build()
-    assert list(tmp_path.iterdir()) == []
+def test_the_reason_of_the_build_is_what_a_user_reads(unloaded: Path) -> None:
+    kernels.REASON.write_text("no C++ compiler; fix: apt-get install g++\n", encoding="utf-8")
+    assert kernels.problem() == "not built: no C++ compiler; fix: apt-get install g++"
+    assert not kernels.run()
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="'no-such-compiler' was not found; fix: apt-get install"):
-        kernels.build()
+def test_files_that_were_not_installed_have_no_library(unloaded: Path) -> None:
+    assert kernels.problem() == kernels.NOT_INSTALLED
+    assert not kernels.fit(torch.randn(2, 3, 4, 5))
 
 
-def test_the_source_is_part_of_the_package() -> None:
-    assert kernels.SOURCE.parent == Path(fast.__file__).parent
-    assert "namespace" in kernels.SOURCE.read_text(encoding="utf-8")
+def test_a_file_that_is_no_library_is_named(unloaded: Path) -> None:
+    kernels.LIBRARY.write_text("no library", encoding="utf-8")
+    reason = kernels.problem()
+    assert reason is not None
+    assert reason.startswith(f"{kernels.LIBRARY} does not load: ")
+    assert torch.equal(ops.axis_means(torch.ones(1, 2, 3, 5)), torch.ones(1, 2, 8))
 
 
-# ---- whose library it is ---------------------------------------------------------------------------------------------
-def planted(cache: Path) -> Path:
-    """A file at the predictable path, which is no library."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        target = kernels.path()
-    target.parent.mkdir(parents=True)
-    target.write_text("no library")
-    # What umask leaves is not what is tested.
-    for part in (target, *target.parents[:4]):
-        part.chmod(0o755)
-    return target
+def test_loops_are_those_of_this_processor(built: None) -> None:
+    instructions = kernels.instructions()
+    if named := os.environ.get("FARFIELD_INSTRUCTIONS"):
+        assert instructions == named
+        return
+    if platform.machine() != "x86_64":
+        assert instructions == "portable"
+        return
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    level = 4 if {"avx512f", "avx512bw", "avx512vl"} <= set(flags) else 3 if {"avx2", "fma"} <= set(flags) else 2
+    assert instructions == f"x86_64_v{level}"
 
 
-def test_a_file_of_ones_own_is_trusted_also_in_a_folder_like_tmp(tmp_path: Path) -> None:
-    target = planted(tmp_path / "cache")
-    assert kernels.distrust(target) is None
-    (tmp_path / "cache").chmod(0o1777)
-    assert kernels.distrust(target) is None
-    (tmp_path / "link").symlink_to(tmp_path / "cache")
-    assert kernels.distrust(tmp_path / "link" / target.relative_to(tmp_path / "cache")) is None
-    # What is not there yet is made by its user.
-    assert kernels.distrust(tmp_path / "cache" / "none" / "none.so") is None
+def test_the_library_has_names_of_torchs_stable_abi_alone(built: None) -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+    command = ["nm", "-D", "-C", "--undefined-only", str(kernels.LIBRARY)]
+    names = [line.split(maxsplit=1)[1] for line in subprocess.check_output(command, text=True).splitlines()]
+    assert [name for name in names if "torch_call_dispatcher" in name] == ["torch_call_dispatcher"]
+    assert [name for name in names if name.startswith(("Py", "_Py", "c10::", "at::", "torch::"))] == []
 
 
-@pytest.mark.parametrize("above", range(5))
-def test_a_library_that_others_could_have_written_is_not_trusted(tmp_path: Path, above: int) -> None:
-    target = planted(tmp_path / "cache")
-    part = (target, *target.parents)[above]
-    part.chmod(0o777)
-    reason = kernels.distrust(target)
-    assert reason == f"others can write to {part}; fix: chmod go-w {part}"
-    # Neither is it through a link that lies where they cannot write.
-    (tmp_path / "link.so").symlink_to(target)
-    assert kernels.distrust(tmp_path / "link.so") == reason
-    part.chmod(0o755)
-    assert kernels.distrust(target) is None
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("above", range(4))
-def test_a_library_of_another_user_is_not_trusted(tmp_path: Path, above: int) -> None:
-    target = planted(tmp_path / "cache")
-    (tmp_path / "cache").chmod(0o1777)
-    part = (target, *target.parents)[above]
-    os.chown(part, 12345, 12345)
-    assert kernels.distrust(target) == f"{part} belongs to another user; fix: remove it"
-    (tmp_path / "link.so").symlink_to(tmp_path / "none.so")
-    os.lchown(tmp_path / "link.so", 12345, 12345)
-    assert kernels.distrust(tmp_path / "link.so") == f"{tmp_path / 'link.so'} belongs to another user; fix: remove it"
-
-
-def test_such_a_library_is_warned_of_once_and_the_equations_run(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    planted(cache)
-    cache.chmod(0o777)
-    script = (
-        "import torch, warnings; warnings.simplefilter('always')\n"
-        "from farfield import ops; from farfield.cli import main\n"
-        "for _ in range(2): assert ops.axis_means(torch.ones(1, 2, 3, 5)).isfinite().all()\n"
-        "main(['kernels', '--json']); main(['kernels', '--build'])\n"
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), kernels.SWITCH: "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    reason = f"others can write to {cache}; fix: chmod go-w {cache}"
-    assert result.stderr.count("the equations run") == 1
-    assert f"RuntimeWarning: kernels: their library is not loaded, the equations run: {reason}." in result.stderr
-    assert f"not loaded: {reason}" in result.stdout
-    assert f"farfield kernels: kernels: {reason}, or a folder of your own as XDG_CACHE_HOME=/path." in result.stderr
-    assert result.returncode == 2
+def test_an_object_shares_no_code_with_others(built: None, tmp_path: Path) -> None:
+    """A template that two objects have is linked once, perhaps for an abler processor than the one it runs on."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None or shutil.which("nm") is None:
+        pytest.skip("no compiler or no nm")
+    flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-w", "-DLEVEL=tried"]
+    out = tmp_path / "loops.o"
+    subprocess.run([compiler, *flags, "-c", str(kernels.FOLDER / "loops.cpp"), "-o", str(out)], check=True)
+    lines = subprocess.run(["nm", str(out)], capture_output=True, text=True, check=True).stdout.splitlines()
+    kinds = {line.split()[-1]: line.split()[-2] for line in lines}
+    assert {name for name, kind in kinds.items() if kind in "WuTBC"} == set()

@@ -36,7 +36,7 @@ COMMANDS = {
     "places": Command("places", "demo", "where attention can be inserted into a network, and what it costs there"),
     "explore": Command("explore", "demo", "one HTML page: every operator at the position under the pointer"),
     "info": Command("tables", "", "versions, devices, threads, extras, kernels"),
-    "kernels": Command("kernels", "", "CPU kernels: whether they are built; --build compiles them"),
+    "kernels": Command("kernels", "", "CPU kernels: whether they run, and if not, why"),
     "recipes": Command("recipes", "", "training configurations: what they train, need and reach; --copy one"),
     "fit": Command("train", "train", "train a network: --config digits, a recipe by name, or a file"),
     "validate": Command("train", "train", "evaluate a checkpoint on the validation split"),

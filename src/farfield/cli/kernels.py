@@ -1,4 +1,4 @@
-"""`farfield kernels`: show whether the CPU kernels are built, or build them."""
+"""`farfield kernels`: show whether the CPU kernels run, and if not, why."""
 
 from __future__ import annotations
 
@@ -9,31 +9,27 @@ from farfield.cli.output import Column, Row, Table, add_formats, show
 
 
 def main(argv: Sequence[str]) -> None:
-    """Show the state of the kernels; with `--build`, build them first.
+    """Show the state of the kernels.
 
     Args:
         argv: The command's options.
 
     Raises:
         SystemExit: With status 2 for a wrong option.
-        RuntimeError: With `--build`, if the kernels cannot be compiled; the text has the reason.
     """
     parser = argparse.ArgumentParser(prog="farfield kernels", description=kernels_table.__doc__, allow_abbrev=False)
-    parser.add_argument("--build", action="store_true", help="compile them for this processor and this torch")
     add_formats(parser)
     arguments = parser.parse_args(argv)
     show(kernels_table(arguments), arguments)
 
 
 def kernels_table(arguments: argparse.Namespace) -> Table:
-    """Show whether the CPU kernels are used, their library, and the grids they take; --build compiles them first."""
+    """Show whether the CPU kernels run, their library, and the grids they take."""
     from farfield.ops.fast import kernels
 
-    if arguments.build:
-        kernels.build()
     rows: list[Row] = [
         {"what": "state", "value": state()},
-        {"what": "library", "value": str(kernels.path())},
+        {"what": "library", "value": str(kernels.LIBRARY)},
         {
             "what": "take",
             "value": "contiguous float32 grids on a CPU: Kronecker operators (2 or more spatial dims), siamese ones",
@@ -44,10 +40,10 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
 
 
 def state() -> str:
-    """Return "built", or every reason why the kernels are not used."""
+    """Return "run" and the instruction set, or every reason why the kernels do not run."""
     import torch
 
     from farfield.ops.fast import kernels
 
     reasons = list(kernels.why_not(torch.empty(0)))
-    return "; ".join(reasons) if reasons else "built"
+    return "; ".join(reasons) if reasons else f"run, compiled for {kernels.instructions()}"

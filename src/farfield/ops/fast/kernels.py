@@ -1,104 +1,30 @@
-"""The library of CPU kernels: built on request, loaded at first use if it exists.
+"""The library of CPU kernels, compiled when farfield was built (`hatch_build.py`): loaded at first use, if it is there.
 
-Nothing here runs on import, and only `build` compiles.
+One library holds the loops for several instruction sets, and selects the best one that the processor has.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import math
 import os
-import platform
-import shutil
-import stat
-import sys
-import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from farfield._checks import install_command
 from farfield.ops.modes import is_recorded
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-# -fopenmp is given to the compiler alone: the library uses the threads of the torch that loads it, not a second pool.
-FLAGS = ("-O3", "-march=native", "-fopenmp")
+FOLDER = Path(__file__).with_name("cpu")
+LIBRARY = FOLDER / "farfield_cpu.so"
+# Why there is no library, as `hatch_build.py` wrote it.
+REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
-
-
-def path() -> Path:
-    """Return where the library for this torch, this source and this processor is, or would be."""
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
-    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    key = "\n".join((torch.__version__, sys.version, platform.machine(), processor, *FLAGS))
-    digest = hashlib.sha256(key.encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "farfield" / "kernels" / digest / "farfield_cpu.so"
-
-
-def build() -> Path:
-    """Compile the library into the cache folder, unless it is already there.
-
-    Returns:
-        Its path.
-
-    Raises:
-        RuntimeError: If the system is not Linux, there is no compiler or no ninja, the compiler fails, other users can
-            write to the folder, or this process has loaded a library from another folder.
-        OSError: If the folder cannot be written.
-    """
-    target = path()
-    compiler = os.environ.get("CXX", "c++")
-    if sys.platform != "linux":
-        raise RuntimeError(
-            f"kernels: they are written for Linux, this is {sys.platform}; the equations run everywhere."
-        )
-    if reason := distrust(target):
-        raise RuntimeError(f"kernels: {reason}, or a folder of your own as XDG_CACHE_HOME=/path.")
-    if target.is_file():
-        return target
-    if shutil.which(compiler) is None:
-        fix = "apt-get install g++, or CXX=/path/to/compiler"
-        raise RuntimeError(f"kernels: no C++ compiler, {compiler!r} was not found; fix: {fix}.")
-    if hasattr(torch.ops.farfield, "axis_sums"):
-        # The build also loads the library, and torch ends a process that registers an operation twice.
-        raise RuntimeError(
-            "kernels: this process has loaded a library from another path, and cannot load two; "
-            "fix: build it in a process of its own, farfield kernels --build."
-        )
-    # The extra installs ninja in the folder of Python, which need not be on the path.
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-    # It warns that there is no CUDA, which is not needed here.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    try:
-        from torch.utils import cpp_extension
-
-        cpp_extension.verify_ninja_availability()
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(f"kernels: {error}; fix: {install_command('kernels')}") from error
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        try:
-            cpp_extension.load(
-                target.stem, str(SOURCE), extra_cflags=list(FLAGS), build_directory=folder, is_python_module=False
-            )
-        except RuntimeError as error:
-            raise RuntimeError(f"kernels: {compiler} cannot compile them; fix: another CXX=.\n{error}") from error
-        # Atomic: the file is complete or absent, also if two processes build at once.
-        os.replace(Path(folder) / target.name, target)
-    register()
-    problem.cache_clear()
-    are_built.cache_clear()
-    return target
+NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"
 
 
 @functools.cache
@@ -106,44 +32,14 @@ def problem() -> str | None:
     """Load the library; return why it cannot be used, or None."""
     if hasattr(torch.ops.farfield, "axis_sums"):
         return None
-    target = path()
-    if not target.is_file():
-        return "not built (farfield kernels --build)"
-    if reason := distrust(target):
-        warnings.warn(
-            f"kernels: their library is not loaded, the equations run: {reason}.", RuntimeWarning, stacklevel=2
-        )
-        return f"not loaded: {reason}"
+    if not LIBRARY.is_file():
+        return f"not built: {REASON.read_text(encoding='utf-8').strip()}" if REASON.is_file() else NOT_INSTALLED
     try:
-        # The path that was checked, even if the links on the way to it change.
-        torch.ops.load_library(target.resolve())
+        torch.ops.load_library(LIBRARY)
         register()
     except (OSError, RuntimeError) as error:
-        return f"{target} does not load: {error}"
+        return f"{LIBRARY} does not load: {error}"
     return None
-
-
-def distrust(target: Path) -> str | None:
-    """Return why other users could have put code where the library is or would be, or None.
-
-    In a folder such as /tmp anybody can create a file, but its sticky bit prevents renaming the file of another user.
-    """
-    user = os.getuid()
-    for part in dict.fromkeys([*lineage(target.absolute()), *lineage(target.resolve())]):
-        status = part.lstat()
-        if status.st_uid not in (0, user):
-            return f"{part} belongs to another user; fix: remove it"
-        # A group whose number is the user's contains only that user.
-        others = stat.S_IWOTH | (0 if status.st_gid == user else stat.S_IWGRP)
-        sticky = part.is_dir() and status.st_mode & stat.S_ISVTX
-        if status.st_mode & others and not sticky and not part.is_symlink():
-            return f"others can write to {part}; fix: chmod go-w {part}"
-    return None
-
-
-def lineage(path: Path) -> list[Path]:
-    """Return those of a path that exist: every folder on the way to it, and the file."""
-    return [part for part in (*reversed(path.parents), path) if os.path.lexists(part)]
 
 
 def register() -> None:
@@ -286,8 +182,13 @@ def run() -> bool:
 
 @functools.cache
 def are_built() -> bool:
-    """Whether a library is loaded or is at its path, looked for once: reading the environment takes longer."""
-    return hasattr(torch.ops.farfield, "axis_sums") or path().is_file()
+    """Whether the library is loaded or there to be loaded, looked for once."""
+    return hasattr(torch.ops.farfield, "axis_sums") or LIBRARY.is_file()
+
+
+def instructions() -> str:
+    """Return the name of the instruction set whose loops run, such as `x86_64_v3`; the library must load."""
+    return cast(str, torch.ops.farfield.instructions())
 
 
 def fit(*tensors: Tensor | None) -> bool:

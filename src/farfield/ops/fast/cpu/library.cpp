@@ -1,0 +1,324 @@
+// The CPU kernels as operations of torch, by its stable ABI: one file for all versions from TORCH_TARGET_VERSION on.
+//
+// Here are tensors, threads and the order of the loops; the loops themselves are in `loops.cpp`.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "loops.h"
+
+namespace farfield {
+
+// Instruction sets that `loops.cpp` was compiled for, the best one first.
+#if defined(__x86_64__)
+extern const Loops x86_64_v4, x86_64_v3, x86_64_v2;
+#else
+extern const Loops portable;
+#endif
+
+namespace {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t BLOCK = 1 << 17;  // numbers that stay in a level-2 cache between two reads
+constexpr int64_t GRAIN = 1 << 15;  // least numbers of a thread
+// Bytes from which a response or a gradient is written past the caches. In training the output is new memory that no
+// cache holds: a plain store would first load each line, and run at half the speed of the memory.
+constexpr int64_t PAST_IN_TRAINING = int64_t{1} << 24, PAST = int64_t{1} << 27;
+
+// The loops of the best instruction set that the processor has, or of the one named by FARFIELD_INSTRUCTIONS if it has it.
+const Loops& best() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const std::pair<const Loops*, bool> sets[] = {
+      {&x86_64_v4, __builtin_cpu_supports("x86-64-v4")},
+      {&x86_64_v3, __builtin_cpu_supports("x86-64-v3")},
+      {&x86_64_v2, true}};
+  const char* name = std::getenv("FARFIELD_INSTRUCTIONS");
+  for (const auto& [set, runs] : sets)
+    if (runs && (!name || std::string(name) == set->name)) return *set;
+  for (const auto& [set, runs] : sets)
+    if (runs) return *set;
+#else
+  return portable;
+#endif
+}
+
+const Loops& loops = best();
+
+int64_t tasks_per_thread(int64_t numbers_per_task) {
+  return std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, numbers_per_task));
+}
+
+// Runs a loop over its tasks, on the threads of torch.
+template <class Job>
+void run(void (*loop)(const Job&, int64_t, int64_t), const Job& job, int64_t tasks, int64_t numbers_per_task) {
+  torch::stable::parallel_for(
+      0, tasks, tasks_per_thread(numbers_per_task), [&](int64_t begin, int64_t end) { loop(job, begin, end); });
+}
+
+// Calls an operation of torch that has no typed form in the stable ABI.
+template <class... Arguments>
+Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor allocate(IntHeaderOnlyArrayRef size, ScalarType type = ScalarType::Float) { return torch::stable::empty(size, type); }
+
+const float* read(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
+
+float* write(const Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
+
+Axes axes_of(const Tensor& grid) { return Axes(grid.sizes().data() + 2, grid.dim() - 2); }
+
+int64_t positions_of(const Tensor& grid) {
+  int64_t count = 1;
+  for (int64_t axis = 2; axis < grid.dim(); ++axis) count *= grid.size(axis);
+  return count;
+}
+
+bool past_caches(const Tensor& out, bool training) {
+  return out.numel() * static_cast<int64_t>(sizeof(float)) >= (training ? PAST_IN_TRAINING : PAST);
+}
+
+// From `(b, c, *size)` to `(b, c, Σ size)`: for each index of each axis the sum over all other axes, or their mean.
+Tensor along_axes(const Tensor& grid, bool means) {
+  const Axes axes = axes_of(grid);
+  Tensor out = allocate({grid.size(0), grid.size(1), axes.total});
+  run(loops.sum_axes, SumAxes{axes, read(grid), write(out), means}, grid.size(0) * grid.size(1), axes.plane());
+  return out;
+}
+
+Tensor axis_sums(const Tensor& grid) { return along_axes(grid, false); }
+
+Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
+
+// From `(b, c, Σ size)` to `(b, c, *size)`: each position is the sum of the numbers at its indices, first axis first.
+Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
+  const Axes axes(size.data(), static_cast<int64_t>(size.size()));
+  size.insert(size.begin(), {vectors.size(0), vectors.size(1)});
+  Tensor out = allocate(size);
+  run(loops.outer_sum, OuterSum{axes, read(vectors), write(out), means, past_caches(out, training)},
+      size[0] * size[1], axes.plane());
+  return out;
+}
+
+// Splits positions `(b, c, n)` into heads, `(b · h, c / h, n)`.
+Tensor split_heads(const Tensor& positions, int64_t heads) {
+  if (heads == 1) return positions;
+  return torch::stable::view(positions, {positions.size(0) * heads, positions.size(1) / heads, positions.size(2)});
+}
+
+Tensor transpose(const Tensor& matrices) { return torch::stable::transpose(matrices, 1, 2); }
+
+Tensor product(const Tensor& left, const Tensor& right) { return call("aten::bmm", "", left, right); }
+
+// The same numbers in another shape.
+Tensor shaped_as(const Tensor& tensor, const Tensor& other) { return torch::stable::view(tensor, other.sizes()); }
+
+// The matrix of coefficients `(b · h, n, n)` of positions that attend to each other; a row belongs to a query.
+Tensor coefficients(const Tensor& positions, int64_t heads, double scale) {
+  const Tensor each = split_heads(positions, heads);
+  const Tensor weights = product(transpose(each), each);
+  const int64_t rows = weights.size(0) * weights.size(1), count = weights.size(2);
+  run(loops.softmax, Softmax{count, static_cast<float>(scale), write(weights)}, rows, count);
+  return weights;
+}
+
+Tensor weigh(const Tensor& positions, const Tensor& weights, int64_t heads) {
+  return shaped_as(product(split_heads(positions, heads), transpose(weights)), positions);
+}
+
+// Softmax attention of positions `(b, c, n)` to each other.
+Tensor self_attention(const Tensor& positions, int64_t heads, double scale) {
+  const int64_t batch = positions.size(0), count = positions.size(2), depth = positions.size(1) / heads;
+  // The matrix is smaller than its factors, or stays in a cache.
+  if (count <= depth || batch * heads * count * count <= BLOCK)
+    return weigh(positions, coefficients(positions, heads, scale), heads);
+  const Tensor each =
+      torch::stable::contiguous(torch::stable::transpose(torch::stable::view(positions, {batch, heads, depth, count}), 2, 3));
+  const Tensor response = call(
+      "aten::scaled_dot_product_attention", "", each, each, each, std::optional<Tensor>(), 0.0, false,
+      std::optional<double>(scale), false);
+  return shaped_as(torch::stable::contiguous(torch::stable::transpose(response, 2, 3)), positions);
+}
+
+// The same, also returning the matrix.
+std::tuple<Tensor, Tensor> position_attention(const Tensor& positions, int64_t heads, double scale) {
+  const Tensor weights = coefficients(positions, heads, scale);
+  return {weigh(positions, weights, heads), weights};
+}
+
+// Its gradient. With coefficients A, P = ∂yᵀ · positions and ∂S = A ∘ (P − row sums of A ∘ P), the values contribute
+// ∂y A, the keys and queries positions (∂S + ∂Sᵀ).
+Tensor position_attention_backward(
+    const Tensor& positions, const std::optional<Tensor>& kept, int64_t heads, double scale,
+    const Tensor& grad_output) {
+  const Tensor each = split_heads(positions, heads), grad_each = split_heads(grad_output, heads);
+  const Tensor weights = kept ? *kept : coefficients(positions, heads, scale);
+  const Tensor products = product(transpose(grad_each), each), grad = product(grad_each, weights);
+  const int64_t matrices = weights.size(0), count = weights.size(2);
+  run(loops.softmax_gradient, SoftmaxGradient{count, static_cast<float>(scale), read(weights), write(products)}, matrices,
+      count * count);
+  const Tensor shares = product(each, products);
+  run(loops.add, Add{read(shares), write(grad)}, grad.numel(), 1);
+  return shaped_as(grad, positions);
+}
+
+// Softmax attention of the means along each axis to each other, made a grid by outer sum. With `once` the mean of the
+// responses counts once and not once per axis (KAN Eq. 13).
+Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
+  const Axes axes = axes_of(grid);
+  const Tensor vectors = self_attention(axis_means(grid), heads, scale);
+  if (once) {
+    float* numbers = write(vectors);
+    const double surplus = static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
+    for (float *vector = numbers, *last = numbers + vectors.numel(); vector < last; vector += axes.total) {
+      double means = 0;
+      int64_t place = 0;
+      for (int64_t axis = 0; axis < axes.count; ++axis) {
+        double sum = 0;
+        for (int64_t i = 0; i < axes.size[axis]; ++i) sum += vector[place++];
+        means += sum / static_cast<double>(axes.size[axis]);
+      }
+      for (int64_t i = 0; i < axes.total; ++i) vector[i] -= static_cast<float>(surplus * means);
+    }
+  }
+  return outer_sum(vectors, {axes.size, axes.size + axes.count}, false, false);
+}
+
+// From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of
+// [1; weights] ⊗ positions, `(b, 1 + s, c)`. The matrix is `(b, r, c)`, the offset `(b, r, n)` and the weights
+// `(b, s, n)`; without weights the rows are the weights.
+std::tuple<Tensor, Tensor> project_and_sum(
+    const float* positions, int64_t batch, int64_t channels, int64_t count, const float* matrix, int64_t rows,
+    const float* offset, const float* weights, int64_t given) {
+  const int64_t slots = 1 + (weights ? given : rows);
+  const int64_t most = std::clamp<int64_t>(BLOCK / std::max<int64_t>(1, channels), 64, 4096);
+  const int64_t blocks = (count + most - 1) / most;
+  Tensor out = allocate({batch, rows, count}), sums = allocate({batch, slots, channels});
+  std::vector<double> parts(blocks * sums.numel());
+  const ProjectAndSum job{batch,  channels, count,  rows,    slots,      blocks,      positions,
+                          matrix, offset,   weights, write(out), parts.data()};
+  run(loops.project_and_sum, job, batch * blocks, count / std::max<int64_t>(1, blocks) * channels);
+  float* sum = write(sums);
+  for (int64_t i = 0, all = sums.numel(); i < all; ++i) {
+    double total = 0;
+    for (int64_t block = 0; block < blocks; ++block) total += parts[block * all + i];
+    sum[i] = static_cast<float>(total);
+  }
+  return {out, sums};
+}
+
+std::tuple<Tensor, Tensor> project_and_sum_of(
+    const Tensor& positions, const Tensor& matrix, const std::optional<Tensor>& offset,
+    const std::optional<Tensor>& weights) {
+  return project_and_sum(
+      read(positions), positions.size(0), positions.size(1), positions.size(2), read(matrix), matrix.size(1),
+      offset ? read(*offset) : nullptr, weights ? read(*weights) : nullptr, weights ? weights->size(1) : 0);
+}
+
+// Attention by scores; the scores of a head are its row of `matrix`, `(h, c)`, times the positions. The response of a
+// position is the mean position times its score, plus, with `both`, the mean of positions times their scores.
+// Also returns the scores, `(b, h, n)`, and the sums over positions of [1; scores] ⊗ positions, `(b, 1 + h, c)`.
+std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Tensor& matrix, bool both, bool training) {
+  const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0), count = positions_of(grid);
+  std::vector<float> matrices(batch * matrix.numel());
+  for (int64_t b = 0; b < batch; ++b) std::copy_n(read(matrix), matrix.numel(), matrices.data() + b * matrix.numel());
+  const auto [scores, sums] =
+      project_and_sum(read(grid), batch, channels, count, matrices.data(), heads, nullptr, nullptr, 0);
+  Tensor out = allocate(grid.sizes());
+  const RespondToScores job{
+      channels, count, heads, read(scores), read(sums), write(out), both, past_caches(out, training)};
+  run(loops.respond_to_scores, job, batch * channels, count);
+  return {out, scores, sums};
+}
+
+// The gradients of grid and matrix. With responses y = mean · s + u, u being the mean of positions times scores:
+// ∂s = mean · ∂y + ∂u · x / n, ∂matrix = Σ ∂s ⊗ x and ∂x = (∂mean + ∂u s) / n + matrix · ∂s. `grad_output`, ∂y, and the
+// grid are read once each.
+std::tuple<Tensor, Tensor> score_attention_backward(
+    const Tensor& grid, const Tensor& matrix, bool both, const Tensor& scores, const Tensor& sums,
+    const Tensor& grad_output) {
+  const int64_t batch = grid.size(0), channels = grid.size(1), heads = matrix.size(0), depth = channels / heads;
+  const int64_t count = positions_of(grid), slots = 1 + heads;
+  const float share = 1.0f / static_cast<float>(count);
+  const float* sum = read(sums);
+  std::vector<float> means(batch * heads * channels), halves(batch * heads * channels);  // halves: ∂u / n
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t c = 0; c < channels; ++c) means[(b * heads + c / depth) * channels + c] = sum[b * slots * channels + c] * share;
+  const auto [started, grad_sums] = project_and_sum(
+      read(grad_output), batch, channels, count, means.data(), heads, nullptr, read(scores), heads);
+  const float* grad_sum = read(grad_sums);
+  if (both)
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t c = 0; c < channels; ++c)
+        halves[(b * heads + c / depth) * channels + c] = grad_sum[b * slots * channels + c] * share;
+  const auto [rows, products] =
+      project_and_sum(read(grid), batch, channels, count, halves.data(), heads, read(started), nullptr, 0);
+  Tensor out = allocate(grid.sizes()), grad_matrix = allocate(matrix.sizes());
+  const SpreadGradients job{channels,  count,      heads,         read(scores), read(rows), read(matrix),
+                            grad_sum,  halves.data(), write(out), past_caches(out, true)};
+  run(loops.spread_gradients, job, batch * channels, count);
+  float* result = write(grad_matrix);
+  for (int64_t i = 0, all = matrix.numel(); i < all; ++i) {
+    float total = 0;
+    for (int64_t b = 0; b < batch; ++b) total += read(products)[b * slots * channels + channels + i];
+    result[i] = total;
+  }
+  return {out, grad_matrix};
+}
+
+// The instruction set whose loops run.
+std::string instructions() { return loops.name; }
+
+STABLE_TORCH_LIBRARY(farfield, library) {
+  library.def("axis_means(Tensor grid) -> Tensor");
+  library.def("axis_sums(Tensor grid) -> Tensor");
+  library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
+  library.def("position_attention(Tensor positions, int heads, float scale) -> (Tensor, Tensor)");
+  library.def(
+      "position_attention_backward(Tensor positions, Tensor? weights, int heads, float scale, Tensor grad_output)"
+      " -> Tensor");
+  library.def(
+      "score_attention(Tensor grid, Tensor matrix, bool both, bool training=False) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "score_attention_backward(Tensor grid, Tensor matrix, bool both, Tensor scores, Tensor sums, Tensor grad_output)"
+      " -> (Tensor, Tensor)");
+  library.def("outer_sum(Tensor vectors, int[] size, bool means=False, bool training=False) -> Tensor");
+  library.def("project_and_sum(Tensor positions, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
+  library.def("instructions() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
+  library.impl("axis_means", TORCH_BOX(&axis_means));
+  library.impl("axis_sums", TORCH_BOX(&axis_sums));
+  library.impl("axis_attention", TORCH_BOX(&axis_attention));
+  library.impl("score_attention", TORCH_BOX(&score_attention));
+  library.impl("score_attention_backward", TORCH_BOX(&score_attention_backward));
+  library.impl("position_attention", TORCH_BOX(&position_attention));
+  library.impl("position_attention_backward", TORCH_BOX(&position_attention_backward));
+  library.impl("outer_sum", TORCH_BOX(&outer_sum));
+  library.impl("project_and_sum", TORCH_BOX(&project_and_sum_of));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(farfield, CompositeExplicitAutograd, library) {
+  library.impl("instructions", TORCH_BOX(&instructions));
+}
+
+}  // namespace
+}  // namespace farfield
