@@ -112,7 +112,9 @@ def run(command: list[str]) -> None:
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoKernelsError(f"{command[0]} cannot compile them; fix: another CXX=\n{done.stderr[-4000:]}")
+        raise NoKernelsError(
+            f"{command[0]} cannot compile them (pip install -v prints why); fix: another CXX=\n{done.stderr[-4000:]}"
+        )
 
 
 def build_or_explain(folder: Path) -> Path:
@@ -122,7 +124,7 @@ def build_or_explain(folder: Path) -> Path:
         build(library)
     except NoKernelsError as error:
         library.unlink(missing_ok=True)
-        reason.write_text(f"{error}\n", encoding="utf-8")
+        reason.write_text(str(error).splitlines()[0] + "\n", encoding="utf-8")
         print(f"farfield is built without its CPU kernels: {error}", file=sys.stderr)
         return reason
     reason.unlink(missing_ok=True)

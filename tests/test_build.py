@@ -60,7 +60,9 @@ def test_a_compiler_that_fails_is_quoted(hook: ModuleType, tmp_path: Path, monke
         pytest.skip("no command that fails")
     monkeypatch.setenv(kernels.SWITCH, "1")
     monkeypatch.setenv("CXX", "false")
-    assert "false cannot compile them; fix: another CXX=" in hook.build_or_explain(tmp_path).read_text(encoding="utf-8")
+    assert "false cannot compile them (pip install -v prints why); fix: another CXX=" in hook.build_or_explain(
+        tmp_path
+    ).read_text(encoding="utf-8")
 
 
 def test_torchs_headers_are_those_of_this_environment(hook: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

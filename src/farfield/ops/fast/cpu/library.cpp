@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdlib>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -47,10 +48,10 @@ const Loops& best() {
       {&x86_64_v3, __builtin_cpu_supports("x86-64-v3")},
       {&x86_64_v2, true}};
   const char* name = std::getenv("FARFIELD_INSTRUCTIONS");
+  const Loops* chosen = nullptr;
   for (const auto& [set, runs] : sets)
-    if (runs && (!name || std::string(name) == set->name)) return *set;
-  for (const auto& [set, runs] : sets)
-    if (runs) return *set;
+    if (runs && (!chosen || (name && std::string(name) == set->name))) chosen = set;
+  return *chosen;
 #else
   return portable;
 #endif
@@ -73,7 +74,8 @@ void run(void (*loop)(const Job&, int64_t, int64_t), const Job& job, int64_t tas
 template <class... Arguments>
 Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  if (torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
+    throw std::runtime_error(std::string(name) + " failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
