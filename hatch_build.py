@@ -35,7 +35,7 @@ SWITCH = "FARFIELD_KERNELS"
 TORCH = "torch>=2.11"
 # The first torch whose names the library uses.
 TARGET = "0x020b000000000000"
-# Instruction sets of `loops.cpp`: name -> flags.
+# Instruction sets of `loops.cpp` and `products.cpp`: name -> flags.
 LEVELS = {f"x86_64_v{level}": [f"-march=x86-64-v{level}"] for level in (2, 3, 4)}
 PORTABLE: dict[str, list[str]] = {"portable": []}
 SHARED = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
@@ -85,10 +85,11 @@ def build(target: Path) -> None:
         raise NoKernelsError("torch's headers were not found when farfield was installed; fix: install it again")
     levels = LEVELS if platform.machine() == "x86_64" else PORTABLE
     with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{name}.o" for name in (*levels, "library")]
+        files = [(name, file) for name in levels for file in ("loops", "products")]
+        objects = [Path(folder) / f"{file}_{name}.o" for name, file in (*files, ("all", "library"))]
         steps = [
-            [*SHARED, "-fopenmp-simd", f"-DLEVEL={name}", *flags, "-c", str(SOURCES / "loops.cpp")]
-            for name, flags in levels.items()
+            [*SHARED, "-fopenmp-simd", f"-DLEVEL={name}", *levels[name], "-c", str(SOURCES / f"{file}.cpp")]
+            for name, file in files
         ]
         headers = ["-isystem", str(torch / "include"), f"-DTORCH_TARGET_VERSION={TARGET}", "-Wno-unused-parameter"]
         steps.append([*SHARED, *headers, "-c", str(SOURCES / "library.cpp")])

@@ -210,6 +210,97 @@ def test_operations_are_those_that_torch_expects(on: None) -> None:
     torch.library.opcheck(torch.ops.farfield.score_attention_backward.default, arguments, test_utils=tests)
     arguments = (positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     torch.library.opcheck(torch.ops.farfield.project_and_sum.default, arguments, test_utils=tests)
+    for order, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
+        each = positions.mT.contiguous().mT if order else positions
+        arguments = (each, torch.randn(8, 8), None, valid, 4, 4, groups, True)
+        torch.library.opcheck(torch.ops.farfield.project_and_summarize.default, arguments, test_utils=tests)
+        grads = (torch.randn(2, 4, 8 // groups), torch.randn(2, 4), torch.randn(2, 4, 7))
+        arguments = (each, torch.randn(8, 8), None, valid, torch.zeros(2, 4), *grads, False, order)
+        torch.library.opcheck(torch.ops.farfield.project_and_summarize_backward.default, arguments, test_utils=tests)
+        arguments = (torch.randn(2, 8, 7), torch.randn(2, groups, 8 // groups + order, 3), 2, True, order)
+        torch.library.opcheck(torch.ops.farfield.combine_slots.default, arguments, test_utils=tests)
+        arguments = (*arguments[:2], torch.randn(2, 3 * groups, 7), 2, True)
+        torch.library.opcheck(torch.ops.farfield.combine_slots_backward.default, arguments, test_utils=tests)
+
+
+# ---- operators with a basis ------------------------------------------------------------------------------------------
+BASIS_ROWS = ("averaged", "factorized", "factorized_gaussian")
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        row=BASIS_ROWS,
+        project=("", "v", "qk", "qkvo"),
+        heads=(1, 2, 4),
+        masked=(False, True),
+        shape=((2, 32, 7, 9), (1, 48, 67, 41), (2, 32, 3, 5, 7), (1, 64, 1), (3, 16, 2100)),
+        wide=(False, True),
+        context=(False, True),
+    )
+)
+def test_sums_and_responses_in_blocks(
+    on: None, row: str, project: str, heads: int, masked: bool, shape: tuple[int, ...], wide: bool, context: bool
+) -> None:
+    attention = GridAttention(
+        shape[1], row, heads=heads, project=project, inner_channels=8 * heads if "q" in project else None
+    )
+    grid, other = torch.randn(shape), torch.randn(shape[0], shape[1], 11, 5)
+    if wide and len(shape) == 4:
+        grid = grid.contiguous(memory_format=torch.channels_last)
+        other = other.contiguous(memory_format=torch.channels_last)
+    mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
+    context_mask = torch.rand(shape[0], 11, 5) > 0.3 if masked else None
+
+    def run(dtype: torch.dtype) -> dict[str, Tensor]:
+        learned, leaf, source = attention.to(dtype), grid.to(dtype).requires_grad_(), other.to(dtype).requires_grad_()
+        sources = {"context": source, "context_mask": context_mask} if context else {}
+        response = learned(leaf, mask=mask, **sources)
+        upon = torch.randn(response.shape, generator=seeded_generator(1)).to(dtype)
+        inputs = [leaf, *([source] if context else []), *(part for part in learned.parameters() if part.dim() > 1)]
+        return {
+            "response": response.detach(),
+            **{str(place): grad for place, grad in enumerate(torch.autograd.grad(response, inputs, upon))},
+        }
+
+    exact, plain, found = run(torch.float64), off(run, torch.float32), run(torch.float32)
+    assert found["response"].stride() == plain["response"].stride()
+    for name in found:
+        if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
+            assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + 2 * EPS, name
+
+
+def test_kernels_of_products_are_what_ran(on: None) -> None:
+    attention, grid = GridAttention(32, "factorized_gaussian", project="qkvo"), torch.randn(2, 32, 9, 7)
+    with torch.profiler.profile() as profile:
+        attention(grid.requires_grad_()).square().sum().backward()
+    names = {event.key for event in profile.key_averages() if event.key.startswith("farfield::")}
+    sums = {"farfield::project_and_summarize", "farfield::project_and_summarize_backward"}
+    assert names == sums | {"farfield::combine_slots", "farfield::combine_slots_backward"}
+
+
+def test_keys_far_apart_have_their_own_peak(on: None) -> None:
+    """Exponents over 4,000 apart within one slot, in both orders, and slots without a valid position."""
+    attention = GridAttention(16, "factorized_gaussian", project="qk", inner_channels=4)
+    grid = torch.randn(2, 16, 9, 1000) * torch.linspace(0.1, 500, 1000)
+    mask = torch.ones(2, 9, 1000, dtype=torch.bool)
+    mask[1] = False
+    for each in (grid, grid.flip(-1)):
+        found, plain = attention(each, mask=mask), off(lambda each=each: attention(each, mask=mask))
+        exact = GridAttention(16, "factorized_gaussian", project="qk", inner_channels=4).double()
+        exact.load_state_dict(attention.state_dict())
+        wanted = exact(each.double(), mask=mask)
+        assert torch.isfinite(found).all()
+        assert distance(found, wanted) <= 2 * distance(plain, wanted) + EPS
+
+
+@pytest.mark.parametrize("place", [0, 500, 999])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_hidden(on: None, place: int, number: float) -> None:
+    attention = GridAttention(16, "factorized_gaussian", project="qkv", inner_channels=4)
+    grid = torch.randn(1, 16, 1000)
+    grid[0, 3, place] = number
+    found, plain = attention(grid), off(attention, grid)
+    assert torch.equal(found.isnan(), plain.isnan())
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -15,19 +15,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.fast import kernel_sums, kernels
+from farfield.ops.fast import kernel_products, kernel_sums, kernels
+from farfield.ops.fast.combination import arrange, channels_last, combine
 from farfield.ops.fast.stacking import RowPlan, split_gradients, stack_projections
 from farfield.ops.function import accelerate
-from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
-from farfield.ops.work import is_a_slot
 
 
 def are_small(rows: int, positions: Tensor) -> bool:
@@ -61,43 +59,6 @@ def sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> t
 def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
     """Return the queries among the rows."""
     return split_heads(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
-
-
-def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
-    """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
-    batch, wide = slots.shape[:2], channels_last(like)
-    rows = coefficients.shape[1] * coefficients.shape[2] // batch[1]
-    slots, factors = slots.flatten(0, 1), coefficients.reshape(batch.numel(), rows, coefficients.shape[3])
-    if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
-        last, slots = slots[:, -1:], slots[:, :-1]
-        response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
-    else:
-        factors = append_ones(factors, slots.shape[1])
-        response = torch.bmm(factors.mT, slots).mT if wide else torch.bmm(slots.mT, factors)
-    return response.view(*batch, *response.shape[1:])
-
-
-def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
-    """Add slots `(b, r, d)` combined by coefficients `(b, r, n)` to a grid `(b, d, *n)`, in its memory format."""
-    positions, slots, coefficients = out.flatten(2), slots.to(out.dtype), coefficients.to(out.dtype)
-    if in_channels_last(out):
-        return torch.baddbmm(positions.mT, coefficients.mT, slots).mT.unflatten(2, out.shape[2:])
-    return torch.baddbmm(positions, slots.mT, coefficients).unflatten(2, out.shape[2:])
-
-
-def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:
-    """Return coefficients `(b, g, s, m)`: concatenated for heads that add up; 1 for a last slot that is a bias."""
-    return append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
-
-
-def append_ones(coefficients: Tensor, slots: int) -> Tensor:
-    """Return coefficients `(…, r, m)` for this number of slots: 1 for a last slot that has no coefficient."""
-    return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)
-
-
-def channels_last(positions: Tensor) -> bool:
-    """Whether the channels of positions `(…, c, n)` are contiguous in memory."""
-    return positions.stride(-2) == 1 and positions.stride(-1) != 1
 
 
 # ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
@@ -198,6 +159,8 @@ def project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projectio
     if matrix is not None and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
         rows, values, weights = kernel_sums.project_and_sum(plan, positions, valid, matrix, bias)
         outputs = (select_queries(plan, rows), values, weights, valid.sum(-1, keepdim=True), None)
+    elif kernel_products.sums_run(plan, positions, matrix, bias):
+        return *kernel_products.summarize(plan, positions, valid, matrix, bias), None
     else:
         rows = project(positions, Projection(matrix, bias))
         outputs = sum_rows(plan, positions, valid, rows)
@@ -215,6 +178,13 @@ def gradients_of_sums(
     (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = pair_projections(projections)
+    (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
+    if kernel_products.sums_run(plan, positions, matrix, bias):
+        grads_of_outputs = (grad_queries, grad_values, grad_weights)
+        grad_positions, *of_projection = kernel_products.gradients_of_sums(
+            plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
+        )
+        return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
     key = valid.expand(-1, plan.heads, -1, -1)
     if plan.keys:
         with precision():
@@ -225,7 +195,6 @@ def gradients_of_sums(
     if own is not None:  # the sums are relative to the peak of all blocks
         grad_values, grad_weights = grad_values * torch.exp(own - peak), grad_weights * torch.exp(own - peak)
     with full_precision(positions):
-        (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
         if plan.keys and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
             grad_rows, grad_matrix = kernel_sums.gradients_of_rows(
                 plan, positions, valid, grad_queries, grad_values, grad_weights
@@ -331,6 +300,21 @@ def respond_to(
     return combine(slots, coefficients, positions)
 
 
+def respond_in_blocks(
+    operator: Operator,
+    positions: Tensor,
+    matrix: Tensor | None,
+    bias: Tensor | None,
+    query: Tensor,
+    *parts: Tensor | None,
+) -> Tensor:
+    """Respond as `respond_to` does, by a kernel if there is one."""
+    slots = project_slots(operator, query, build_summary(parts[:4]), *parts[4:])
+    if kernel_products.responses_run(operator, query, slots):
+        return kernel_products.combine(operator, query, slots, channels_last(positions))
+    return respond_to(operator, positions, matrix, bias, query, *parts)
+
+
 def save_query(arguments: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of `respond_to` that are kept: the positions, and the queries only if they are small."""
     operator, positions, matrix, bias, query, *parts = arguments
@@ -344,7 +328,9 @@ def restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     if isinstance(query, tuple):
         heads, dtype = query
         with precision():
-            query = split_heads(project(positions, Projection(matrix, bias)), heads).to(dtype)
+            rows = kernel_products.project(positions, matrix, bias)
+            rows = project(positions, Projection(matrix, bias)) if rows is None else rows
+            query = split_heads(rows, heads).to(dtype)
     return operator, positions, matrix, bias, query, *parts
 
 
@@ -358,6 +344,9 @@ def gradients_of_response(
         coefficients, slots = factors(operator, query, *rest)
     if kernel_sums.response_kernel_runs(operator, grad_output, query, slots):
         grad_query, grad_slots = kernel_sums.gradients_of_response(operator, grad_output, query, slots)
+        return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+    if kernel_products.responses_run(operator, query, slots) and kernels.is_plain(grad_output):
+        grad_query, grad_slots = kernel_products.gradients_of_response(operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
@@ -393,4 +382,11 @@ def build_summary(parts: Any) -> Summary:
 _project_and_sum = accelerate(
     project_and_sum, project_and_keep, gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
 )
-_respond = accelerate(respond_to, respond_to, gradients_of_response, save=save_query, restore=restore_query)
+_respond = accelerate(
+    respond_to,
+    respond_in_blocks,
+    gradients_of_response,
+    save=save_query,
+    restore=restore_query,
+    kernels_run=kernels.run,
+)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from farfield.ops.call import Call, by_head
 from farfield.ops.fast import kernel_attention, kernels
-from farfield.ops.fast.autograd import add_product, project_and_summarize, respond_from
+from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
+from farfield.ops.fast.combination import add_product
 from farfield.ops.fast.order import cheaper_order, has_orders
 from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, valid_counts
 from farfield.ops.modes import full_precision

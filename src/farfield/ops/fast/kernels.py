@@ -86,6 +86,45 @@ def register() -> None:
         rows = positions.new_empty(positions.shape[0], matrix.shape[1], positions.shape[2])
         return rows, positions.new_empty(positions.shape[0], slots, positions.shape[1])
 
+    def project_and_summarize(
+        positions: Tensor,
+        matrix: Tensor | None,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        keys: int,
+        queries: int,
+        groups: int,
+        exponentials: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        batch, channels, count = positions.shape
+        rows, values = positions.new_empty(batch, queries, count), positions.new_empty(batch, keys, channels // groups)
+        return rows, values, positions.new_empty(batch, keys), positions.new_empty(batch, keys)
+
+    def project_and_summarize_backward(
+        positions: Tensor,
+        matrix: Tensor | None,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        peak: Tensor | None,
+        grad_values: Tensor,
+        grad_weights: Tensor,
+        grad_queries: Tensor | None,
+        same: bool,
+        wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad = torch.empty_like(positions) if wanted else positions.new_empty(0, *positions.shape[1:])
+        rows = 0 if matrix is None else len(matrix)
+        return grad, positions.new_empty(rows, positions.shape[1]), positions.new_empty(rows)
+
+    def combine_slots(queries: Tensor, slots: Tensor, heads: int, softmax: bool, wide: bool) -> Tensor:
+        batch, channels, count = len(queries), slots.shape[1] * slots.shape[3], queries.shape[2]
+        return slots.new_empty(batch, count, channels).mT if wide else slots.new_empty(batch, channels, count)
+
+    def combine_slots_backward(
+        queries: Tensor, slots: Tensor, grad_output: Tensor, heads: int, softmax: bool
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(queries), torch.empty_like(slots)
+
     attentions = (
         axis_attention,
         position_attention,
@@ -93,7 +132,8 @@ def register() -> None:
         score_attention,
         score_attention_backward,
     )
-    for shapes in (axis_means, axis_sums, outer_sum, project_and_sum, *attentions):
+    sums = (project_and_sum, project_and_summarize, project_and_summarize_backward)
+    for shapes in (axis_means, axis_sums, outer_sum, *sums, combine_slots, combine_slots_backward, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
     for name, flops in FLOPS.items():
         register_flop_formula(getattr(torch.ops.farfield, name))(flops)
@@ -137,6 +177,38 @@ def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, ou
     return 4 * math.prod(positions) * matrix[1]
 
 
+def count_summary(
+    positions: Sequence[int],
+    matrix: Sequence[int] | None,
+    bias: Sequence[int] | None,
+    valid: Sequence[int] | None,
+    keys: int,
+    queries: int,
+    groups: int,
+    *others: Any,
+    out_shape: Any,
+) -> int:
+    """Count the projection, and the sums over positions of weight ⊗ position."""
+    return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
+
+
+def count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+    """Count the keys again, the gradients of their weights, and those of positions and matrix."""
+    (_, keys, shared), each = others[3], 2 * positions[0] * positions[2]
+    of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
+    return each * (2 * keys * shared + of_projection)
+
+
+def count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the products of coefficients with slots."""
+    return 2 * math.prod(queries) * slots[3]
+
+
+def count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count twice the products of `count_combination`."""
+    return 2 * count_combination(queries, slots, out_shape=out_shape)
+
+
 FLOPS: dict[str, Any] = {
     "axis_sums": count_nothing,
     "axis_means": count_nothing,
@@ -147,6 +219,10 @@ FLOPS: dict[str, Any] = {
     "score_attention": count_scores,
     "score_attention_backward": count_scores_backward,
     "project_and_sum": count_rows,
+    "project_and_summarize": count_summary,
+    "project_and_summarize_backward": count_summary_backward,
+    "combine_slots": count_combination,
+    "combine_slots_backward": count_combination_backward,
 }
 
 
@@ -198,5 +274,9 @@ def fit(*tensors: Tensor | None) -> bool:
 
 def fits(tensor: Tensor) -> bool:
     """Whether `why_not_on` yields nothing."""
-    plain = tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
-    return plain and tensor.is_contiguous()
+    return is_plain(tensor) and tensor.is_contiguous()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one of float32 numbers on a CPU, and of no class of its own."""
+    return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
@@ -17,14 +18,17 @@
 #include <vector>
 
 #include "loops.h"
+#include "products.h"
 
 namespace farfield {
 
 // Instruction sets that `loops.cpp` was compiled for, the best one first.
 #if defined(__x86_64__)
 extern const Loops x86_64_v4, x86_64_v3, x86_64_v2;
+extern const Products x86_64_v4_products, x86_64_v3_products, x86_64_v2_products;
 #else
 extern const Loops portable;
+extern const Products portable_products;
 #endif
 
 namespace {
@@ -39,25 +43,32 @@ constexpr int64_t GRAIN = 1 << 15;  // least numbers of a thread
 // cache holds: a plain store would first load each line, and run at half the speed of the memory.
 constexpr int64_t PAST_IN_TRAINING = int64_t{1} << 24, PAST = int64_t{1} << 27;
 
+struct Instructions {
+  const Loops& loops;
+  const Products& products;
+};
+
 // The loops of the best instruction set that the processor has, or of the one named by FARFIELD_INSTRUCTIONS if it has it.
-const Loops& best() {
+Instructions best() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const std::pair<const Loops*, bool> sets[] = {
-      {&x86_64_v4, __builtin_cpu_supports("x86-64-v4")},
-      {&x86_64_v3, __builtin_cpu_supports("x86-64-v3")},
-      {&x86_64_v2, true}};
+  const std::pair<Instructions, bool> sets[] = {
+      {{x86_64_v4, x86_64_v4_products}, __builtin_cpu_supports("x86-64-v4")},
+      {{x86_64_v3, x86_64_v3_products}, __builtin_cpu_supports("x86-64-v3")},
+      {{x86_64_v2, x86_64_v2_products}, true}};
   const char* name = std::getenv("FARFIELD_INSTRUCTIONS");
-  const Loops* chosen = nullptr;
+  const Instructions* chosen = nullptr;
   for (const auto& [set, runs] : sets)
-    if (runs && (!chosen || (name && std::string(name) == set->name))) chosen = set;
+    if (runs && (!chosen || (name && std::string(name) == set.loops.name))) chosen = &set;
   return *chosen;
 #else
-  return portable;
+  return {portable, portable_products};
 #endif
 }
 
-const Loops& loops = best();
+const Instructions chosen = best();
+const Loops& loops = chosen.loops;
+const Products& products = chosen.products;
 
 int64_t tasks_per_thread(int64_t numbers_per_task) {
   return std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, numbers_per_task));
@@ -285,6 +296,146 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   return {out, grad_matrix};
 }
 
+// ---- operators with a basis: a block of positions is projected, weighed and summed in a cache ------------------------
+// Parts of a sample that threads take; their number depends on the positions alone, and so does the order of the sums.
+int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 8192, 1, 16); }
+
+// Positions `(b, c, n)`; those that are not contiguous have contiguous channels.
+Positions view_of(const Tensor& tensor) {
+  const auto strides = tensor.strides();
+  return {static_cast<float*>(const_cast<void*>(tensor.const_data_ptr())), tensor.size(1), strides[0], strides[1],
+          strides[2]};
+}
+
+// New positions, in the memory order of others.
+Tensor allocate_like(const Tensor& like, int64_t channels) {
+  const int64_t batch = like.size(0), count = like.size(2);
+  if (like.is_contiguous()) return allocate({batch, channels, count});
+  return torch::stable::transpose(allocate({batch, count, channels}), 1, 2);
+}
+
+const float* read(const std::optional<Tensor>& tensor) { return tensor ? read(*tensor) : nullptr; }
+
+// From positions `(b, c, n)`: the last rows of `matrix · positions + bias` are the queries, `(b, q, n)`; without a matrix
+// the rows are the positions. The first are
+// keys; with weights that are the keys, or their exponentials relative to a peak `(b, k)`, the sums over positions of
+// weight ⊗ position, `(b, k, c / groups)`, and of the weights, `(b, k)`. A group of keys sums its own channels.
+std::tuple<Tensor, Tensor, Tensor, Tensor> project_and_summarize(
+    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& valid, int64_t keys, int64_t queries, int64_t groups, bool exponentials) {
+  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
+  const int64_t parts = parts_of(count), group = keys / groups, own = channels / groups, width = padded(group);
+  const int64_t across = groups * width;
+  Tensor out = allocate({batch, queries, count}), sums = allocate({batch, keys, own}), totals = allocate({batch, keys});
+  Tensor peak = allocate({batch, keys});
+  std::vector<double> values(batch * parts * channels * across), weights(batch * parts * keys);
+  std::vector<float> peaks(batch * parts * keys);
+  run(products.summarize,
+      Summarize{parts,        count,       keys,          matrix ? matrix->size(0) : channels, queries,       groups,
+                exponentials, view_of(positions), read(matrix), read(bias),     read(valid),   write(out),
+                peaks.data(), values.data(), weights.data()},
+      batch * parts, count / parts * channels);
+  float *sum = write(sums), *total = write(totals), *most = write(peak);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t k = 0; k < keys; ++k) {
+      const float* own_peaks = peaks.data() + b * parts * keys + k;
+      float largest = own_peaks[0];
+      for (int64_t part = 1; part < parts; ++part) largest = std::max(largest, own_peaks[part * keys]);
+      std::vector<double> row(own);
+      double all = 0;
+      for (int64_t part = 0; part < parts; ++part) {
+        const double factor =
+            exponentials ? std::exp(static_cast<double>(own_peaks[part * keys]) - static_cast<double>(largest)) : 1;
+        const int64_t place = b * parts + part, g = k / group;
+        all += factor * weights[place * keys + k];
+        const double* from = values.data() + (place * channels + g * own) * across + g * width + k % group;
+        for (int64_t c = 0; c < own; ++c) row[c] += factor * from[c * across];
+      }
+      std::copy(row.begin(), row.end(), sum + (b * keys + k) * own);
+      total[b * keys + k] = static_cast<float>(all);
+      most[b * keys + k] = largest;
+    }
+  return {out, sums, totals, peak};
+}
+
+// Its gradients, of the positions (in their memory order; none if not `wanted`), the matrix and the bias. With `same`
+// the rows are both keys and queries. The gradients of queries may be absent.
+std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
+    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& valid, const std::optional<Tensor>& peak, const Tensor& grad_values, const Tensor& grad_weights,
+    const std::optional<Tensor>& grad_queries, bool same, bool wanted) {
+  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
+  const int64_t parts = parts_of(count), rows = matrix ? matrix->size(0) : channels, keys = grad_values.size(1);
+  const int64_t width = padded(rows), learned = matrix ? batch * parts : 0;
+  Tensor out = wanted ? allocate_like(positions, channels) : allocate({0, channels, count});
+  Tensor grad_matrix = allocate({matrix ? rows : 0, channels}), grad_bias = allocate({matrix ? rows : 0});
+  std::vector<double> matrices(learned * channels * width), biases(learned * rows);
+  Positions target = view_of(out);
+  target.past = past_caches(out, true);
+  if (!wanted) target.numbers = nullptr;
+  run(products.summarize_gradient,
+      SummarizeGradient{parts,        count,       keys,
+                        rows,         channels / grad_values.size(2), peak.has_value(),
+                        same,         view_of(positions), target,
+                        read(matrix), read(bias),  read(valid),
+                        read(peak),   read(grad_values), read(grad_weights),
+                        read(grad_queries), matrices.data(), biases.data()},
+      batch * parts, count / parts * channels);
+  if (!matrix) return {out, grad_matrix, grad_bias};
+  float *to = write(grad_matrix), *to_bias = write(grad_bias);
+  for (int64_t r = 0; r < rows; ++r) {
+    double total = 0;
+    for (int64_t task = 0; task < batch * parts; ++task) total += biases[task * rows + r];
+    to_bias[r] = static_cast<float>(total);
+  }
+  std::vector<double> total(channels * width);
+  for (int64_t task = 0; task < batch * parts; ++task)
+    for (int64_t i = 0; i < channels * width; ++i) total[i] += matrices[task * channels * width + i];
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < channels; ++c) to[r * channels + c] = static_cast<float>(total[c * width + r]);
+  return {out, grad_matrix, grad_bias};
+}
+
+// Slots `(b, g, s, p)` combined by coefficients, which are the queries `(b, h · r, n)` or their softmax over the rows of
+// each head: `(b, g · p, n)`, with channels contiguous if `wide`. One slot more than coefficients is a bias.
+Tensor combine_slots(const Tensor& queries, const Tensor& slots, int64_t heads, bool softmax, bool wide) {
+  const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), groups = slots.size(1);
+  const int64_t channels = groups * slots.size(3);
+  Tensor out = wide ? torch::stable::transpose(allocate({batch, count, channels}), 1, 2) : allocate({batch, channels, count});
+  Positions target = view_of(out);
+  target.past = past_caches(out, true);
+  run(products.respond,
+      Respond{parts, count, heads, queries.size(1), groups, slots.size(2), slots.size(3), softmax, read(slots),
+              view_of(queries), target},
+      batch * parts, count / parts * channels);
+  return out;
+}
+
+// Its gradients, of the queries and of the slots.
+std::tuple<Tensor, Tensor> combine_slots_backward(
+    const Tensor& queries, const Tensor& slots, const Tensor& grad_output, int64_t heads, bool softmax) {
+  const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), rows = queries.size(1);
+  const int64_t groups = slots.size(1), number = slots.size(2), channels = slots.size(3), group = rows / groups;
+  const int64_t width = padded(group), across = width + 1;
+  Tensor grad_queries = allocate_like(queries, rows), grad_slots = allocate(slots.sizes());
+  std::vector<double> sums(batch * parts * groups * channels * across);
+  run(products.respond_gradient,
+      RespondGradient{parts, count, heads, rows, groups, number, channels, softmax, read(slots),
+                      view_of(queries), view_of(grad_output), view_of(grad_queries), sums.data()},
+      batch * parts, count / parts * groups * channels);
+  float* to = write(grad_slots);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t s = 0; s < number; ++s)
+        for (int64_t c = 0; c < channels; ++c) {
+          double total = 0;
+          for (int64_t part = 0; part < parts; ++part)
+            total += sums[((b * parts + part) * groups * channels + g * channels + c) * across + (s < group ? s : width)];
+          to[((b * groups + g) * number + s) * channels + c] = static_cast<float>(total);
+        }
+  return {grad_queries, grad_slots};
+}
+
 // The instruction set whose loops run.
 std::string instructions() { return loops.name; }
 
@@ -303,6 +454,17 @@ STABLE_TORCH_LIBRARY(farfield, library) {
       " -> (Tensor, Tensor)");
   library.def("outer_sum(Tensor vectors, int[] size, bool means=False, bool training=False) -> Tensor");
   library.def("project_and_sum(Tensor positions, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
+  library.def(
+      "project_and_summarize(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, int keys, int queries,"
+      " int groups, bool exponentials) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "project_and_summarize_backward(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, Tensor? peak,"
+      " Tensor grad_values, Tensor grad_weights, Tensor? grad_queries, bool same, bool wanted)"
+      " -> (Tensor, Tensor, Tensor)");
+  library.def("combine_slots(Tensor queries, Tensor slots, int heads, bool softmax, bool wide) -> Tensor");
+  library.def(
+      "combine_slots_backward(Tensor queries, Tensor slots, Tensor grad_output, int heads, bool softmax)"
+      " -> (Tensor, Tensor)");
   library.def("instructions() -> str");
 }
 
@@ -316,6 +478,10 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("position_attention_backward", TORCH_BOX(&position_attention_backward));
   library.impl("outer_sum", TORCH_BOX(&outer_sum));
   library.impl("project_and_sum", TORCH_BOX(&project_and_sum_of));
+  library.impl("project_and_summarize", TORCH_BOX(&project_and_summarize));
+  library.impl("project_and_summarize_backward", TORCH_BOX(&project_and_summarize_backward));
+  library.impl("combine_slots", TORCH_BOX(&combine_slots));
+  library.impl("combine_slots_backward", TORCH_BOX(&combine_slots_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(farfield, CompositeExplicitAutograd, library) {

@@ -1,0 +1,366 @@
+// The operators with a basis in blocks of positions that stay in a cache: a block is projected, weighed and summed, or
+// combined, and read from memory once. Compiled once for each instruction set, as LEVEL.
+//
+// A product sums at most HELD positions in float and then continues in double. The order of the sums does not depend
+// on the number of threads. Nothing here is shared with another file's object (see `loops.cpp`).
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+
+#include "products.h"
+
+#include "lanes.h"
+
+#define JOIN(one, other) one##other
+#define PRODUCTS_OF(level) JOIN(level, _products)
+
+namespace farfield {
+namespace {
+
+constexpr float LOWEST = -3.4028234663852886e38f;
+constexpr int TILE = WIDTH == 16 ? 8 : 4;  // rows of a tile, whose sums are held in registers
+constexpr int VECTORS = 2;
+
+// A matrix of any strides.
+struct Left {
+  const float* numbers;
+  int64_t row, column;
+};
+
+// out (K × COLUMNS of `columns` columns) = or += left · right
+template <int K>
+inline void multiply_rows(
+    const Left& left, const float* right, int64_t stride, float* out, int64_t out_stride, int64_t inner,
+    int64_t columns, bool add) {
+  for (int64_t x = 0; x < columns; x += VECTORS * WIDTH) {
+    Lanes sums[K][VECTORS];
+    for (int k = 0; k < K; ++k)
+      for (int v = 0; v < VECTORS; ++v) sums[k][v] = add ? load(out + k * out_stride + x + v * WIDTH) : Lanes{};
+    const float *from = left.numbers, *row = right + x;
+    for (int64_t i = 0; i < inner; ++i, from += left.column, row += stride) {
+      Lanes each[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) each[v] = load(row + v * WIDTH);
+      for (int k = 0; k < K; ++k)
+        for (int v = 0; v < VECTORS; ++v) sums[k][v] += from[k * left.row] * each[v];
+    }
+    for (int k = 0; k < K; ++k)
+      for (int v = 0; v < VECTORS; ++v) store(out + k * out_stride + x + v * WIDTH, sums[k][v]);
+  }
+}
+
+// out (rows × columns) = left (rows × inner) · right (inner × columns), or added to it; columns are a multiple of COLUMNS.
+void multiply(
+    Left left, const float* right, int64_t stride, float* out, int64_t out_stride, int64_t rows, int64_t inner,
+    int64_t columns, bool add) {
+  int64_t i = 0;
+  for (; i + TILE <= rows; i += TILE, left.numbers += TILE * left.row)
+    multiply_rows<TILE>(left, right, stride, out + i * out_stride, out_stride, inner, columns, add);
+  for (; i < rows; ++i, left.numbers += left.row)
+    multiply_rows<1>(left, right, stride, out + i * out_stride, out_stride, inner, columns, add);
+}
+
+// to (columns × rows) = from (rows × columns), in squares that stay in a cache.
+void transpose(const float* from, int64_t stride, float* to, int64_t to_stride, int64_t rows, int64_t columns) {
+  constexpr int64_t SIDE = 16;
+  for (int64_t top = 0; top < rows; top += SIDE)
+    for (int64_t left = 0; left < columns; left += SIDE)
+      for (int64_t j = left; j < least(columns, left + SIDE); ++j)
+        for (int64_t i = top; i < least(rows, top + SIDE); ++i) to[j * to_stride + i] = from[i * stride + j];
+}
+
+// to (channels × block) = `length` positions from `first` on, and 0 behind them.
+void read_block(
+    const Positions& of, int64_t sample, int64_t first, int64_t length, float* to, int64_t block) {
+  const float* from = of.numbers + sample * of.sample + first * of.position;
+  if (of.position == 1)
+    for (int64_t c = 0; c < of.channels; ++c) std::memcpy(to + c * block, from + c * of.channel, length * sizeof(float));
+  else transpose(from, of.position, to, block, length, of.channels);
+  for (int64_t c = 0; c < of.channels && length < block; ++c) clear(to + c * block + length, block - length);
+}
+
+void write_block(
+    const Positions& of, int64_t sample, int64_t first, int64_t length, const float* from, int64_t block) {
+  float* to = of.numbers + sample * of.sample + first * of.position;
+  if (of.position == 1 && of.past)
+    for (int64_t c = 0; c < of.channels; ++c) write_past(from + c * block, to + c * of.channel, length);
+  else if (of.position == 1)
+    for (int64_t c = 0; c < of.channels; ++c) std::memcpy(to + c * of.channel, from + c * block, length * sizeof(float));
+  else transpose(from, block, to, of.position, of.channels, length);
+}
+
+// Rows `(b, rows, n)` as positions.
+Positions rows_of(const float* rows, int64_t count, int64_t positions) {
+  return {const_cast<float*>(rows), count, count * positions, positions, 1};
+}
+
+inline void fill(float* row, int64_t count, float number) {
+  for (int64_t i = 0; i < count; ++i) row[i] = number;
+}
+
+// Sum of a row of a block; what is behind its length is 0.
+inline float sum_row(const float* row, int64_t block) {
+  Lanes total = {};
+  for (int64_t i = 0; i < block; i += WIDTH) total += load(row + i);
+  return sum_of(total);
+}
+
+// Rows of projected positions: matrix · positions + bias. Without a matrix they are the positions.
+void project(
+    const float* matrix, const float* bias, const float* positions, int64_t channels, int64_t block, int64_t first,
+    int64_t rows, float* to) {
+  if (!matrix) return void(std::memcpy(to, positions + first * block, rows * block * sizeof(float)));
+  for (int64_t r = 0; r < rows; ++r) fill(to + r * block, block, bias ? bias[first + r] : 0);
+  multiply({matrix + first * channels, channels, 1}, positions, block, to, block, rows, channels, block, true);
+}
+
+// numbers += held, held = 0
+void flush(float* held, double* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] += held[i];
+  clear(held, count);
+}
+
+// The first position of a part; parts are whole blocks.
+inline int64_t start_of(int64_t part, int64_t parts, int64_t count, int64_t block) {
+  const int64_t blocks = (count + block - 1) / block;
+  return least(count, blocks * part / parts * block);
+}
+
+void summarize(const Summarize& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.positions.channels, block = block_of(of.count, channels), group = of.keys / of.groups;
+  const int64_t width = padded(group), across = of.groups * width, own = channels / of.groups;
+  const Held<float> positions(channels * block), rows(of.rows * block), weights(block * across);
+  const Held<float> held(channels * across), factors(across);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    double *values = of.values + task * channels * across, *sums = of.weights + task * of.keys;
+    float* peaks = of.peaks + task * of.keys;
+    fill(peaks, of.keys, LOWEST);
+    int64_t held_positions = 0;
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
+      read_block(of.positions, sample, first, length, positions.data(), block);
+      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.rows, rows.data());
+      if (of.queries)
+        write_block(rows_of(of.out, of.queries, of.count), sample, first, length,
+                    rows.data() + (of.rows - of.queries) * block, block);
+      bool rescaled = false;
+      for (int64_t k = 0; k < of.keys; ++k) {
+        float *row = rows.data() + k * block, &factor = factors[k / group * width + k % group];
+        factor = 1;
+        if (of.exponentials) {
+          fill(row + length, block - length, LOWEST);
+          for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? LOWEST : row[i];
+          Lanes most = Lanes{} + peaks[k];
+          for (int64_t i = 0; i < block; i += WIDTH) {
+            const Lanes each = load(row + i);
+            most = each > most ? each : most;
+          }
+          const float peak = largest_of(most);
+          if (peak > peaks[k]) {
+            factor = exponential(Lanes{} + (peaks[k] - peak))[0];
+            sums[k] *= factor;
+            peaks[k] = peak;
+            rescaled = true;
+          }
+          for (int64_t i = 0; i < block; i += WIDTH) store(row + i, exponential(load(row + i) - peak));
+          if (peak == LOWEST) fill(row, block, 0);  // nothing valid yet
+        } else {
+          fill(row + length, block - length, 0);
+          for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
+        }
+        sums[k] += sum_row(row, block);
+      }
+      if (rescaled) {
+        for (int64_t i = 0; i < channels; ++i)
+          for (int64_t j = 0; j < across; ++j) {
+            held[i * across + j] *= factors[j];
+            values[i * across + j] *= factors[j];
+          }
+      }
+      for (int64_t g = 0; g < of.groups; ++g) {
+        transpose(rows.data() + g * group * block, block, weights.data() + g * width, across, group, length);
+        multiply({positions.data() + g * own * block, block, 1}, weights.data() + g * width, across,
+                 held.data() + g * own * across + g * width, across, own, length, width, true);
+      }
+      if ((held_positions += length) >= HELD) {
+        flush(held.data(), values, channels * across);
+        held_positions = 0;
+      }
+    }
+    flush(held.data(), values, channels * across);
+  }
+}
+
+// Coefficients of a block of queries, in place: their softmax over the rows of each head.
+void softmax_of_rows(float* rows, int64_t heads, int64_t depth, int64_t block) {
+  for (int64_t h = 0; h < heads; ++h, rows += depth * block)
+    for (int64_t i = 0; i < block; i += WIDTH) {
+      Lanes most = load(rows + i), total = {};
+      for (int64_t r = 1; r < depth; ++r) {
+        const Lanes each = load(rows + r * block + i);
+        most = each > most ? each : most;
+      }
+      for (int64_t r = 0; r < depth; ++r) {
+        const Lanes each = exponential(load(rows + r * block + i) - most);
+        store(rows + r * block + i, each);
+        total += each;
+      }
+      const Lanes share = 1 / total;
+      for (int64_t r = 0; r < depth; ++r) store(rows + r * block + i, load(rows + r * block + i) * share);
+    }
+}
+
+void respond(const Respond& of, int64_t begin, int64_t end) {
+  const int64_t block = block_of(of.count, of.out.channels), group = of.rows / of.groups;
+  const Held<float> rows(of.rows * block), out(of.out.channels * block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      read_block(of.queries, sample, first, length, rows.data(), block);
+      if (of.softmax) softmax_of_rows(rows.data(), of.heads, of.rows / of.heads, block);
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
+        float* own = out.data() + g * of.channels * block;
+        for (int64_t c = 0; c < of.channels; ++c)
+          fill(own + c * block, block, of.slots > group ? slots[group * of.channels + c] : 0);
+        multiply({slots, 1, of.channels}, rows.data() + g * group * block, block, own, block, of.channels, group,
+                 block, true);
+      }
+      write_block(of.out, sample, first, length, out.data(), block);
+    }
+  }
+  finish_writing();
+}
+
+void respond_gradient(const RespondGradient& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.grad_output.channels, block = block_of(of.count, channels), group = of.rows / of.groups;
+  const int64_t width = padded(group), across = width + 1, depth = of.rows / of.heads;
+  const Held<float> output(channels * block), rows(of.rows * block), grads(of.rows * block), weights(block * width);
+  const Held<float> held(channels * width);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    double* sums = of.grad_slots + task * channels * across;
+    int64_t held_positions = 0;
+    const auto flush_all = [&] {
+      for (int64_t c = 0; c < channels; ++c) flush(held.data() + c * width, sums + c * across, width);
+      held_positions = 0;
+    };
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      read_block(of.grad_output, sample, first, length, output.data(), block);
+      read_block(of.queries, sample, first, length, rows.data(), block);
+      if (of.softmax) softmax_of_rows(rows.data(), of.heads, depth, block);
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
+        const float* own = output.data() + g * of.channels * block;
+        multiply({slots, of.channels, 1}, own, block, grads.data() + g * group * block, block, group, of.channels,
+                 block, false);
+        transpose(rows.data() + g * group * block, block, weights.data(), width, group, length);
+        multiply({own, block, 1}, weights.data(), width, held.data() + g * of.channels * width, width, of.channels,
+                 length, width, true);
+      }
+      for (int64_t c = 0; c < channels && of.slots > group; ++c)
+        sums[c * across + width] += sum_row(output.data() + c * block, block);
+      if (of.softmax)  // ∂q = a ∘ (∂a − Σ a ∘ ∂a)
+        for (int64_t h = 0; h < of.heads; ++h)
+          for (int64_t i = 0; i < block; i += WIDTH) {
+            float *a = rows.data() + h * depth * block + i, *grad = grads.data() + h * depth * block + i;
+            Lanes mean = {};
+            for (int64_t r = 0; r < depth; ++r) mean += load(a + r * block) * load(grad + r * block);
+            for (int64_t r = 0; r < depth; ++r)
+              store(grad + r * block, load(a + r * block) * (load(grad + r * block) - mean));
+          }
+      write_block(of.grad_queries, sample, first, length, grads.data(), block);
+      if ((held_positions += length) >= HELD) flush_all();
+    }
+    flush_all();
+  }
+}
+
+// With E the weights of the keys, ∂E = ∂values · x + ∂weights and ∂k = ∂E ∘ E (of exponentials):
+// ∂x = ∂valuesᵀ · E + matrixᵀ · [∂k; ∂q], ∂matrix = Σ [∂k; ∂q] ⊗ x.
+void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.positions.channels, block = block_of(of.count, 2 * channels), group = of.keys / of.groups;
+  const int64_t own = channels / of.groups, width = padded(of.rows), queries = of.same ? of.rows : of.rows - of.keys;
+  const Held<float> positions(channels * block), grad_positions(channels * block), keys(of.keys * block);
+  const Held<float> rows(of.rows * block), others(queries * block), turned(block * width), held(channels * width);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    double *grad_matrix = of.grad_matrix + task * channels * width, *grad_bias = of.grad_bias + task * of.rows;
+    const float *peak = of.peak ? of.peak + sample * of.keys : nullptr, *grad_weight = of.grad_weights + sample * of.keys;
+    int64_t held_positions = 0;
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
+      read_block(of.positions, sample, first, length, positions.data(), block);
+      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.keys, keys.data());
+      for (int64_t k = 0; k < of.keys; ++k) {
+        float *key = keys.data() + k * block, *row = rows.data() + k * block;
+        if (of.exponentials)
+          for (int64_t i = 0; i < block; i += WIDTH) {
+            const Lanes lower = load(key + i) - peak[k];  // a product of another block may round to above the peak
+            store(key + i, exponential(lower > 0 ? Lanes{} : lower));
+          }
+        fill(key + length, block - length, 0);
+        for (int64_t i = 0; valid && i < length; ++i) key[i] = valid[i] == 0 ? 0 : key[i];
+        fill(row, block, grad_weight[k]);
+      }
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const float* values = of.grad_values + (sample * of.keys + g * group) * own;
+        multiply({values, own, 1}, positions.data() + g * own * block, block, rows.data() + g * group * block, block,
+                 group, own, block, true);
+        multiply({values, 1, own}, keys.data() + g * group * block, block, grad_positions.data() + g * own * block,
+                 block, own, group, block, false);
+      }
+      for (int64_t k = 0; k < of.keys; ++k) {
+        float *key = keys.data() + k * block, *row = rows.data() + k * block;
+        if (of.exponentials)
+          for (int64_t i = 0; i < block; i += WIDTH) store(row + i, load(row + i) * load(key + i));
+        for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
+        fill(row + length, block - length, 0);
+      }
+      if (of.grad_queries) {
+        read_block(rows_of(of.grad_queries, queries, of.count), sample, first, length, others.data(), block);
+        float* place = rows.data() + (of.rows - queries) * block;
+        for (int64_t i = 0; i < queries * block; i += WIDTH)
+          store(place + i, of.same ? load(place + i) + load(others.data() + i) : load(others.data() + i));
+      }
+      if (of.matrix)
+        multiply({of.matrix, 1, channels}, rows.data(), block, grad_positions.data(), block, channels, of.rows, block,
+                 true);
+      else
+        for (int64_t i = 0; i < channels * block; i += WIDTH)
+          store(grad_positions.data() + i, load(grad_positions.data() + i) + load(rows.data() + i));
+      if (of.grad_positions.numbers)
+        write_block(of.grad_positions, sample, first, length, grad_positions.data(), block);
+      if (!of.matrix) continue;
+      for (int64_t r = 0; r < of.rows; ++r) grad_bias[r] += sum_row(rows.data() + r * block, block);
+      transpose(rows.data(), block, turned.data(), width, of.rows, length);
+      multiply({positions.data(), block, 1}, turned.data(), width, held.data(), width, channels, length, width, true);
+      if ((held_positions += length) >= HELD) {
+        flush(held.data(), grad_matrix, channels * width);
+        held_positions = 0;
+      }
+    }
+    if (of.matrix) flush(held.data(), grad_matrix, channels * width);
+  }
+  finish_writing();
+}
+
+}  // namespace
+
+extern const Products PRODUCTS_OF(LEVEL);
+const Products PRODUCTS_OF(LEVEL){&summarize, &respond, &respond_gradient, &summarize_gradient};
+
+}  // namespace farfield

@@ -1,0 +1,72 @@
+// What the loops of the operators with a basis take (factorized, averaged and Gaussian attention). `products.cpp` is
+// compiled once for each instruction set, as `loops.cpp` is.
+
+#pragma once
+
+#include <cstdint>
+
+namespace farfield {
+
+constexpr int64_t COLUMNS = 32;     // a tile of a product has so many columns; blocks are multiples of it
+constexpr int64_t HELD = 512;      // positions whose products are summed in float
+constexpr int64_t IN_CACHE = 1 << 16;  // numbers of a block, which is read several times
+
+// Positions `(b, c, n)` of either memory order: one of the two strides is 1.
+struct Positions {
+  float* numbers;
+  int64_t channels, sample, channel, position;  // sample, channel, position: strides
+  bool past = false;                            // written past the caches
+};
+
+inline int64_t padded(int64_t count) { return (count + COLUMNS - 1) / COLUMNS * COLUMNS; }
+
+// Positions of a block, of so many positions with so many channels.
+inline int64_t block_of(int64_t count, int64_t channels) {
+  const int64_t all = padded(count ? count : 1), most = IN_CACHE / (channels ? channels : 1) / COLUMNS * COLUMNS;
+  const int64_t some = most < COLUMNS ? COLUMNS : most > HELD ? HELD : most;
+  return some < all ? some : all;
+}
+
+// A task of each loop is a sample and a part of its positions. Rows are keys `(h · r)` first and queries last, or both.
+// Groups: one if every head has all channels, else each head has channels of its own.
+struct Summarize {
+  int64_t parts, count, keys, rows, queries, groups;
+  bool exponentials;
+  Positions positions;
+  const float *matrix, *bias, *valid;  // (rows, c), (rows), (b, n), each of which may be absent
+  float *out, *peaks;                  // (b, queries, n), (b, parts, keys)
+  double *values, *weights;            // (b, parts, c, groups · padded(keys / groups)), (b, parts, keys)
+};
+
+struct Respond {
+  int64_t parts, count, heads, rows, groups, slots, channels;  // rows of all heads; slots and channels of a group
+  bool softmax;
+  const float* slot_values;  // (b, groups, slots, channels): a last slot may be a bias
+  Positions queries, out;    // (b, rows, n), (b, groups · channels, n)
+};
+
+struct RespondGradient {
+  int64_t parts, count, heads, rows, groups, slots, channels;
+  bool softmax;
+  const float* slot_values;
+  Positions queries, grad_output, grad_queries;
+  double* grad_slots;   // (b, parts, groups, channels, padded(rows / groups) + 1): the last column is the bias'
+};
+
+struct SummarizeGradient {
+  int64_t parts, count, keys, rows, groups;
+  bool exponentials, same;  // same: the rows are both keys and queries
+  Positions positions, grad_positions;
+  const float *matrix, *bias, *valid, *peak;               // (rows, c), (rows), (b, n), (b, keys)
+  const float *grad_values, *grad_weights, *grad_queries;  // (b, keys, c / groups), (b, keys), (b, queries, n)
+  double *grad_matrix, *grad_bias;                         // (b, parts, c, padded(rows)), (b, parts, rows), or absent
+};
+
+struct Products {
+  void (*summarize)(const Summarize&, int64_t begin, int64_t end);
+  void (*respond)(const Respond&, int64_t begin, int64_t end);
+  void (*respond_gradient)(const RespondGradient&, int64_t begin, int64_t end);
+  void (*summarize_gradient)(const SummarizeGradient&, int64_t begin, int64_t end);
+};
+
+}  // namespace farfield

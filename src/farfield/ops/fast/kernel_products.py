@@ -1,0 +1,141 @@
+"""Operators with a basis of keys or their exponentials, by kernels: a block of positions is read once, in a cache.
+
+Each function is a form of one in `autograd`. The two tables below list the functions of operators, never their names,
+that the kernels compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from farfield.ops.fast import kernels
+from farfield.ops.fast.stacking import RowPlan
+from farfield.ops.modes import autocasts
+from farfield.ops.projection import split_heads
+from farfield.ops.table import Operator, exponentials, keys, queries, softmax_over_channels
+
+# Basis -> whether the weights are exponentials of the keys.
+BASES: dict[Callable[..., object] | None, bool] = {keys: False, exponentials: True}
+# Coefficients -> whether they are a softmax of the queries.
+COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, softmax_over_channels: True}
+
+
+def fits_in_either_order(positions: Tensor) -> bool:
+    """Whether a kernel takes positions `(b, c, n)`: plain float32 numbers with channels or positions contiguous."""
+    return kernels.is_plain(positions) and (positions.stride(2) == 1 or positions.stride(1) == 1)
+
+
+def sums_run(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether `summarize` and `gradients_of_sums` may run."""
+    if plan.operator.basis not in BASES or not kernels.fit(matrix, bias):
+        return False
+    return fits_in_either_order(positions) and not autocasts(positions)
+
+
+def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return `matrix · positions + bias`, `(b, rows, n)`, or None if no kernel does it."""
+    if matrix is None or not kernels.fit(matrix, bias) or not fits_in_either_order(positions) or autocasts(positions):
+        return None
+    rows = torch.ops.farfield.project_and_summarize(positions, matrix, bias, None, 0, len(matrix), 1, False)[0]
+    return cast(Tensor, rows)
+
+
+def summarize(
+    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None]:
+    """Project and summarize as `autograd.project_and_sum` does.
+
+    Returns:
+        The queries `(b, h, d, n)` or None, the values `(b, h, r, c)`, the weights `(b, h, r, 1)`, the number of valid
+        positions `(b, 1, 1, 1)`, and the peak `(b, h, r, 1)` or None.
+    """
+    weighs_exponentials = BASES[plan.operator.basis]
+    groups = 1 if plan.shared else plan.heads
+    projected = 0 if matrix is None else plan.queries
+    rows, values, weights, peak = torch.ops.farfield.project_and_summarize(
+        positions, matrix, bias, flat(plan, positions, valid), plan.keys, projected, groups, weighs_exponentials
+    )
+    rows = positions if matrix is None else rows
+    values, weights, peak = (split_heads(part, plan.heads) for part in (values, weights[..., None], peak[..., None]))
+    query = split_heads(rows, plan.heads) if plan.queries else None
+    return query, values, weights, valid.sum(-1, keepdim=True), peak if weighs_exponentials else None
+
+
+def flat(plan: RowPlan, positions: Tensor, valid: Tensor) -> Tensor | None:
+    """Return which positions are valid, `(b, n)`; None if all are."""
+    if plan.complete:
+        return None
+    return valid[:, 0, 0].to(positions.dtype).expand(len(positions), -1).contiguous()
+
+
+def gradients_of_sums(
+    plan: RowPlan,
+    positions: Tensor,
+    valid: Tensor,
+    matrix: Tensor | None,
+    bias: Tensor | None,
+    peak: Tensor | None,
+    wanted: bool,
+    grads: tuple[Tensor | None, Tensor, Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of positions (if wanted), matrix and bias (if there are these).
+
+    `grads` are those of queries, values and weights.
+    """
+    grad_queries, grad_values, grad_weights = grads
+    grad_positions, grad_matrix, grad_bias = torch.ops.farfield.project_and_summarize_backward(
+        positions,
+        matrix,
+        bias,
+        flat(plan, positions, valid),
+        None if peak is None else peak.flatten(1).contiguous(),
+        grad_values.flatten(1, 2).contiguous(),
+        grad_weights.flatten(1).contiguous(),
+        None if grad_queries is None else grad_queries.flatten(1, 2).contiguous(),
+        plan.same,
+        wanted,
+    )
+    grads_of_projection = (None if matrix is None else grad_matrix, None if bias is None else grad_bias)
+    return grad_positions if wanted else None, *grads_of_projection
+
+
+def responses_run(operator: Operator, query: Tensor, slots: Tensor) -> bool:
+    """Whether `combine` and `gradients_of_response` may run; a bias is one slot more than there are coefficients."""
+    if operator.coefficients not in COEFFICIENTS or not kernels.fit(slots) or autocasts(query):
+        return False
+    rows = query.shape[1] * query.shape[2] // slots.shape[1]
+    return kernels.is_plain(query) and slots.shape[2] in (rows, rows + 1)
+
+
+def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:
+    """Combine slots `(b, g, s, p)` by the coefficients of queries `(b, h, d, m)`: `(b, g, p, m)`.
+
+    Args:
+        operator: The operator.
+        query: The queries.
+        slots: The slots; `g` is 1 where the heads' responses are added up.
+        wide: Whether the channels of the responses are contiguous in memory.
+    """
+    rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
+    response = torch.ops.farfield.combine_slots(rows, slots, query.shape[1], softmax, wide)
+    return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
+
+
+def gradients_of_response(
+    operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
+    rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
+    grad_rows, grad_slots = torch.ops.farfield.combine_slots_backward(
+        rows, slots, in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
+    )
+    return split_heads(grad_rows, query.shape[1]), grad_slots
+
+
+def in_either_order(positions: Tensor) -> Tensor:
+    """Return positions whose channels or positions are contiguous, copied if they are not."""
+    return positions if fits_in_either_order(positions) else positions.contiguous()
