@@ -293,6 +293,28 @@ def test_keys_far_apart_have_their_own_peak(on: None) -> None:
         assert distance(found, wanted) <= 2 * distance(plain, wanted) + EPS
 
 
+@pytest.mark.parametrize("row", BASIS_ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_equations_run_forward_and_backward(on: None, row: str, dtype: torch.dtype) -> None:
+    attention, grid = GridAttention(32, row, project="qkvo"), torch.randn(2, 32, 9, 7, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        with torch.autocast("cpu", dtype):
+            response = attention(grid)
+        return [response, *torch.autograd.grad(response.float().square().sum(), [grid, *attention.parameters()])]
+
+    assert all(torch.equal(found, plain) for found, plain in zip(run(), off(run), strict=True))
+
+
+def test_a_kernel_refuses_what_is_not_float32(on: None) -> None:
+    grid = torch.randn(2, 3, 4, 5).bfloat16()
+    for call in (lambda: torch.ops.farfield.axis_sums(grid), lambda: torch.ops.farfield.axis_attention(grid, 1, 1.0)):
+        with pytest.raises(RuntimeError, match="float32 alone"):
+            call()
+    with pytest.raises(RuntimeError, match="float32 alone"):
+        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4), 1, False, False)
+
+
 @pytest.mark.parametrize("place", [0, 500, 999])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_what_is_no_number_is_not_hidden(on: None, place: int, number: float) -> None:

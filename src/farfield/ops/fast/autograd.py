@@ -179,8 +179,10 @@ def gradients_of_sums(
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = pair_projections(projections)
     (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
-    if kernel_products.sums_run(plan, positions, matrix, bias):
-        grads_of_outputs = (grad_queries, grad_values, grad_weights)
+    grads_of_outputs = (grad_queries, grad_values, grad_weights)
+    with precision():
+        by_kernel = kernel_products.sums_run(plan, positions, matrix, bias, *grads_of_outputs)
+    if by_kernel:
         grad_positions, *of_projection = kernel_products.gradients_of_sums(
             plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
         )
@@ -345,7 +347,9 @@ def gradients_of_response(
     if kernel_sums.response_kernel_runs(operator, grad_output, query, slots):
         grad_query, grad_slots = kernel_sums.gradients_of_response(operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
-    if kernel_products.responses_run(operator, query, slots) and kernels.is_plain(grad_output):
+    with precision():
+        by_kernel = kernel_products.responses_run(operator, query, slots) and kernels.is_plain(grad_output)
+    if by_kernel:
         grad_query, grad_slots = kernel_products.gradients_of_response(operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):

@@ -29,11 +29,14 @@ def fits_in_either_order(positions: Tensor) -> bool:
     return kernels.is_plain(positions) and (positions.stride(2) == 1 or positions.stride(1) == 1)
 
 
-def sums_run(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether `summarize` and `gradients_of_sums` may run."""
+def sums_run(
+    plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None, *grads: Tensor | None
+) -> bool:
+    """Whether `summarize` may run, or `gradients_of_sums` with these gradients; within its autocast."""
     if plan.operator.basis not in BASES or not kernels.fit(matrix, bias):
         return False
-    return fits_in_either_order(positions) and not autocasts(positions)
+    plain = all(kernels.is_plain(grad) for grad in grads if grad is not None)
+    return plain and fits_in_either_order(positions) and not autocasts(positions)
 
 
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:

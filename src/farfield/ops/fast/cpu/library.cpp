@@ -92,9 +92,15 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
 
 Tensor allocate(IntHeaderOnlyArrayRef size, ScalarType type = ScalarType::Float) { return torch::stable::empty(size, type); }
 
-const float* read(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
+// A tensor of another type would be read past its end.
+const Tensor& checked(const Tensor& tensor) {
+  if (tensor.scalar_type() != ScalarType::Float) throw std::runtime_error("farfield's kernels take float32 alone");
+  return tensor;
+}
 
-float* write(const Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
+const float* read(const Tensor& tensor) { return static_cast<const float*>(checked(tensor).const_data_ptr()); }
+
+float* write(const Tensor& tensor) { return static_cast<float*>(checked(tensor).mutable_data_ptr()); }
 
 Axes axes_of(const Tensor& grid) { return Axes(grid.sizes().data() + 2, grid.dim() - 2); }
 
@@ -303,7 +309,7 @@ int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 81
 // Positions `(b, c, n)`; those that are not contiguous have contiguous channels.
 Positions view_of(const Tensor& tensor) {
   const auto strides = tensor.strides();
-  return {static_cast<float*>(const_cast<void*>(tensor.const_data_ptr())), tensor.size(1), strides[0], strides[1],
+  return {const_cast<float*>(read(tensor)), tensor.size(1), strides[0], strides[1],
           strides[2]};
 }
 
