@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Column, Row, Table, add_formats, show
 
 
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: With status 2 for a wrong option.
         RuntimeError: With `--build`, if the kernels cannot be compiled; the text has the reason.
     """
-    parser = argparse.ArgumentParser(prog="farfield kernels", description=kernels_table.__doc__, allow_abbrev=False)
+    parser = CommandParser("farfield kernels", kernels_table.__doc__)
     parser.add_argument("--build", action="store_true", help="compile them for this processor and this torch")
     add_formats(parser)
     arguments = parser.parse_args(argv)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
 from farfield.cli.tables import describe_attention, grid_size, number
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
         ValueError: If heads do not divide the channels, the projections are not letters of "qkvo", or this machine does
             not have the device.
     """
-    parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
+    parser = CommandParser("farfield plan", plan_table.__doc__)
     parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
     parser.add_argument("--size", type=grid_size, required=True, metavar="56,56", help="size of the grid")
     parser.add_argument("--batch", type=number, default=1, help="samples (default: %(default)s)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import (
     Column,
     Row,
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     """
     name, *options = argv
     describe, build = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"farfield {name}", description=build.__doc__, allow_abbrev=False)
+    parser = CommandParser(f"farfield {name}", build.__doc__)
     parser.set_defaults(command=name)
     describe(parser)
     add_formats(parser)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield._outputs import check_not_input
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.maps.figures import PANELS, write
 from farfield.cli.maps.network import build_untrained, load
 from farfield.cli.maps.views import (
@@ -84,8 +85,7 @@ def look(arguments: argparse.Namespace) -> View:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="farfield maps", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser("farfield maps", __doc__, raw=True)
     parser.add_argument(
         "--model",
         metavar="PATH",
