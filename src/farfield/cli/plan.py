@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
-from farfield.cli.tables import describe_attention, grid_size, number
+from farfield.cli.tables import describe_attention, device, grid_size, number
 
 if TYPE_CHECKING:
     from farfield.cost import Plan
@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> None:
         "--project", default="v", metavar="LETTERS", help='projections, letters of "qkvo" (default: %(default)s)'
     )
     parser.add_argument("--backward", action="store_true", help="a training step must fit, not only a forward pass")
-    parser.add_argument("--device", default="cpu", help="device on which time is measured (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="device on which time is measured (default: %(default)s)"
+    )
     parser.add_argument("--no-time", action="store_true", help="do not measure time: MACs and bytes only")
     add_formats(parser)
     arguments = parser.parse_args(argv)
