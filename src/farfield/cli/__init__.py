@@ -120,12 +120,12 @@ def dispatch(name: str, arguments: list[str]) -> None:
         module = importlib.import_module(f"farfield.cli.{command.module}")
         module.main(arguments if command.module == name else [name, *arguments])
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("farfield"):
+        package = (error.name or "").partition(".")[0]
+        if package == "farfield":
             raise
-        from farfield._checks import install_command
+        from farfield.cli.machine import install_fix
 
-        install = install_command(command.extra) if command.extra else f"pip install {error.name}"
-        raise RuntimeError(f"{error.name} is not installed; fix: {install}") from error
+        raise RuntimeError(f"{package} is not installed; fix: {install_fix(package, command.extra)}") from error
 
 
 def stop(status: int, message: str = "") -> None:
