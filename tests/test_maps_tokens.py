@@ -17,6 +17,7 @@ from farfield import ShapeError, maps, replace_attention
 from farfield.maps.layer import token_of
 from farfield.nn import token_attention
 from farfield.ops import Operator
+from helpers.seeding import seeded_generator
 from helpers.token_products import EPS, ROWS, matrix, product, relative
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -60,7 +61,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 def image_of(model: nn.Module) -> Tensor:
     side = getattr(model, "image_size", None)  # torchvision's are square
-    return torch.randn(1, 3, *((side, side) if side else (24, 32)), generator=torch.Generator().manual_seed(1)).double()
+    return torch.randn(1, 3, *((side, side) if side else (24, 32)), generator=seeded_generator(1)).double()
 
 
 @contextmanager
