@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farfield import ShapeError, maps, replace_attention
+from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
 from helpers import explicit
@@ -442,7 +442,3 @@ def test_errors_of_maps_name_them() -> None:
             maps.attention_row(attention, grid, position)
     with pytest.raises(ShapeError, match=r"^attention_row: grid must have the module's 8 channels, got 4"):
         maps.attention_row(attention, grid.movedim(1, -1), (1, 2))
-    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).eval()
-    replace_attention(encoder, "factorized")
-    with pytest.raises(ValueError, match=r"operator replaced \(layers.0.self_attn\).* need_weights=True"):
-        maps.layers(encoder, torch.randn(1, 5, 16))

@@ -30,7 +30,7 @@ def test_layers_are_found_in_the_order_they_run_with_the_grids_they_see() -> Non
     assert [tuple(layer.grid.shape[2:]) for layer in found.values()] == [(8, 12)] + [(4, 6)] * 6 + [(2, 3)] * 3
     # The grid is the block's own input: what the rows before it make of the image.
     assert torch.equal(found["rows.3.0.attention"].grid, net.rows[:3](net.stem(image)))
-    assert all(layer[2:] == (None, None, None) for layer in found.values())
+    assert all(layer[2:] == (None,) * 4 for layer in found.values())
     weights = maps.attention_row(*found["rows.3.0.attention"][:2], (2, 3))
     assert weights.shape == (1, 4, 8, 12)
 

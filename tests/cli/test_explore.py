@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from py_mini_racer import MiniRacer
 
-from farfield import maps, models
+from farfield import maps, models, replace_attention
 from farfield.cli import explore
 from farfield.cli.explore import page, panels
 from farfield.cli.explore.features import SHARPNESS, features
-from farfield.cli.maps.network import load
+from farfield.cli.maps.network import LoadedNetwork, load
 from farfield.cli.maps.views import select_layer
 from farfield.maps import attention_row, basis_masks
 from farfield.nn import GridAttention
@@ -178,6 +179,18 @@ def test_a_layer_that_the_page_cannot_show() -> None:
         panels.check_shown("stage", GridAttention(8, "averaged"), grid, 5)
     with pytest.raises(ValueError, match=r"^stage projects keys after pooling"):
         panels.check_shown("stage", GridAttention(8, "softmax_pooled", project="qkv"), grid, 56)
+
+
+def test_a_layer_whose_keys_are_of_another_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a transformer, or a context: the page would compute its rows from the queries' grid alone."""
+    vit = timm.models.VisionTransformer(32, 8, embed_dim=16, depth=1, num_heads=2, num_classes=3).eval()
+    replace_attention(vit, "softmax")
+    trained = LoadedNetwork(vit, lambda image: image[..., :32, :32], 32, "")
+    monkeypatch.setattr(panels, "load", lambda model: trained)
+    with pytest.raises(
+        ValueError, match=r"^blocks\.0\.attn has keys .*; fix: farfield maps --layer blocks\.0\.attn, or"
+    ):
+        panels.panels_of_layer(None, "vit", None, 56)
 
 
 def test_names_of_layers_are_text_and_not_markup(view: panels.PageContent) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import nn
 
 import farfield.cli
-from farfield import maps, models
+from farfield import maps, models, replace_attention
 from farfield.cli import train
 from farfield.cli.maps.network import load
 from farfield.cli.maps.views import read_photograph
@@ -43,6 +44,16 @@ def build_tiny() -> nn.Module:
     """A network that is not farfield's."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Conv2d(3, 8, 4, 4), GridAttention(8, "siamese"), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def build_vit() -> nn.Module:
+    """A vision transformer of timm whose attention is shown."""
+    torch.manual_seed(5)
+    vit = timm.models.VisionTransformer(
+        (32, 48), 8, embed_dim=16, depth=2, num_heads=2, num_classes=3, reg_tokens=1, dynamic_img_size=True
+    )
+    replace_attention(vit, "factorized_gaussian")
+    return vit
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +265,52 @@ def test_a_network_of_ones_own(photograph: Path, monkeypatch: pytest.MonkeyPatch
         assert told in refused(*options, "--network", wrong)
 
 
+# ---- a transformer ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def vit(monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """The options of a checkpoint of a vision transformer."""
+    monkeypatch.setitem(sys.modules, "my_networks", sys.modules[__name__])
+    torch.save({"state_dict": {f"network.{k}": v for k, v in build_vit().state_dict().items()}, "epoch": 0}, "vit.ckpt")
+    return "--model", "vit.ckpt", "--network", "my_networks.build_vit", "--size", 32
+
+
+def test_patches_and_class_token_of_a_replaced_transformer(vit: tuple[object, ...], photograph: Path) -> None:
+    options = (*vit, "--image", photograph)
+    screen = run(*options)
+    assert screen.count("factorized_gaussian") == 2
+    assert "4 × 6" in screen
+    assert "Sizes are those of patches. --token 0 shows the class token, which has no place in the image." in screen
+    assert "--position ROW,COLUMN and --basis show blocks.0.attn; " in screen
+    options += ("--layer", "blocks.1.attn")
+    screen = run(*options, "--position", "59,89", "--token", 0, "--position", "30,20")
+    assert "blocks.1.attn · factorized_gaussian · 4 × 6 positions · the average of its heads" in screen
+    told = json.loads(run(*options, "--position", "59,89", "--token", 0, "--token", 1, "--head", 1, "--json"))
+    assert [(one["pixel"], one["position"], one["token"]) for one in told] == [
+        ([59, 89], [3, 5], None),
+        (None, None, 0),
+        (None, None, 1),
+    ]
+    trained = load("vit.ckpt", "my_networks.build_vit")
+    layer = maps.layers(trained.network, trained.prepare(read_photograph(photograph).pixels, 32))["blocks.1.attn"]
+    for one, position in zip(told, ((3, 5), 0, 1), strict=True):
+        row = maps.layer_row(layer, position)[0, 1]
+        assert torch.allclose(torch.tensor(one["row"]), row, atol=1e-7)
+        assert one["sum"] < 1
+    masks = json.loads(run(*options, "--basis", "--json"))
+    expected = maps.basis_masks(layer.attention, layer.context)[0, 0, 3, 2:].unflatten(0, (4, 6))
+    assert torch.allclose(torch.tensor(masks[3]["mask"]), expected, atol=1e-7)
+
+
+def test_a_token_that_is_not_there(vit: tuple[object, ...], runs: Path, photograph: Path) -> None:
+    text = refused(*vit, "--image", photograph, "--token", 2)
+    assert "--token 2 is a token before the patches, such as a class token, and blocks.0.attn has 2 tokens" in text
+    assert "fix: --token 0." in text
+    text = refused("--model", runs, "--image", photograph, "--token", 0)
+    assert f"{LAYER} has none; fix: --position ROW,COLUMN." in text
+    text = refused(*vit, "--image", photograph, "--token", 0, "--basis")
+    assert "--position and --token, --basis, --norms, --health show one thing each; give one of them" in text
+
+
 # ---- a run that was sent ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def sent() -> Path:
@@ -372,9 +429,12 @@ def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> N
         (("--basis", "--slot", "2"), "--slot 2: a head has 2 slots; fix: --slot 0 to 1, or leave it out."),
         (
             ("--basis", "--position", "1,1"),
-            "--position, --basis, --norms and --health show one thing each; give one of them",
+            "--position and --token, --basis, --norms, --health show one thing each; give one of them",
         ),
-        (("--norms", "--health"), "--position, --basis, --norms and --health show one thing each; give one of them"),
+        (
+            ("--norms", "--health"),
+            "--position and --token, --basis, --norms, --health show one thing each; give one of them",
+        ),
         (
             ("--position", "1,1", "--output", "maps.doc"),
             "--output maps.doc: a figure cannot be written as .doc; fix: .png, .pdf or .svg.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 
 from farfield import cost, insertion, models
-from farfield.cli import main, places
+from farfield._checks import install_command
+from farfield.cli import machine, main, places
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers import small_hosts
 from helpers.small_hosts import Net
 
 NETWORK = "--network helpers.small_hosts.Net --size 12,16"
@@ -62,6 +66,39 @@ def test_a_network_without_places(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(places, "places", lambda network, example: [])
     assert json.loads(run(f"{NETWORK} --json")) == []
     assert run(NETWORK).startswith("0 places of ")
+
+
+@pytest.mark.parametrize(
+    ("module", "network", "extra"),
+    [
+        ("timm", "timm.models.resnet18", "timm"),
+        ("torchvision", "torchvision.models.resnet18", "demo"),
+        ("transformers", "transformers.ViTModel", "transformers"),
+        ("matplotlib", "kanet_qkv", "demo"),
+    ],
+)
+def test_a_package_that_is_missing_names_the_extra_that_has_it(
+    module: str, network: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == module or name.startswith("farfield.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["places", "--network", network])
+    assert capsys.readouterr().err == f"farfield places: {module} is not installed; fix: {install_command(extra)}\n"
+    required = importlib.metadata.metadata("farfield").get_all("Requires-Dist")
+    assert machine.DISTRIBUTIONS.get(module, module) in machine.packages(required, extra)
+
+
+def test_a_package_that_no_extra_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for network, text in (
+        ("no_such_package.build", "--network no_such_package.build cannot be imported: No module named"),
+        ("helpers.small_hosts.lacking", "no_such_package is not installed; fix: pip install no_such_package"),
+    ):
+        monkeypatch.setattr(small_hosts, "lacking", lambda: importlib.import_module("no_such_package"), raising=False)
+        with pytest.raises(SystemExit, match="2"):
+            main(["places", "--network", network])
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

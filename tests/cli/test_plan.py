@@ -83,14 +83,14 @@ def test_memory(text: str, size: int) -> None:
         ("--channels 8", "the following arguments are required: --size"),
         (
             "--channels 8 --size 4 --memory lots",
-            "argument --memory: 'lots' is not a memory size: a number of bytes, or",
+            "--memory: 'lots' is not a memory size: a number of bytes, or",
         ),
-        ("--channels 8 --size 4 --memory 8Gb", "argument --memory: '8Gb' is not a memory size"),
-        ("--channels 8 --size 4 --memory 0", "argument --memory: '0' is not a memory size"),
-        ("--channels 8 --size 4,0", "argument --size: '4,0' is not a size"),
+        ("--channels 8 --size 4 --memory 8Gb", "--memory: '8Gb' is not a memory size"),
+        ("--channels 8 --size 4 --memory 0", "--memory: '0' is not a memory size"),
+        ("--channels 8 --size 4,0", "--size: '4,0' is not a size"),
         ("--channels 8 --size 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),
         ("--channels 8 --size 4 --project x", "farfield plan: cost.plan: project='x' must be letters of"),
-        ("--channels 8 --size 4 --device abacus", "farfield plan: Expected one of cpu, cuda, "),
+        ("--channels 8 --size 4 --device abacus", '--device: no device "abacus"; it has cpu, cuda, mps, xpu.'),
     ],
 )
 def test_plan_refuses(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import io
@@ -92,19 +93,26 @@ def test_unknown_command(fails: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["cost", "--size", "56,x"], "argument --size: '56,x' is not a size: whole numbers from 1 joined by commas"),
-        (["cost", "--size", "56,0"], "argument --size: '56,0' is not a size"),
-        (["cost", "--channels", "0"], "argument --channels: '0' is not a whole number from 1"),
-        (["cost", "--channels", "eight"], "argument --channels: 'eight' is not a whole number from 1"),
-        (["cost", "--json", "--csv"], "argument --csv: not allowed with argument --json"),
-        (["cost", "--chanels", "8"], "unrecognized arguments: --chanels 8"),
-        (["measure", "--repeats", "-1"], "argument --repeats: '-1' is not a whole number from 1"),
-        (["models", "--width", "wide"], "argument --width: invalid float value: 'wide'"),
+        (["cost", "--size", "56,x"], "--size: '56,x' is not a size: whole numbers from 1 joined by commas"),
+        (["cost", "--size", "56,0"], "--size: '56,0' is not a size"),
+        (["cost", "--channels", "0"], "--channels: '0' is not a whole number from 1"),
+        (["cost", "--channels", "eight"], "--channels: 'eight' is not a whole number from 1"),
+        (["cost", "--json", "--csv"], "--csv: not allowed with argument --json"),
+        (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels, '),
+        (["measure", "--repeats", "-1"], "--repeats: '-1' is not a whole number from 1"),
+        (["models", "--width", "wide"], "--width: invalid float value: 'wide'"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
         (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
         (["cost", "--heads", "3"], "farfield cost: cost.predict: heads=3 does not divide the 8 channels of query"),
         (["cost", "--project", "vx"], "farfield cost: cost.predict: project='vx' must be letters of \"qkvo\""),
-        (["measure", "--device", "abacus", "--size", "4"], "farfield measure: Expected one of cpu, cuda, "),
+        (["measure", "--device", "abacus", "--size", "4"], '--device: no device "abacus"; it has cpu, cuda, mps, xpu.'),
+        (
+            ["measure", "--device", "cudda", "--size", "4"],
+            'farfield measure: --device: no device "cudda"; nearest: cuda',
+        ),
+        (["measure", "--device", "", "--size", "4"], 'farfield measure: --device: no device ""; it has cpu, '),
+        (["measure", "--device", "cpu:x"], "--device: this machine has no device cpu:x; fix: cpu."),
+        (["measure", "--device", "cuda:99"], "--device: this machine has no device cuda:99; fix: c"),
     ],
 )
 def test_bad_arguments(fails: Any, arguments: list[str], text: str) -> None:
@@ -115,6 +123,21 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (["--debug", "cost", "--heads", "3"], ["cost", "--heads", "3", "--debug"]):
         with pytest.raises(ValueError, match="heads=3 does not divide"):
             main(arguments)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 2), ("cuda", 0)])
+def test_the_devices_of_another_machine(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda *_: count > 0)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_: torch.device(kind))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda *_: count)
+    assert tables.device("cpu") == "cpu"
+    if count:
+        assert [tables.device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
+    for name in ("cuda:2", "mps") if count else ("cuda", "cuda:0"):
+        fix = "cuda, or one of cuda:0, cuda:1." if count and name == "cuda:2" else "cpu."
+        with pytest.raises(argparse.ArgumentTypeError) as raised:
+            tables.device(name)
+        assert str(raised.value) == f"this machine has no device {name}; fix: {fix}"
 
 
 def raising(error: BaseException) -> Any:

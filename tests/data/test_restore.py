@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import shutil
@@ -337,6 +338,76 @@ def test_axes_can_be_said(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r'has the size \(4, 9, 7\), but the axes "CZYX"'):
         stack_of(path, 3, "CZYX")
     tifffile.imwrite(path, STACK[0])
+    np.testing.assert_array_equal(stack_of(path, 2), STACK[0])
+
+
+# Axes and shape of a file, the axes and the channel that are given, the spatial dims, and the text of the error.
+WRONG_AXES = [
+    ("TYX", (4, 9, 7), None, None, 3, 'has the axes "TYX" (4, 9, 7), which are not ZYX'),
+    ("YXZ", (4, 9, 7), None, None, 3, 'has the axes "YXZ" (4, 9, 7), which are not ZYX'),
+    ("ZYX", (4, 9, 7), "CZYX", None, 3, 'has the size (4, 9, 7), but the axes "CZYX"'),
+    ("ZYX", (4, 9, 7), "YX", None, 3, 'has the size (4, 9, 7), but the axes "YX"'),
+    ("ZYX", (4, 9, 7), "ZZX", None, 3, 'has the size (4, 9, 7), but the axes "ZZX"'),
+    ("YX", (9, 7), "ZYX", None, 2, 'has the size (9, 7), but the axes "ZYX"'),
+    ("TYX", (4, 9, 7), None, None, 2, 'has the axes "TYX" (4, 9, 7), which are not YX'),
+    ("TZYX", (2, 4, 9, 7), None, None, 3, 'has the axes "TZYX" (2, 4, 9, 7), which are not ZYX'),
+    ("CZYX", (2, 4, 9, 7), None, None, 3, 'has the axes "CZYX" (2, 4, 9, 7), which are not ZYX'),
+    ("CZYX", (2, 4, 9, 7), "ZYX", None, 3, 'has the size (2, 4, 9, 7), but the axes "ZYX"'),
+    ("CTYX", (2, 4, 9, 7), None, 1, 3, 'has the axes "TYX" (4, 9, 7), which are not ZYX'),
+    ("TCAYX", (1, 2, 4, 9, 7), None, 1, 3, 'has the axes "TAYX" (1, 4, 9, 7), which are not ZYX'),
+    ("TRAYX", (1, 2, 4, 9, 7), None, None, 3, 'has the axes "TRAYX" (1, 2, 4, 9, 7), which are not ZYX'),
+    ("TRAYX", (1, 1, 4, 9, 7), None, None, 3, 'has the axes "TRAYX" (1, 1, 4, 9, 7), which are not ZYX'),
+]
+
+
+@pytest.mark.parametrize(("names", "shape", "axes", "channel", "spatial_dims", "text"), WRONG_AXES)
+def test_the_advice_of_an_error_about_axes_works(
+    tmp_path: Path,
+    names: str,
+    shape: tuple[int, ...],
+    axes: str | None,
+    channel: int | None,
+    spatial_dims: int,
+    text: str,
+) -> None:
+    path, whole = tmp_path / "a.tif", np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
+    tifffile.imwrite(path, whole, photometric="minisblack", metadata={"axes": names})
+    with pytest.raises(FolderError) as raised:
+        stack_of(path, spatial_dims, axes, channel)
+    error, _, advice = str(raised.value).partition("\n  fix: ")
+    assert error == f"StackPairs: {path} {text}."
+    letters, number = re.search(r"--data\.axes ([A-Z]+)", advice), re.search(r"--data\.channel( 0)?", advice)
+    assert letters or number
+    read = stack_of(
+        path, spatial_dims, letters[1] if letters else None, channel if channel is not None else 0 if number else None
+    )
+    assert read.ndim == spatial_dims
+    places = [place for place, side in enumerate(shape) if side > 1]
+    if len(places) > spatial_dims:
+        whole = whole.take(channel or 0, places[0])
+    np.testing.assert_array_equal(read, whole.squeeze())
+    if "no --data.axes" in advice and "C" not in names:
+        np.testing.assert_array_equal(stack_of(path, spatial_dims), whole)
+
+
+@pytest.mark.parametrize(("names", "channel"), [("TCZYX", None), ("TCZYX", 1), ("TRZYX", None)])
+def test_axes_that_no_letters_make_a_stack(tmp_path: Path, names: str, channel: int | None) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.zeros((3, 2, 4, 9, 7), np.uint8), photometric="minisblack", metadata={"axes": names})
+    with pytest.raises(FolderError, match=r"\n  fix: one grey stack per file with the axes ZYX\.$"):
+        stack_of(path, 3, channel=channel)
+    one = tmp_path / "b.tif"
+    tifffile.imwrite(one, tifffile.imread(path)[0, 1], photometric="minisblack", metadata={"axes": "ZYX"})
+    assert stack_of(one, 3).shape == (4, 9, 7)
+
+
+def test_the_advice_for_an_image_works(tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, STACK[0], photometric="minisblack")
+    with pytest.raises(
+        FolderError, match=r"is an image \(9, 7\), not a stack\.\n  fix: .* --model.network.spatial_dims 2"
+    ):
+        stack_of(path, 3)
     np.testing.assert_array_equal(stack_of(path, 2), STACK[0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,3 +83,95 @@ def test_classes_in_another_order() -> None:
     check_classes("the data", ["a", "b"], ["a", "b"], "the checkpoint")
     with pytest.raises(FolderError, match="the data has the classes of the checkpoint in another order: b, a, where"):
         check_classes("the data", ["b", "a"], ["a", "b"], "the checkpoint")
+
+
+# ---- the folder of the data ------------------------------------------------------------------------------------------
+def train(module: Any, root: Path | str) -> None:
+    """Check the data and list what is trained on."""
+    data = module(str(root), workers=0)
+    data.prepare_data()
+    data.setup("fit")
+    assert len(data.parts["train"])
+
+
+def advised(text: str) -> str:
+    """The first folder that an error advises as root."""
+    return re.search(r"\n  fix: --data\.root (\S+?)[.,](?:\s|$)", text)[1]
+
+
+@kinds
+def test_a_root_that_is_misspelt_names_the_one_beside_it(kind: str, tmp_path: Path) -> None:
+    module, make, _ = KINDS[kind]
+    make(tmp_path / "photos")
+    wrong = tmp_path / "photso"
+    with pytest.raises(FolderError) as raised:
+        train(module, wrong)
+    assert str(raised.value) == (
+        f"{module.__name__}: there is no folder {wrong}.\n  fix: --data.root {tmp_path / 'photos'}."
+    )
+    train(module, advised(str(raised.value)))
+
+
+@kinds
+def test_a_root_in_no_folder_names_what_there_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, make, _ = KINDS[kind]
+    make(tmp_path / "photos")
+    for wrong in (tmp_path / "data" / "photos", tmp_path / "zzz"):
+        with pytest.raises(FolderError) as raised:
+            train(module, wrong)
+        assert str(raised.value).endswith(f"  fix: --data.root with a folder that exists; {tmp_path} has photos.")
+    train(module, tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FolderError, match=r"there is no folder photo\.\n  fix: ") as raised:
+        train(module, "photo")
+    train(module, advised(str(raised.value)))
+
+
+@pytest.mark.parametrize(("kind", "file"), [("detect", "annotations/instances_train.json"), ("segment", "classes.txt")])
+def test_a_file_as_root_names_the_folder_around_it(kind: str, file: str, tmp_path: Path) -> None:
+    module, make, _ = KINDS[kind]
+    root = make(tmp_path / "photos")
+    with pytest.raises(FolderError, match=rf"^{module.__name__}: \S+{file} is a file, not a folder\.\n") as raised:
+        train(module, root / file)
+    assert advised(str(raised.value)) == str(root)
+    train(module, advised(str(raised.value)))
+
+
+@kinds
+def test_an_archive_as_root_has_to_be_unpacked(kind: str, tmp_path: Path) -> None:
+    module, make, _ = KINDS[kind]
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", make(tmp_path / "made"))
+    with pytest.raises(
+        FolderError, match=r"is a file, not a folder\.\n  fix: .* an archive has to be unpacked first\.$"
+    ):
+        train(module, archive)
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    train(module, tmp_path / "unpacked")
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "held", "expected"),
+    [
+        ("classify", "..", "photos", "train"),
+        ("detect", "..", "photos", "annotations"),
+        ("segment", "..", "photos", "ImageSets"),
+        ("detect", "annotations", "no folders", "annotations"),
+        ("segment", "ImageSets", "Segmentation", "ImageSets"),
+        ("segment", "ImageSets/Segmentation", "no folders", "ImageSets"),
+    ],
+)
+def test_a_root_of_another_level(kind: str, level: str, held: str, expected: str, tmp_path: Path) -> None:
+    module, make, _ = KINDS[kind]
+    root = make(tmp_path / "data" / "photos")
+    wrong = (root / level).resolve()
+    with pytest.raises(FolderError) as raised:
+        train(module, wrong)
+    assert str(raised.value) == (
+        f"{module.__name__}: {wrong} is not the folder of the data: it has {held}, and not {expected}.\n"
+        f"  fix: --data.root {root}, which has {expected}."
+    )
+    train(module, advised(str(raised.value)))
+
+
+def test_a_folder_of_classes_may_be_called_train(tmp_path: Path) -> None:
+    train(ImageFolders, made_images.make_root(tmp_path) / "train")

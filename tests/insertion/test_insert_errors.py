@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError, insert, remove
+from farfield.insertion import places
 from helpers.small_hosts import Block, Levels, Net, Pyramid, Tokens, felt, identity, image
 
 
@@ -50,7 +51,8 @@ def test_odd_paths() -> None:
     net = Net()
     net.trunk = net.stem
     refused(ValueError, 'insert: "trunk" and "stem" are one module; fix: name one of them.', net, ["trunk", "stem"])
-    refused(TypeError, "insert: model must be a torch.nn.Module, got str.", "net", "stem")
+    text = "insert: model must be a torch.nn.Module, got str; fix: insert(model, where, make, example=…)."
+    refused(TypeError, text, "net", "stem")
     refused(ValueError, "insert: layout must be one of channels_first, channels_last", Net(), "stem", layout="NCHW")
 
 
@@ -437,18 +439,32 @@ def test_make() -> None:
 
 # ---- models that cannot take one -------------------------------------------------------------------------------------
 def test_compiled_scripted_wrapped() -> None:
-    net = torch.compile(Net())
-    refused(ValueError, "OptimizedModule is compiled; fix: insert in its _orig_mod, then compile that.", net, "stem")
-    with pytest.raises(ValueError, match="remove: OptimizedModule is compiled; fix: remove in its _orig_mod"):
+    net, fixed = torch.compile(Net()), "compiled, and its code is fixed; fix: "
+    again = "insert(model._orig_mod, where, make, example=…), and torch.compile that again."
+    refused(ValueError, f"insert: the model is {fixed}{again}", net, "stem")
+    assert insert(net._orig_mod, "stem", identity, example=image)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  The text is compared below.
         remove(net)
-    net = nn.Sequential(torch.compile(nn.Conv2d(3, 8, 1)))
-    refused(ValueError, "insert: 0 is compiled; fix: insert in its _orig_mod, then compile that.", net, "0")
+    assert str(raised.value) == (f"remove: the model is {fixed}remove(model._orig_mod), and torch.compile that again.")
+    remove(net._orig_mod)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  The text is compared below.
+        places(net, image)
+    assert str(raised.value) == f"places: the model is {fixed}places(model._orig_mod, example)."
+    assert places(net._orig_mod, image)
+    model = nn.Sequential(torch.compile(nn.Conv2d(3, 8, 1)))
+    with pytest.raises(ValueError, match=r"^insert: 0 is compiled, .* and torch\.compile it again") as raised:
+        insert(model, "0", identity, example=image)
+    eval(re.search(r"fix: (.*) first, and", str(raised.value))[1], {"model": model})
+    assert insert(model, "0", identity, example=image)
     net = Net()
     net.stage.compile()
-    refused(ValueError, "insert: stage is compiled; fix: insert before .compile().", net, "stage.0")
+    before = 'insert(model, where, make, example=…) before model.get_submodule("stage").compile().'
+    refused(ValueError, f"insert: stage is {fixed}{before}", net, "stage.0")
     for net in (torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 1)), image), torch.jit.script(nn.Sequential(nn.ReLU()))):
-        with pytest.raises(ValueError, match="is scripted; fix: insert in the original module, then script it"):
+        with pytest.raises(ValueError, match=r"is scripted, .*; fix: insert\(the module .*, and script that\."):
             insert(net, "0", identity, example=image)
+        with pytest.raises(ValueError, match=r"; fix: places\(the module that was scripted, example\)\.$"):
+            places(net, image)
     refused(ValueError, "insert: 0 is scripted", nn.Sequential(torch.jit.script(nn.ReLU())), "0")
     # What lies beside is no matter.
     net = Net()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import insert, remove
+from farfield.insertion import places
 from farfield.insertion._insert.effects import add_noise
 from helpers import distributed_additions
 from helpers.partly import partly
@@ -180,12 +181,14 @@ def test_distributed_training(net: nn.Module, tmp_path: Path) -> None:
             optimizer.step()
         now = dict(net.named_parameters())
         assert all(not torch.equal(now[name], weight) for name, weight in before.items())
-        text = "remove: DistributedDataParallel is wrapped in DistributedDataParallel, which misses weights"
-        with pytest.raises(ValueError, match=text):
+        text = "the model is wrapped in DistributedDataParallel, which misses weights that are added later; fix: "
+        with pytest.raises(ValueError, match=rf"^remove: {text}remove\(model\.module\), and wrap that anew\.$"):
             remove(parallel)
-        text = r"insert: DistributedDataParallel is wrapped.*; fix: insert before wrapping\."
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=rf"^insert: {text}insert\(model\.module, .*\), and wrap that anew\.$"):
             insert(parallel, "module.blocks", felt, example=image)
+        with pytest.raises(ValueError, match=rf"^places: {text}places\(model\.module, example\)\.$"):
+            places(parallel, image)
+        assert places(parallel.module, image)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -209,12 +209,12 @@ class Silent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "example", "layout", "error", "text"),
     [
-        ("net", image, None, TypeError, r"^places: model must be a torch\.nn\.Module, got str\.$"),
+        ("net", image, None, TypeError, r"^places: model must be .*, got str; fix: places\(model, example\)\.$"),
         (Net(), image, "last", ValueError, r"^places: layout must be one of channels_first, channels_last, got 'last'"),
         (Net(), image[0, 0], None, ValueError, r"^places: Net refuses example \(12, 16\) of torch\.float32: "),
         (Net(), (1, 3, 8, 8), None, ValueError, r"fix: an input and not its shape: torch\.zeros\(1, 3, 8, 8\)\.$"),
         (Silent(), image, None, ValueError, r"^places: Silent returns no tensor for this example"),
-        (torch.jit.trace(nn.ReLU(), image), image, None, ValueError, r"^places: TopLevelTracedModule is scripted"),
+        (torch.jit.trace(nn.ReLU(), image), image, None, ValueError, r"^places: the model is scripted, and"),
     ],
 )
 def test_errors_are_those_of_insert(model: Any, example: Any, layout: Any, error: Any, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from farfield import ShapeError, cost, models, replace_attention
 from farfield.models.bert import Bert
+from farfield.models.bert_weights import fill_from_file
 from farfield.ops import OPERATORS
 from helpers.seeding import seeded_generator
 from helpers.token_products import EPS, relative
@@ -192,6 +194,26 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         models.load_hugging_face(models.bert_small("softmax", **OURS), theirs("BertModel").state_dict())  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"there are no weights .*none.bin"):
         models.bert_small(weights=tmp_path / "none.bin")
+
+
+def test_another_number_of_heads_than_the_files(tmp_path: Path) -> None:
+    """No weight has the number of heads: the configuration beside them has."""
+    model = theirs()
+    model.save_pretrained(tmp_path)
+    weights, sizes = tmp_path / "model.safetensors", {**OURS, "heads": 2}
+    text = f"it has 2 heads, and the model of {tmp_path / 'config.json'} has 4; fix: "
+    with pytest.raises(ValueError, match=rf"^bert_small: {re.escape(text)}heads=4\.$") as raised:
+        models.bert_small("softmax", **sizes, weights=weights)
+    with pytest.raises(ValueError, match=rf"^bert_base: {re.escape(text)}models\.bert_small\(heads=4, …\), with the"):
+        fill_from_file(Bert("bert_base", operator="softmax", **sizes), weights)
+    heads = int(re.search(r"heads=(\d+)", str(raised.value))[1])
+    net = models.bert_small("softmax", **{**OURS, "heads": heads}, weights=weights).double().eval()
+    with torch.no_grad():
+        assert relative(net(WORDS, mask=VALID)[VALID], model(WORDS, VALID.long()).logits[VALID]) < 1e-5
+    # Without a configuration, or with one that is not theirs, no number of heads is wrong.
+    for content in ("{}", "[]", "no JSON"):
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+        models.bert_small("softmax", **sizes, weights=weights)
 
 
 # ---- saved -----------------------------------------------------------------------------------------------------------

@@ -442,6 +442,24 @@ def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) 
         build(weights=tmp_path / "none")
 
 
+def test_the_name_of_a_network_in_place_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as raised:
+        models.from_pretrained("sanet")
+    text, _, fix = str(raised.value).partition("; fix: ")
+    assert text == "models.from_pretrained: sanet is the name of a network, of which no weights are published"
+    advice, _, rest = fix.partition(" builds it, or ")
+    assert (advice, rest) == ('models.MODELS["sanet"]()', "the folder that save_pretrained wrote.")
+    with torch.device("meta"):
+        built = eval(advice, {"models": models})
+    assert built.name == "sanet"
+    # A folder of that name is read.
+    models.MODELS["sanet"](num_classes=3, width=0.25).save_pretrained("sanet")
+    assert models.from_pretrained("sanet").name == "sanet"
+    with pytest.raises(FileNotFoundError, match=r"there is no folder sanett; .* Near it: sanet\.$"):
+        models.from_pretrained("sanett")
+
+
 def test_a_file_or_nothing_in_place_of_a_folder(tmp_path: Path) -> None:
     file = saved(tmp_path) / "model.safetensors"
     with pytest.raises(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import ShapeError
-from farfield.streaming import predict_whole
+from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming.receptive_field import DIVISIBLE
 from helpers.streamed_nets import Hourglass, attention, settled
 
 
@@ -174,6 +178,103 @@ def test_bad_input(volume: tuple[int, ...], options: dict, error: type, text: st
     net = settled(Hourglass("siamese", 2))
     with pytest.raises(error, match=f"predict_whole: {text}"):
         predict_whole(net, np.zeros(volume, "float32"), quiet=True, **options)
+
+
+class Branching(nn.Module):
+    """Other layers for a longer grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return (self.long if max(grid.shape[2:]) > DIVISIBLE else self.short)(grid)
+
+
+class Turned(nn.Module):
+    """A grid whose first spatial axis becomes channels."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid.transpose(1, 2)
+
+
+FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
+
+
+@pytest.mark.unchecked("arguments of other types reach the functions")
+@pytest.mark.parametrize(
+    ("make", "shape", "options", "text"),
+    [
+        (
+            lambda: 3,
+            (8, 8),
+            {},
+            r"model must be a torch.nn.Module, got int; fix: the network comes first, {}\(model, …\)",
+        ),
+        (lambda: nn.Conv2d(1, 1, 3), (8, 8), {}, "Conv2d is in training"),
+        (
+            lambda: net_with(nn.MultiheadAttention(4, 1)),
+            (8, 8),
+            {},
+            "MultiheadAttention at .* attends to all positions",
+        ),
+        (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"tile": "8"}, "tile must be an integer"),
+        (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"halo": 1.5}, "halo must be an integer"),
+        (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"pad": "mirror"}, 'no pad "mirror"'),
+        (lambda: nn.Conv2d(1, 1, 3).eval(), (8,), {}, "a volume with 2 spatial dims is"),
+        (
+            lambda: nn.ReLU().eval(),
+            (8, 8),
+            {},
+            "the number of spatial dims is unknown, because ReLU has no convolution",
+        ),
+        (
+            lambda: nn.Conv2d(1, 1, 3).eval(),
+            (8, 8, 8),
+            {"tile": (4, 4, 4)},
+            "tile has 3 numbers, and the first convolution",
+        ),
+        (lambda: nn.Conv2d(3, 1, 3).eval(), (2, 8, 8), {}, "Conv2d does not take a grid of size"),
+        (lambda: FLAT, (8, 8), {}, "Sequential returns a tensor of 2 axes, not one grid"),
+        (lambda: Branching().eval(), (8, 8), {}, "the network runs other layers on a longer grid"),
+        (lambda: net_with(Gate()), (32, 32), {"tile": 8}, 'Conv2d at "1.1.reduce" sees further than'),
+        (lambda: net_with(Ramp()), (32, 32), {"tile": 8}, 'Ramp at "1.1" gives other results in tiles'),
+        (
+            lambda: net_with(nn.ReLU()),
+            (32, 32),
+            {"tile": 8, "halo": (1, 2, 3)},
+            "halo must be one number, or one for each",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 1, 1), Turned()).eval(),
+            (32, 32),
+            {"tile": (8, 32)},
+            "spatial axis 0 of the volume is no spatial axis of the network's output",
+        ),
+        (lambda: settled(Hourglass("softmax", 2)), (40, 40), {"tile": 20}, "the summary of softmax at .* is its grid"),
+        (
+            lambda: nn.Sequential(nn.MaxPool2d(4), nn.Upsample(scale_factor=4), nn.Conv2d(1, 1, 3)).eval(),
+            (1, 1),
+            {"pad": "constant"},
+            "the network returns",
+        ),
+    ],
+    ids=range(18),
+)
+def test_checks_shared_with_the_plan_name_the_function_that_was_called(
+    make: Any, shape: tuple[int, ...], options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "summary" in text:
+        monkeypatch.setattr("farfield.streaming.tiling.free_bytes", lambda device: 5000)
+    texts = []
+    for function, volume in ((predict_whole, np.zeros(shape, "float32")), (plan_whole, shape)):
+        with pytest.raises((ValueError, TypeError, LookupError), match=f"^{function.__name__}: ") as raised:
+            function(make(), volume, **options, **({"quiet": True} if function is predict_whole else {}))
+        texts.append(raised.value.args)
+        assert re.match(f"{function.__name__}: {text.replace('{}', function.__name__)}", str(raised.value))
+        assert ("predict_whole" in str(raised.value)) == (function is predict_whole)
+    first, second = texts
+    assert [part.replace("predict_whole", "plan_whole") for part in first] == list(second)
 
 
 def test_a_volume_of_no_numbers() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from farfield import __version__
+from farfield.cli.command_parser import CommandParser
 
 
 class Command(NamedTuple):
@@ -87,12 +88,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options before the command, and of its name; each command parses its own options."""
     width = max(len(name) for name in COMMANDS)
     listing = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="farfield",
-        description="Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
+    parser = CommandParser(
+        "farfield",
+        "Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
         epilog=f"commands:\n{listing}\n\nfarfield <command> --help lists a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        raw=True,
     )
     parser.add_argument("--version", action="version", version=f"farfield {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -120,12 +120,12 @@ def dispatch(name: str, arguments: list[str]) -> None:
         module = importlib.import_module(f"farfield.cli.{command.module}")
         module.main(arguments if command.module == name else [name, *arguments])
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("farfield"):
+        package = (error.name or "").partition(".")[0]
+        if package == "farfield":
             raise
-        from farfield._checks import install_command
+        from farfield.cli.machine import install_fix
 
-        install = install_command(command.extra) if command.extra else f"pip install {error.name}"
-        raise RuntimeError(f"{error.name} is not installed; fix: {install}") from error
+        raise RuntimeError(f"{package} is not installed; fix: {install_fix(package, command.extra)}") from error
 
 
 def stop(status: int, message: str = "") -> None:

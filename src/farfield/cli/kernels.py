@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Column, Row, Table, add_formats, show
 
 
@@ -17,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: With status 2 for a wrong option.
     """
-    parser = argparse.ArgumentParser(prog="farfield kernels", description=kernels_table.__doc__, allow_abbrev=False)
+    parser = CommandParser("farfield kernels", kernels_table.__doc__)
     add_formats(parser)
     arguments = parser.parse_args(argv)
     show(kernels_table(arguments), arguments)
@@ -32,7 +33,8 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
         {"what": "library", "value": str(kernels.LIBRARY)},
         {
             "what": "take",
-            "value": "contiguous float32 grids on a CPU: Kronecker operators (2 or more spatial dims), siamese ones",
+            "value": "float32 grids on a CPU: Kronecker operators (2 or more spatial dims), siamese ones, and, "
+            "channels-last too, factorized, averaged and factorized_gaussian",
         },
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]

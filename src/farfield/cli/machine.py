@@ -10,9 +10,13 @@ import torch
 from packaging.requirements import Requirement
 
 import farfield
+from farfield._checks import install_command
 from farfield.cli import kernels
 from farfield.cli.output import Row
 from farfield.cost.measuring import processor_name
+
+# Names in imports -> names of packages, where they differ; Pillow and YAML come with torchvision and jsonargparse.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "torchvision", "yaml": "jsonargparse"}
 
 
 def machine_rows() -> list[Row]:
@@ -54,6 +58,33 @@ def extras() -> dict[str, str]:
         missing = [name for name in packages(required, extra) if not installed(name)]
         states[extra] = f"lacks {', '.join(missing)}" if missing else "installed"
     return states
+
+
+def install_fix(module: str, extra: str) -> str:
+    """Return the pip command for a module that is missing: that of an extra of farfield, or of the package itself.
+
+    Args:
+        module: The name in an import.
+        extra: The extra of the command that runs, preferred if it has the package; "" for none.
+    """
+    match = find_extra(module, extra)
+    return install_command(match) if match else f"pip install {DISTRIBUTIONS.get(module, module)}"
+
+
+def find_extra(module: str, preferred: str = "") -> str | None:
+    """Return the extra with the package of a module: the preferred one, or else the smallest; None if no extra has it.
+
+    Example:
+        >>> find_extra("timm"), find_extra("torchvision", "demo"), find_extra("my_networks", "demo")
+        ('timm', 'demo', None)
+    """
+    try:
+        metadata = importlib.metadata.metadata("farfield")
+    except importlib.metadata.PackageNotFoundError:
+        return preferred or None
+    required, name = metadata.get_all("Requires-Dist") or [], DISTRIBUTIONS.get(module, module)
+    extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
+    return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 
 
 def packages(required: list[str], extra: str) -> list[str]:

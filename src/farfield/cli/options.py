@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from farfield.cli.command_parser import explain_word, no_such
 from farfield.cli.recipes import recipe_files
 
 # jsonargparse's messages about one option, which it nests in those about the options around it.
@@ -26,8 +26,6 @@ UNION = re.compile(
     r"any of the Union subtypes\s+Subtypes: \[(?P<types>[^\[\]]+)\].*Given value: (?P<value>[^\n]*)", re.DOTALL
 )
 KEY = re.compile(r'Parser key "(?P<key>[\w.]+)":\s*')
-# Most names that an error lists.
-SHOWN = 20
 NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
 
 
@@ -73,9 +71,7 @@ def explain(message: str, options: Iterable[str]) -> str:
         word = found["words"].split()[0].partition("=")[0]
         if word in recipe_files():
             return f'"{word}" is a recipe, given without its option; fix: --config {word}.'
-        if not word.startswith("-"):
-            return f'"{word}" is not the value of an option; fix: write --name before it, or leave it out.'
-        return no_such("option", word, options)
+        return explain_word(word, "farfield fit", options)
     if (found := UNKNOWN_CLASS.search(message)) is not None:
         fix = "fix: its name if farfield has it, such as ImageFolders, else its full path, package.module.Class."
         return f'{where}no class "{found["name"]}"; {fix}'
@@ -89,13 +85,3 @@ def explain(message: str, options: Iterable[str]) -> str:
         return f"{where}{found['value']!r} is none of {types}; fix: a value of one of these types."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", KEY.sub(r"\g<key>: ", message))
     return " ".join(text.split())
-
-
-def no_such(what: str, name: str, names: Iterable[str]) -> str:
-    """Return the text of an error about an unknown name, with the nearest of `names`."""
-    names = list(names)
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"; nearest: {', '.join(nearest)}." if nearest else "; farfield fit --help lists them."
-    if not nearest and 0 < len(names) <= SHOWN:
-        hint = f"; it has {', '.join(names)}."
-    return f'no {what} "{name}"{hint}'

@@ -17,6 +17,7 @@ import torch
 
 from farfield import cost
 from farfield._checks import unknown
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.maps.network import build_untrained, load
 from farfield.cli.output import Column, Row, Table, joined, millions, show
 from farfield.cli.tables import grid_size, number
@@ -37,8 +38,7 @@ def main(argv: Sequence[str]) -> None:
         OSError: For a missing model.
         ValueError: For a network that cannot be read, or that does not run with such an input.
     """
-    parser = argparse.ArgumentParser(prog="farfield places", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser("farfield places", __doc__, raw=True)
     # Its rows may be none, for which there is no CSV.
     parser.set_defaults(csv=False)
     parser.add_argument(

@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Column, Row, Table, add_formats, joined, megabytes_finely, millions, milliseconds, show
-from farfield.cli.tables import describe_attention, grid_size, number
+from farfield.cli.tables import describe_attention, device, grid_size, number
 
 if TYPE_CHECKING:
     from farfield.cost import Plan
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
         ValueError: If heads do not divide the channels, the projections are not letters of "qkvo", or this machine does
             not have the device.
     """
-    parser = argparse.ArgumentParser(prog="farfield plan", description=plan_table.__doc__, allow_abbrev=False)
+    parser = CommandParser("farfield plan", plan_table.__doc__)
     parser.add_argument("--channels", type=number, required=True, help="channels of the grid")
     parser.add_argument("--size", type=grid_size, required=True, metavar="56,56", help="size of the grid")
     parser.add_argument("--batch", type=number, default=1, help="samples (default: %(default)s)")
@@ -38,7 +39,9 @@ def main(argv: Sequence[str]) -> None:
         "--project", default="v", metavar="LETTERS", help='projections, letters of "qkvo" (default: %(default)s)'
     )
     parser.add_argument("--backward", action="store_true", help="a training step must fit, not only a forward pass")
-    parser.add_argument("--device", default="cpu", help="device on which time is measured (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="device on which time is measured (default: %(default)s)"
+    )
     parser.add_argument("--no-time", action="store_true", help="do not measure time: MACs and bytes only")
     add_formats(parser)
     arguments = parser.parse_args(argv)

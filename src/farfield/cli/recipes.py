@@ -8,7 +8,6 @@ farfield fit --config imagenette
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import farfield
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.output import Row, Table, add_formats, show
 
 SUFFIX = ".yaml"
@@ -145,9 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         FileExistsError: For a copy that would replace a file.
         FileNotFoundError: For a copy to a folder that does not exist.
     """
-    parser = argparse.ArgumentParser(
-        prog="farfield recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("farfield recipes", __doc__, raw=True)
     parser.add_argument("name", nargs="?", help="print this recipe")
     parser.add_argument("--copy", metavar="NAME", help="copy a recipe, to change it")
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where the copy goes (default: here)")

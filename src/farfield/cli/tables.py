@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from farfield.cli.command_parser import CommandParser, no_such
 from farfield.cli.output import (
     Column,
     Row,
@@ -53,16 +54,19 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: With status 2 for a wrong option.
         LookupError: For an unknown operator or network.
         ValueError: For heads or projections that an operator does not support.
-        RuntimeError: For a device that this machine does not have.
     """
     name, *options = argv
     describe, build = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"farfield {name}", description=build.__doc__, allow_abbrev=False)
+    parser = CommandParser(f"farfield {name}", build.__doc__)
     parser.set_defaults(command=name)
     describe(parser)
     add_formats(parser)
     arguments = parser.parse_args(options)
     show(build(arguments), arguments)
+
+
+# Kinds of devices of torch, each with its driver in torch's own releases.
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -81,6 +85,22 @@ def grid_size(text: str) -> tuple[int, ...]:
             f"{text!r} is not a size: whole numbers from 1 joined by commas, such as 56,56"
         )
     return tuple(int(part) for part in parts)
+
+
+def device(text: str) -> str:
+    """Convert an option to the name of a device that this machine has."""
+    import torch
+
+    kind = text.partition(":")[0]
+    if kind not in DEVICES:
+        raise argparse.ArgumentTypeError(no_such("device", text, DEVICES))
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+    numbers = [] if kind == "cpu" else [f"{kind}:{index}" for index in range(count)]
+    if text not in ("cpu", "cpu:0", *numbers, *([kind] if numbers else [])):
+        fix = f"{kind}, or one of {', '.join(numbers)}" if numbers else "cpu"
+        raise argparse.ArgumentTypeError(f"this machine has no device {text}; fix: {fix}.")
+    return text
 
 
 def grid_options(parser: argparse.ArgumentParser) -> None:
@@ -285,7 +305,7 @@ def measure_options(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=number, default=10, help="timed runs, whose median is shown (default: %(default)s)"
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward pass")
-    parser.add_argument("--device", default="cpu", help="such as cuda (default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="such as cuda (default: %(default)s)")
 
 
 def measure_table(arguments: argparse.Namespace) -> Table:

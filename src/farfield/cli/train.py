@@ -124,8 +124,8 @@ class Training(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser whose errors have one line, not the usage of all options."""
-        parser = Parser(**kwargs)
+        """Make a parser without abbreviations whose errors have one line, not the usage of all options."""
+        parser = Parser(**kwargs, allow_abbrev=False)
         help_text = "a recipe by its name (farfield recipes lists them), or a YAML file"
         parser.add_argument(*CONFIG, action=ActionConfigFile, help=help_text)
         return parser

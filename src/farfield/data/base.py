@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.readers.images import FolderError, check_classes
+from farfield.data.readers.images import SHOWN, FolderError, check_classes
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
 Value = TypeVar("Value")
@@ -32,11 +33,16 @@ def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str)
     return value
 
 
-def check_root(root: Path | None, caller: str) -> Path:
+def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
     """Return the folder that training, validation and test read.
 
+    Args:
+        root: The folder.
+        caller: The class that errors name.
+        entry: A folder that it must have, if a folder around or below it has one: then that is the root.
+
     Raises:
-        FolderError: If it is not given, or does not exist.
+        FolderError: If it is not given, does not exist, or is at another level than the data.
     """
     if root is None:
         raise FolderError(
@@ -45,11 +51,44 @@ def check_root(root: Path | None, caller: str) -> Path:
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        beside = [path.name for path in root.parent.iterdir() if path.is_dir()] if root.parent.is_dir() else []
-        near = [str(root.parent / name) for name in difflib.get_close_matches(root.name, beside, n=3)]
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise FolderError(f"{caller}: {what}.\n  fix: a folder that exists as root, --data.root{hint}.")
+        raise FolderError(f"{caller}: {what}.\n  fix: {folder_instead(root, entry)}")
+    if entry and not (root / entry).is_dir():
+        refuse_level(root, caller, entry, [*folders_below(root), *root.absolute().parents[:2]])
     return root
+
+
+def folder_instead(path: Path, entry: str) -> str:
+    """Return the advice for a root that is no folder: one around it or of a similar name, or what there is."""
+    around = [folder for folder in path.absolute().parents if folder.is_dir()]
+    if path.is_file():
+        root = next((folder for folder in around[:3] if entry and (folder / entry).is_dir()), None)
+        return f"--data.root {root}." if root else "--data.root with a folder; an archive has to be unpacked first."
+    beside = [folder.name for folder in folders_below(around[0])]
+    near = difflib.get_close_matches(path.name, beside, n=3) if around[0] == path.absolute().parent else []
+    if near:
+        return f"--data.root {around[0] / near[0]}" + "".join(f", or {around[0] / name}" for name in near[1:]) + "."
+    return f"--data.root with a folder that exists; {around[0]} has {shown(beside)}."
+
+
+def refuse_level(root: Path, caller: str, entry: str, others: Sequence[Path]) -> None:
+    """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
+    other = next((folder for folder in others if (folder / entry).is_dir()), None)
+    if other is not None:
+        held = shown([folder.name for folder in folders_below(root)])
+        raise FolderError(
+            f"{caller}: {root} is not the folder of the data: it has {held}, and not {entry}.\n"
+            f"  fix: --data.root {other}, which has {entry}."
+        )
+
+
+def folders_below(folder: Path) -> list[Path]:
+    """Return the folders in a folder, without hidden ones, in sorted order."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return the first names as text."""
+    return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)]) or "no folders"
 
 
 class Loading(LightningDataModule):

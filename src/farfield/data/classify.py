@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.base import Loading, check_root
+from farfield.data.base import Loading, check_root, folders_below, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, classes_of, images_of
 from farfield.data.splits import ClassFolders, Images, NamedImages, drawn, split
 
@@ -100,6 +100,9 @@ class ImageFolders(_Classification):
             return {}
         root = check_root(self.root, "ImageFolders")
         nested = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
+        if not nested:
+            # A folder of class folders may itself be called train, so that no folder around it is another root.
+            refuse_level(root, "ImageFolders", "train", folders_below(root))
         return nested or {"train": root}
 
     def prepare_data(self) -> None:

@@ -159,7 +159,7 @@ class CocoFolders(Loading):
 
     def _read(self) -> dict[str, Annotated]:
         """Read train, val and, if there is such a split, test; refuse splits of different categories."""
-        root = check_root(self.root, "CocoFolders")
+        root = check_root(self.root, "CocoFolders", "annotations")
         train, val, test = self.splits
         named = {"train": train, "val": val}
         if (root / "annotations" / f"instances_{test}.json").is_file():

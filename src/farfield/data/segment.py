@@ -82,7 +82,7 @@ class VOCFolders(Loading):
     @property
     def folder(self) -> Path:
         """The root; `FolderError` if it is not given or does not exist."""
-        return check_root(self.root, "VOCFolders")
+        return check_root(self.root, "VOCFolders", "ImageSets")
 
     def prepare_data(self) -> None:
         """Check that all lists and files exist, and decode the files; runs in one process of each machine."""

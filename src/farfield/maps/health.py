@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield.maps.layers import Layer, check_has_attention, record_layers
+from farfield.maps.layer import Layer
+from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
 from farfield.nn.tracing import call, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
@@ -138,7 +139,7 @@ def reset_output(attention: GridAttention) -> None:
 
 def examine(name: str, layer: Layer, identity: bool, gradient: Tensor | None) -> Health:
     """Run a layer once more on its inputs, forward and backward, without the grid that a residual adds."""
-    attention, grid, context, mask, context_mask = layer
+    attention, grid, context, mask, context_mask, _ = layer
     attention.residual = False
     inputs = [values.requires_grad_() for values in (grid, context) if values is not None]
     parts = {part: parameters(getattr(attention, part)) for part in PARTS}

@@ -1,40 +1,31 @@
-"""The attention modules of a network and the grids that they are called with."""
+"""The attention of a network, and the grids that it is called with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from farfield.maps.layer import Layer, add_layer
+from farfield.maps.tokens import is_replaced, record_tokens
 from farfield.nn.attention import GridAttention
 
 
-class Layer(NamedTuple):
-    """One attention module of a network and its arguments in one call.
-
-    Attributes:
-        attention: The module.
-        grid: The query grid.
-        context: The grid that keys and values come from; None in self-attention.
-        mask: The valid positions of the grid.
-        context_mask: The valid positions of the context.
-    """
-
-    attention: GridAttention
-    grid: Tensor
-    context: Tensor | None = None
-    mask: Tensor | None = None
-    context_mask: Tensor | None = None
-
-
 def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
-    """Run a network once and return every `GridAttention` in it with the grids that it is called with.
+    """Run a network once and return each of its attention layers with the grids that it is called with.
 
-    The network may be one of farfield's, your own, or a model of another library after `insert`. A map of a layer takes
-    its module and its grid: `attention_row(layer.attention, layer.grid, position)`.
+    The network may be one of farfield's, your own, or a model of another library after `insert` or `replace_attention`
+    (whose operator "softmax" shows the attention that a transformer has). `layer_row(layer, position)` is an attention
+    row of a layer; the other maps take its module and its grid, `basis_masks(layer.attention, layer.grid)`.
+
+    A replaced attention is a `Layer` of its queries and keys, as the model projected them: `attention` has the operator
+    and no projections, `grid` holds the queries and `context` the keys, each a grid of one spatial dim, the tokens. If
+    these are the patches of an image, `patches` is the size of their grid. It is known where the convolution that made
+    the patches, with a stride as long as its kernel, is the last one before the attention, and at most 16 tokens more
+    than its output attend to each other: those come first. Otherwise, `layer._replace(patches=(14, 14))`.
 
     Args:
         network: Any network. It runs in eval mode and without gradients; then its modules are in their old modes again.
@@ -44,10 +35,10 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         Path of the module -> layer, in the order of the calls; the second call of one module is `path (call 2)`.
 
     Raises:
-        ValueError: If the network calls no `GridAttention`, as one whose attention `replace_attention` has replaced.
+        ValueError: If the network calls neither a `GridAttention` nor a replaced attention.
 
     Cost:
-        One forward pass, and a copy of each grid.
+        One forward pass, and a copy of each grid, or of the queries and keys of a replaced attention.
 
     Example:
         >>> import torch
@@ -57,33 +48,32 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         >>> layer.attention.operator_name, layer.grid.shape
         ('kronecker_qkv', torch.Size([1, 8, 8, 12]))
     """
-    with torch.no_grad(), eval_mode(network), record_layers(network) as recorded:
+    with (
+        torch.no_grad(),
+        eval_mode(network),
+        record_layers(network) as recorded,
+        record_tokens(network, recorded),
+    ):
         network(*inputs)
     check_has_attention("maps.layers", network, recorded)
     return recorded
 
 
-def check_has_attention(caller: str, network: nn.Module, layers: Sized) -> None:
-    """Raise ValueError if a network called no attention module."""
-    if not len(layers):
-        kind = getattr(network, "name", type(network).__name__)
-        replaced = [path for path, module in network.named_modules() if is_replaced(module)]
-        if replaced:
-            raise ValueError(
-                f"{caller}: the attention of {kind} is that of its own library, with its operator replaced "
-                f"({', '.join(replaced[:3])}), and no GridAttention; fix: the attention matrix that the model returns, "
-                f"with need_weights=True in torch, output_attentions=True in transformers."
-            )
-        fix = "a network with attention (farfield.models), or farfield.insert to put some into this one."
-        raise ValueError(f"{caller}: {kind} has no GridAttention that runs; fix: {fix}")
-
-
-def is_replaced(module: nn.Module) -> bool:
-    """Whether `replace_attention` has replaced the operator of a module, or of the attention inside a model."""
-    if isinstance(module, GridAttention):
-        return False
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return hasattr(module, "operator_name") or str(implementation).startswith("farfield_")
+def check_has_attention(caller: str, network: nn.Module, layers: dict[str, Layer]) -> None:
+    """Raise ValueError if a network called no attention."""
+    if layers:
+        return
+    kind = getattr(network, "name", type(network).__name__)
+    replaced = [path for path, module in network.named_modules() if is_replaced(module)]
+    if replaced:
+        raise ValueError(
+            f"{caller}: {kind} has no GridAttention that runs, and the operator replaced in the attention of its own "
+            f"library ({', '.join(replaced[:3])}) is not measured; fix: maps.layers, which has its rows."
+        )
+    raise ValueError(
+        f"{caller}: {kind} has no GridAttention that runs; fix: a network with attention (farfield.models), "
+        f"farfield.insert to put some into this one, or farfield.replace_attention for a transformer."
+    )
 
 
 @contextmanager
@@ -93,12 +83,10 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
     names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
 
     def record(module: GridAttention, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = dict(zip(Layer._fields[1:3], arguments, strict=False)) | keywords
+        given = dict(zip(("grid", "context"), arguments, strict=False)) | keywords
         # Copied: the next module may work in place.
         copies = {name: value.detach().clone() for name, value in given.items() if value is not None}
-        name = names[module]
-        calls = sum(layer.attention is module for layer in recorded.values())
-        recorded[f"{name} (call {calls + 1})" if calls else name] = Layer(module, **copies)
+        add_layer(recorded, names[module], Layer(module, **copies))
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in names]
     try:

@@ -142,7 +142,8 @@ def check_number_of_heads(net: nn.Module, config: Path) -> None:
         return
     heads = next(layer.attention.heads for layer in net.modules() if isinstance(layer, TransformerLayer))
     if theirs is not None and theirs != heads:
-        raise ValueError(
-            f"load_hugging_face: {net.name} has {heads} heads, and the model of {config} has {theirs}; "
-            f"fix: build it with heads={theirs}."
-        )
+        # Of the builders, bert_small alone has a number of heads.
+        fix = f"heads={theirs}"
+        if net.name != "bert_small":
+            fix = f"models.bert_small(heads={theirs}, …), with the other sizes of that file"
+        raise ValueError(f"{net.name}: it has {heads} heads, and the model of {config} has {theirs}; fix: {fix}.")

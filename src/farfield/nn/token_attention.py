@@ -1,10 +1,12 @@
-"""Any operator on the queries, keys and values of tokens, and dropout of its weights."""
+"""Any operator on the queries, keys and values of tokens, dropout of its weights, and a record of the calls."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,38 @@ from farfield.ops.grid import accumulation
 from farfield.ops.slots import Summary
 from farfield.ops.summary import attend_heads
 from farfield.ops.table import Operator
+
+
+class TokenCall(NamedTuple):
+    """What determines the implied attention matrix of one call of `attend_tokens`, apart from dropout.
+
+    Attributes:
+        operator: The operator.
+        query: `(b, h, m, d)`.
+        key: `(b, h, n, d)`, 0 where a key is not valid.
+        valid: `(b, 1, 1, n)`, True where a key is valid; None if all are.
+        scale: Factor of the products before a softmax; ignored for other operators.
+    """
+
+    operator: Operator
+    query: Tensor
+    key: Tensor
+    valid: Tensor | None
+    scale: float
+
+
+# A list and no context variable: compiled code reads it.
+RECORDERS: list[Callable[[TokenCall], None]] = []
+
+
+@contextmanager
+def record_token_calls(record: Callable[[TokenCall], None]) -> Iterator[None]:
+    """Call a function with each call of `attend_tokens` within the context, of all threads."""
+    RECORDERS.append(record)
+    try:
+        yield
+    finally:
+        RECORDERS.remove(record)
 
 
 def attend_tokens(
@@ -49,6 +83,8 @@ def attend_tokens(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    for record in RECORDERS:
+        record(TokenCall(operator, query, key, valid, scale))
     q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
     if operator.score is not None:
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)

@@ -174,51 +174,47 @@ def plan_whole(
     given: object = shape
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"plan_whole: shape must be numbers, got {given!r:.60}; fix: plan_whole(model, volume.shape).")
-    try:
-        return make_plan(model, shape, tile, halo, pad)
-    except (TypeError, ValueError, LookupError) as error:
-        # The checks are shared with predict_whole, which their texts name.
-        error.args = tuple(str(text).replace("predict_whole: ", "plan_whole: ", 1) for text in error.args)
-        raise
+    return make_plan("plan_whole", model, shape, tile, halo, pad)
 
 
 def make_plan(
+    caller: str,
     model: nn.Module,
     shape: Sequence[int],
     tile: int | Sequence[int | None] | None,
     halo: int | Sequence[int] | None,
     pad: str | None,
 ) -> StreamingPlan:
-    """Make the plan of `predict_whole`, which the errors name."""
+    """Make the plan of `predict_whole`, for `predict_whole` or `plan_whole`; errors name the caller."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"predict_whole: model must be a torch.nn.Module, got {type(model).__name__}; "
-            "fix: predict_whole(model, volume)."
+            f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
+            f"fix: the network comes first, {caller}(model, …)."
         )
     if tile is not None:
-        tile = parse_positions("predict_whole", "tile", tile, 1, optional=True)
+        tile = parse_positions(caller, "tile", tile, 1, optional=True)
     if halo is not None:
-        halo = cast(int | tuple[int, ...], parse_positions("predict_whole", "halo", halo, 0))
-    refuse_training(model)
-    refuse_global(model)
+        halo = cast(int | tuple[int, ...], parse_positions(caller, "halo", halo, 0))
+    refuse_training(caller, model)
+    refuse_global(caller, model)
     if pad is not None and pad not in MODES:
-        raise unknown("predict_whole", "pad", pad, MODES)
-    layout = parse_layout("predict_whole", shape, spatial_dims_of(model, tile))
+        raise unknown(caller, "pad", pad, MODES)
+    layout = parse_layout(caller, shape, spatial_dims_of(caller, model, tile))
     batch, channels = layout.batch_and_channels(shape)
     own = tuple(shape[len(shape) - layout.spatial_dims :])
     try:
-        scale = find_scale(model, channels, own)
+        scale = find_scale(caller, model, channels, own)
     except ValueError as error:
-        refuse_axes(model, channels, own, error)
+        refuse_axes(caller, model, channels, own, error)
         raise
     padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
-    whole = trace_volume(model, batch, channels, size, scale)
+    whole = trace_volume(caller, model, batch, channels, size, scale)
     grids = [
         NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
-    draft = Draft(model, batch, channels, size, scale, grids, whole)
+    draft = Draft(caller, model, batch, channels, size, scale, grids, whole)
     positions, passes = draft.cut(tile, halo)
     plan = StreamingPlan(
         layout=layout,
@@ -234,13 +230,13 @@ def make_plan(
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(
-            f"predict_whole: the network returns {plan.output.grid.size} for size {size}, nothing of which is left "
+            f"{caller}: the network returns {plan.output.grid.size} for size {size}, nothing of which is left "
             f"without the {padding} padded positions; fix: a larger volume, or one that needs no padding."
         )
     return plan
 
 
-def spatial_dims_of(model: nn.Module, tile: object) -> int:
+def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
     """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
@@ -248,7 +244,7 @@ def spatial_dims_of(model: nn.Module, tile: object) -> int:
     if convolution is None:
         name = type(model).__name__
         raise ValueError(
-            f"predict_whole: the number of spatial dims is unknown, because {name} has no convolution; fix: tile with "
+            f"{caller}: the number of spatial dims is unknown, because {name} has no convolution; fix: tile with "
             f"one number per spatial dim."
         )
     return convolution.weight.dim() - 2
@@ -265,24 +261,26 @@ def split_padding(length: int, multiple: int, pad: str | None) -> Span:
     return missing // 2, missing - missing // 2
 
 
-def trace_volume(model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale) -> Trace:
+def trace_volume(
+    caller: str, model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale
+) -> Trace:
     """Trace the network on the whole volume.
 
     Raises:
         ValueError: If the network does not take its size; the text has sizes that it takes if the strides are why.
     """
     try:
-        trace_or_raise(model, channels, size)
-        return trace(model, (batch, channels, *size), whole=True)
+        trace_or_raise(caller, model, channels, size)
+        return trace(caller, model, (batch, channels, *size), whole=True)
     except ValueError as error:
-        refuse_axes(model, channels, size, error)
+        refuse_axes(caller, model, channels, size, error)
         if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
             multiples = " × ".join(map(str, scale.strides))
             raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
         raise
 
 
-def refuse_axes(model: nn.Module, channels: int, size: tuple[int, ...], error: ValueError) -> None:
+def refuse_axes(caller: str, model: nn.Module, channels: int, size: tuple[int, ...], error: ValueError) -> None:
     """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
     convolution = first_convolution(model)
     if convolution is None:
@@ -290,7 +288,7 @@ def refuse_axes(model: nn.Module, channels: int, size: tuple[int, ...], error: V
     expected = convolution.weight.dim() - 2
     if expected != len(size):
         raise ValueError(
-            f"predict_whole: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
+            f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
             f"{expected} spatial dims: {error}\n  fix: tile with {expected} numbers, or one number."
         ) from error
     if convolution.in_channels != channels:

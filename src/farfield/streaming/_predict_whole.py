@@ -107,7 +107,7 @@ def predict_whole(
     if path is not None:
         check_path("predict_whole", path, overwrite)
         tile = saved_tile("predict_whole", path, overwrite, model, {"volume": volume}) if tile is None else tile
-    plan = make_plan(model, volume.shape, tile, halo, pad)
+    plan = make_plan("predict_whole", model, volume.shape, tile, halo, pad)
     if not quiet:
         print(plan, file=sys.stderr)
     source = VolumeSource(

@@ -40,7 +40,7 @@ GLOBAL: dict[type[nn.Module], tuple[Callable[[nn.Module], bool], str, str]] = {
 }
 
 
-def refuse_training(model: nn.Module) -> None:
+def refuse_training(caller: str, model: nn.Module) -> None:
     """Refuse a model in training mode: running statistics would change, and dropout would be active.
 
     Raises:
@@ -49,10 +49,10 @@ def refuse_training(model: nn.Module) -> None:
     training = [(path, module) for path, module in model.named_modules() if module.training]
     training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
     for path, module in training[:1]:
-        raise ValueError(f"predict_whole: {describe_module(path, module)} is in training; fix: model.eval().")
+        raise ValueError(f"{caller}: {describe_module(path, module)} is in training; fix: model.eval().")
 
 
-def refuse_global(model: nn.Module) -> None:
+def refuse_global(caller: str, model: nn.Module) -> None:
     """Refuse a model with a layer of a known type that needs the whole grid, whatever the tiles.
 
     Raises:
@@ -62,7 +62,7 @@ def refuse_global(model: nn.Module) -> None:
         for kind, (is_global, what, instead) in GLOBAL.items():
             if isinstance(module, kind) and is_global(module):
                 raise NotLocalError(
-                    f"predict_whole: {describe_module(path, module)} {what}; tiles would not give the result of the "
+                    f"{caller}: {describe_module(path, module)} {what}; tiles would not give the result of the "
                     f"whole; fix: {instead} in its place, or model(volume) where the volume fits in memory."
                 )
 

@@ -44,7 +44,7 @@ class Scale(NamedTuple):
     multiple: tuple[int, ...]
 
 
-def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
+def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     """Find the strides of a network from how the shapes of its grids change when the volume grows along one axis.
 
     Raises:
@@ -55,18 +55,18 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     spatial_dims = len(size)
     try:
         base = (DIVISIBLE,) * spatial_dims
-        first = trace(model, (1, channels, *base))
+        first = trace(caller, model, (1, channels, *base))
     except (RuntimeError, ValueError, NotImplementedError):
         base = tuple(size)
-        first = trace_or_raise(model, channels, base)
+        first = trace_or_raise(caller, model, channels, base)
     axis_scales: list[list[AxisScale | None]] = [[] for _ in first.steps]
     strides, multiple = [], []
     for axis in range(spatial_dims):
         longer = replace_length(base, axis, base[axis] + DIVISIBLE)
-        grown = trace_or_raise(model, channels, longer, f", the volume's {tuple(size)} longer on axis {axis}")
+        grown = trace_or_raise(caller, model, channels, longer, f", the volume's {tuple(size)} longer on axis {axis}")
         if [step.name for step in grown.steps] != [step.name for step in first.steps]:
             raise NotLocalError(
-                "predict_whole: the network runs other layers on a longer grid, so tiles would not give the result of "
+                f"{caller}: the network runs other layers on a longer grid, so tiles would not give the result of "
                 "the whole; fix: model(volume) where the volume fits in memory."
             )
         ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.layers)
@@ -81,22 +81,23 @@ def find_scale(model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
     return Scale([drop_shared_axes(each) for each in axis_scales], tuple(strides), tuple(multiple))
 
 
-def trace_or_raise(model: nn.Module, channels: int, size: Sequence[int], why: str = "") -> Trace:
+def trace_or_raise(caller: str, model: nn.Module, channels: int, size: Sequence[int], why: str = "") -> Trace:
     """Trace the network on one sample of this size; raise ValueError if the network does not take it.
 
     Args:
+        caller: The function that errors name.
         model: The network.
         channels: Channels of the sample.
         size: Size of the sample.
         why: For a size that is not the volume's: where it comes from.
     """
     try:
-        return trace(model, (1, channels, *size))
+        return trace(caller, model, (1, channels, *size))
     except TypeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"predict_whole: {type(model).__name__} does not take a grid of size {tuple(size)}{why}: {error}"
+            f"{caller}: {type(model).__name__} does not take a grid of size {tuple(size)}{why}: {error}"
             + (
                 "\n  fix: a network for grids of any size, or model(volume) where the volume fits in memory."
                 if why
@@ -152,6 +153,7 @@ class Probe:
     """Runs a network on small random grids.
 
     Args:
+        caller: The function that errors name.
         model: The network.
         channels: Channels of its input.
         size: Size of the volume.
@@ -162,14 +164,14 @@ class Probe:
         small: Size of the small grids, from `least`; `grow` enlarges it.
     """
 
-    def __init__(self, model: nn.Module, channels: int, size: Sequence[int], scale: Scale) -> None:
-        self.model, self.channels, self.whole, self.scale = model, channels, tuple(size), scale
+    def __init__(self, caller: str, model: nn.Module, channels: int, size: Sequence[int], scale: Scale) -> None:
+        self.caller, self.model, self.channels, self.whole, self.scale = caller, model, channels, tuple(size), scale
         self.generator = torch.Generator().manual_seed(0)
         self.small = self.least = self.smallest()
 
     def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
         """Run the network with positionwise functions in place of its global layers; return its steps, see `record`."""
-        return record(self.model, partial(self.model, grid), last_call=last_call)
+        return record(self.caller, self.model, partial(self.model, grid), last_call=last_call)
 
     @cached_property
     def labels(self) -> bool:
@@ -238,7 +240,7 @@ class Probe:
                 name = next(
                     step.name for step, span in zip(steps, spans, strict=True) if span is not None and span.everywhere
                 )
-                raise not_local_error(self.model, name, axis, f"sees further than {half // 2} positions")
+                raise not_local_error(self.caller, self.model, name, axis, f"sees further than {half // 2} positions")
 
     def grow(self, axis: int) -> bool:
         """Enlarge the small grids along the other axes, at most to the volume's size; return whether they have grown.
@@ -288,7 +290,8 @@ class Probe:
                 return response.fill_(torch.nan) if next(calls) == source else response  # noqa: B023  # used at once
 
             with plain_kernels():
-                steps = [step for step in record(self.model, partial(self.model, grid), poison) if step.summarized]
+                steps = record(self.caller, self.model, partial(self.model, grid), poison)
+            steps = [step for step in steps if step.summarized]
             for later in range(source + 1, count):
                 if cast(Tensor, steps[later].grid).isnan().any():
                     levels[later] = max(levels[later], levels[source] + 1)
@@ -321,11 +324,11 @@ def find_nan_span(step: Step, axis_scale: AxisScale | None) -> NanSpan | None:
     return NanSpan(start, last + 1, start == 0 or last + 1 == step.shape[axis_scale.axis])
 
 
-def not_local_error(model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
+def not_local_error(caller: str, model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
     """Return the error for a layer other than attention that is not local; `what` describes what it does."""
     layer = describe_module(name, model.get_submodule(name)) if name != OUTPUT else type(model).__name__
     return NotLocalError(
-        f"predict_whole: {layer} {what}, along spatial axis {axis} of the volume, so tiles would not give the result "
+        f"{caller}: {layer} {what}, along spatial axis {axis} of the volume, so tiles would not give the result "
         f"of the whole; fix: tile=None on that axis, which is then not cut, or another layer."
     )
 

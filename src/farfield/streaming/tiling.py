@@ -50,6 +50,7 @@ class Draft:
     (before, after) a tile's own.
 
     Args:
+        caller: The function that errors name.
         model: The network.
         batch: Batch size of the volume.
         channels: Channels of the volume.
@@ -61,6 +62,7 @@ class Draft:
 
     def __init__(
         self,
+        caller: str,
         model: nn.Module,
         batch: int,
         channels: int,
@@ -69,7 +71,7 @@ class Draft:
         grids: list[NetworkGrid],
         whole: Trace,
     ) -> None:
-        self.model, self.batch, self.channels, self.size = model, batch, channels, size
+        self.caller, self.model, self.batch, self.channels, self.size = caller, model, batch, channels, size
         self.scale, self.grids, self.whole = scale, grids, whole
         self.probe: Probe | None = None
 
@@ -126,7 +128,9 @@ class Draft:
                 grid_halos[axis] = [(both, both) for both in mirrored]
                 step = self.first_difference(axis, positions, grid_halos)
         if step is not None:
-            raise not_local_error(self.model, step, axis, "gives other results in tiles than on the whole volume")
+            raise not_local_error(
+                self.caller, self.model, step, axis, "gives other results in tiles than on the whole volume"
+            )
 
     def first_difference(self, axis: int, positions: int, grid_halos: dict[int, list[tuple[int, int]]]) -> str | None:
         """Return the name of the first step that differs between tiles and the whole in any pass; None if none does."""
@@ -170,7 +174,7 @@ class Draft:
 
     def get_probe(self) -> Probe:
         """Return the probe, which runs the network on small grids; it is made once."""
-        self.probe = self.probe or Probe(self.model, self.channels, self.size, self.scale)
+        self.probe = self.probe or Probe(self.caller, self.model, self.channels, self.size, self.scale)
         return self.probe
 
     def round_tile(self, tile: int | Sequence[int | None]) -> tuple[int, ...]:
@@ -191,7 +195,7 @@ class Draft:
         requested = (halo,) * len(self.size) if isinstance(halo, int) else tuple(halo)
         if len(requested) != len(self.size):
             raise ShapeError(
-                f"predict_whole: halo must be one number, or one for each of {len(self.size)} spatial dims, got "
+                f"{self.caller}: halo must be one number, or one for each of {len(self.size)} spatial dims, got "
                 f"{halo!r}; fix: halo={max(requested, default=0)}."
             )
         return tuple(
@@ -213,7 +217,7 @@ class Draft:
             if (grid.summarized or grid.name == OUTPUT) and (axis_scale is None or axis_scale.axis < 2):
                 what = f'the input of "{grid.name}"' if grid.summarized else "the network's output"
                 raise NotLocalError(
-                    f"predict_whole: spatial axis {axis} of the volume is no spatial axis of {what}, so tiles must "
+                    f"{self.caller}: spatial axis {axis} of the volume is no spatial axis of {what}, so tiles must "
                     f"not cut it; fix: tile=None on that axis."
                 )
         if given is not None:
@@ -287,7 +291,7 @@ class Draft:
         size = tuple(
             min(length, stop + before) for length, (_, stop), before in zip(self.size, read, halo.before, strict=True)
         )
-        return trace(self.model, (self.batch, self.channels, *size), whole=True).peak
+        return trace(self.caller, self.model, (self.batch, self.channels, *size), whole=True).peak
 
     def check_summaries(self) -> None:
         """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
@@ -302,7 +306,7 @@ class Draft:
                 continue
             if has_grid_summary(layer.attention) and size > SUMMARY_SHARE * free:
                 raise ValueError(
-                    f"predict_whole: the summary of {layer.attention.operator_name} at {name} is its grid, {size:,} "
+                    f"{self.caller}: the summary of {layer.attention.operator_name} at {name} is its grid, {size:,} "
                     f"bytes, and may take half of the {free:,} bytes that are free; fix: an operator that compresses, "
                     f"such as factorized_gaussian."
                 )

@@ -43,6 +43,7 @@ class Step(NamedTuple):
 
 
 def record(
+    caller: str,
     model: nn.Module,
     run: Callable[[], Any],
     forward: LayerForward = placeholder_forward,
@@ -53,6 +54,7 @@ def record(
     """Run a model and record the inputs of its global layers, the outputs of its modules and its own output.
 
     Args:
+        caller: The function that errors name.
         model: The model.
         run: Runs the model and returns its output.
         forward: Takes the place of its layers that need the whole grid.
@@ -90,7 +92,7 @@ def record(
             stack.enter_context(module.register_forward_pre_hook(partial(called, path)))
             stack.enter_context(module.register_forward_hook(partial(returned, path)))
         with suppress(EnoughError):
-            note(OUTPUT, False, check_output(model, run()))
+            note(OUTPUT, False, check_output(caller, model, run()))
     return steps
 
 
@@ -102,13 +104,13 @@ def step_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in model.named_modules() if module is not model and module not in inside)
 
 
-def check_output(model: nn.Module, output: Any) -> Tensor:
+def check_output(caller: str, model: nn.Module, output: Any) -> Tensor:
     """Return the output; raise TypeError if it is not one grid."""
     if not isinstance(output, Tensor) or output.dim() < 3:
         kind = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
         name = type(model).__name__
         raise TypeError(
-            f"predict_whole: {name} returns {kind}, not one grid (batch, channels, *size); fix: a module around it "
+            f"{caller}: {name} returns {kind}, not one grid (batch, channels, *size); fix: a module around it "
             f"that returns the grid."
         )
     return output
@@ -149,10 +151,11 @@ class Shapes(TorchDispatchMode):
         return output
 
 
-def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> Trace:
+def trace(caller: str, model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> Trace:
     """Run a model on a grid without numbers.
 
     Args:
+        caller: The function that errors name.
         model: The model, whose parameters and buffers are not touched.
         shape: Shape of the grid.
         whole: Whether layers that need the whole grid run, so that their summaries, MACs and memory are counted;
@@ -179,7 +182,7 @@ def trace(model: nn.Module, shape: tuple[int, ...], *, whole: bool = False) -> T
     with without_numbers(), counter:
         grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
         with watch, live:
-            steps = record(model, partial(call_empty, model, (grid,)), forward, keep=False)
+            steps = record(caller, model, partial(call_empty, model, (grid,)), forward, keep=False)
     macs.append(counter.get_total_flops() // 2)
     return Trace(steps, watch.shapes, macs, layers, summaries, live.peak)
 

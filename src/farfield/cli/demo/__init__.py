@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from farfield import cost, models
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.demo.picture import write as write_picture
 from farfield.cli.explore.page import write as write_page
 from farfield.cli.explore.panels import panels_of_features
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the demo's options."""
-    parser = argparse.ArgumentParser(prog="farfield demo", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("farfield demo", __doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of the output files (runs/demo)")
     parser.add_argument("--epochs", type=positive, default=10, help="passes over the training digits (10)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order, augmentation and split (0)")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farfield._outputs import check_not_input
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.explore.page import write
 from farfield.cli.explore.panels import panels_of_features, panels_of_layer
 from farfield.ops import OPERATORS
@@ -49,8 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="farfield explore", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser("farfield explore", __doc__, raw=True)
     parser.add_argument("--image", metavar="FILE", help="a photograph (default: a flower that scikit-learn ships)")
     parser.add_argument(
         "--operator", action="append", choices=list(OPERATORS), metavar="NAME", help="repeatable (default: all)"

@@ -129,6 +129,11 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     attentions = maps.layers(trained.network, image_of_network)
     name = select_layer(attentions, layer)
     module, grid = attentions[name].attention, attentions[name].grid
+    if attentions[name].context is not None:
+        raise ValueError(
+            f"{name} has keys that do not come from its queries' grid, as those of a transformer or of a context, "
+            f"and the page has one grid; fix: farfield maps --layer {name}, or another --layer."
+        )
     check_shown(name, module, grid, longer)
     operator, arguments = module.operator_name, f'*maps.layers(network, image)["{name}"][:2]'
     panels = [

@@ -3,11 +3,13 @@
     farfield maps --model runs/imagenette --image photo.jpg
     farfield maps --model runs/imagenette --image photo.jpg --position 120,80 --position 40,200
     farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
+    farfield maps --model vit.ckpt --network my_networks.build --image photo.jpg --token 0
     farfield maps --model runs/imagenette --norms
     farfield maps --network kanet_qkv --image photo.jpg --health
 
 The first command lists the attention layers. The last measures the response and the gradients of each layer. The others
-draw a figure. A pixel is given as row,column, from 0,0 at the top left.
+draw a figure. A pixel is given as row,column, from 0,0 at the top left. A transformer has such layers after
+replace_attention.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield._outputs import check_not_input
+from farfield.cli.command_parser import CommandParser
 from farfield.cli.maps.figures import PANELS, write
 from farfield.cli.maps.network import build_untrained, load
 from farfield.cli.maps.views import (
@@ -55,8 +58,9 @@ def main(argv: Sequence[str]) -> None:
         options.error("give a network, --model; --health also takes an untrained one, --network")
     if not (arguments.norms or arguments.image):
         options.error("give a photograph, --image photo.jpg, or --norms for the scales of the norms over training")
-    if arguments.norms + bool(arguments.position) + arguments.basis + arguments.health > 1:
-        options.error("--position, --basis, --norms and --health show one thing each; give one of them")
+    queries = [*arguments.position, *arguments.token]
+    if arguments.norms + bool(queries) + arguments.basis + arguments.health > 1:
+        options.error("--position and --token, --basis, --norms, --health show one thing each; give one of them")
     if len(arguments.image) > 1 and not arguments.basis:
         options.error("only --basis takes several photographs; give one --image")
     check_not_input("farfield maps", arguments.output, map(Path, arguments.image))
@@ -70,18 +74,18 @@ def look(arguments: argparse.Namespace) -> View:
     if arguments.health:
         return measure_health(trained, photographs[0], arguments.size)
     layers = [attention(trained, photograph, arguments.size) for photograph in photographs]
-    if not (arguments.position or arguments.basis):
+    queries = [*arguments.position, *arguments.token]
+    if not (queries or arguments.basis):
         return list_layers(layers[0], photographs[0], arguments.size or trained.side, trained.source)
     name = select_layer(layers[0], arguments.layer)
-    if arguments.position:
-        return show_rows(name, layers[0][name], photographs[0], arguments.position, arguments.head)
+    if queries:
+        return show_rows(name, layers[0][name], photographs[0], queries, arguments.head)
     return show_masks(name, [each[name] for each in layers], photographs, arguments.head, arguments.slot)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="farfield maps", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser("farfield maps", __doc__, raw=True)
     parser.add_argument(
         "--model",
         metavar="PATH",
@@ -97,6 +101,14 @@ def parser() -> argparse.ArgumentParser:
         type=pixel,
         metavar="ROW,COLUMN",
         help="a pixel of the photograph, the query; repeatable",
+    )
+    parser.add_argument(
+        "--token",
+        action="append",
+        default=[],
+        type=count,
+        metavar="INDEX",
+        help="a token before the patches of a transformer, the query: 0 is its class token; repeatable",
     )
     parser.add_argument("--basis", action="store_true", help="draw the basis masks of the slots")
     parser.add_argument(

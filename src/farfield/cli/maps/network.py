@@ -17,6 +17,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from farfield import models
 from farfield._checks import unknown
 from farfield.cli.configuration import read_configuration, section
+from farfield.cli.machine import find_extra
 from farfield.data.classify import Digits, ImageFolders
 from farfield.models.description import check_arguments
 from farfield.tasks.checkpoints import CheckpointError, check_same_network, read
@@ -79,6 +80,7 @@ def load(source: str, builder: str | None = None) -> LoadedNetwork:
         TypeError: If `builder` does not return a module.
         ValueError: If the configuration does not name the function that builds the network, or names other classes; or
             if `builder` cannot be imported.
+        ModuleNotFoundError: If an extra of farfield has the package of `builder`, and it is not installed.
     """
     path = newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
@@ -178,6 +180,8 @@ def import_function(name: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and find_extra((error.name or "").partition(".")[0]):
+            raise  # the command line has the fix
         raise ValueError(f"--network {name} cannot be imported: {error}.") from error
 
 

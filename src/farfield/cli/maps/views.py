@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from farfield.cli.maps.network import PREFIX, LoadedNetwork, checkpoints, newest
 from farfield.cli.output import Row, joined
 from farfield.maps import Layer
 from farfield.maps.health import PARTS
+from farfield.maps.layer import place_on_image, tokens_before
 from farfield.tasks.checkpoints import read
 
 # The largest height or width of a shown photograph, in pixels.
@@ -57,14 +59,21 @@ def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) 
     return maps.layers(trained.network, trained.prepare(photograph.pixels, side))
 
 
+def size_of(layer: Layer) -> tuple[int, ...]:
+    """Return the size of the query grid of a layer, or of the patches that its tokens are."""
+    return layer.patches or tuple(layer.grid.shape[2:])
+
+
 def is_image(layer: Layer) -> bool:
     """Return whether the query grid and the context of a layer both have two spatial dims, those of an image."""
+    if layer.patches is not None:
+        return len(layer.patches) == 2
     return layer.grid.dim() == 4 and (layer.context is None or layer.context.dim() == 4)
 
 
 def finest(layers: dict[str, Layer]) -> str | None:
     """Return the first of the layers with the most positions over an image; None if no layer has such positions."""
-    positions = {name: layer.grid[0, 0].numel() for name, layer in layers.items() if is_image(layer)}
+    positions = {name: math.prod(size_of(layer)) for name, layer in layers.items() if is_image(layer)}
     return max(positions, key=lambda name: positions[name], default=None)
 
 
@@ -74,8 +83,8 @@ def select_layer(layers: dict[str, Layer], name: str | None) -> str:
         raise unknown("--layer", "attention layer", name, layers)
     name = name or finest(layers) or next(iter(layers))
     if not is_image(layers[name]):
-        size = tuple(layers[name].grid.shape[2:])
-        fix = "farfield.maps.attention_row takes grids of any number of spatial dims."
+        size = size_of(layers[name])
+        fix = "farfield.maps.layer_row takes grids of any number of spatial dims."
         raise ValueError(f"{name} gets a grid of size {size}, which does not lie over an image; fix: {fix}")
     return name
 
@@ -88,12 +97,15 @@ def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, sou
             "operator": layer.attention.operator_name,
             "heads": layer.attention.heads,
             "channels": layer.attention.channels,
-            "size": list(layer.grid.shape[2:]),
+            "size": list(size_of(layer)),
         }
         for name, layer in layers.items()
     ]
     notes = [f"Grids of {photograph.path.name}, its shorter side resized to {side} pixels, normalised {source}."]
     notes.append(f"--position ROW,COLUMN and --basis show {finest(layers)}; --layer selects another.")
+    before = [tokens_before(layer, layer.grid.shape[2]) for layer in layers.values() if layer.patches is not None]
+    if any(before):
+        notes.append("Sizes are those of patches. --token 0 shows the class token, which has no place in the image.")
     return View("Attention layers", rows, notes)
 
 
@@ -131,34 +143,42 @@ def quarters(image: Tensor) -> Tensor:
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 def show_rows(
-    name: str, layer: Layer, photograph: Photograph, pixels: Sequence[tuple[int, int]], head: int | None
+    name: str, layer: Layer, photograph: Photograph, queries: Sequence[tuple[int, int] | int], head: int | None
 ) -> View:
-    """Show the attention row of each pixel's position (FA Figure 2)."""
+    """Show the attention row of each query, a pixel's position or a token (FA Figure 2)."""
     check_head(name, layer, head)
     heats, numbers = [], []
-    for index, pixel in enumerate(pixels):
-        position = position_of(pixel, photograph, layer)
-        weights = maps.attention_row(
-            layer.attention,
-            layer.grid,
-            position,
-            context=layer.context,
-            mask=layer.mask,
-            context_mask=layer.context_mask,
-        )[0]
+    for index, query in enumerate(queries):
+        where, label, position = describe_query(name, layer, photograph, query)
+        weights = maps.layer_row(layer, position)[0]
         weights = weights.mean(0) if head is None else weights[head]
-        numbers.append({"pixel": list(pixel), "position": list(position), **extremes(weights), "row": weights.tolist()})
-        label = f"row {pixel[0]}, column {pixel[1]}\n{span(weights)}"
-        heats.append(Heat(weights, label, pixel, COLOURS[index % len(COLOURS)]))
+        numbers.append({**where, **extremes(weights), "row": weights.tolist()})
+        pixel = None if isinstance(query, int) else query
+        heats.append(Heat(weights, f"{label}\n{span(weights)}", pixel, COLOURS[index % len(COLOURS)]))
     one = f"head {head} of {layer.attention.heads}" if head is not None else "the average of its heads"
     heading = f"{describe(name, layer)} · {'one head' if layer.attention.heads == 1 else one}"
     figure = draw_rows(photograph, heats, heading, f"{WEIGHTS} Pixels: row, column from the top left.")
     return View("Attention rows", [{"layer": name, "head": head} | row for row in numbers], [heading], figure)
 
 
+def describe_query(
+    name: str, layer: Layer, photograph: Photograph, query: tuple[int, int] | int
+) -> tuple[Row, str, tuple[int, int] | int]:
+    """Return the numbers and the text of a query, a pixel or a token, and its position for `maps.layer_row`."""
+    if not isinstance(query, int):
+        position = position_of(query, photograph, layer)
+        where: Row = {"pixel": list(query), "position": list(position), "token": None}
+        return where, f"row {query[0]}, column {query[1]}", position
+    before = 0 if layer.patches is None else tokens_before(layer, layer.grid.shape[2])
+    if query >= before:
+        has = f"{before} tokens before its patches; fix: --token 0" if before else "none; fix: --position ROW,COLUMN"
+        raise ValueError(f"--token {query} is a token before the patches, such as a class token, and {name} has {has}.")
+    return {"pixel": None, "position": None, "token": query}, f"token {query}", query
+
+
 def position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
     """Return the position of a layer's grid that contains a pixel of the photograph."""
-    (row, column), (height, width) = pixel, layer.grid.shape[2:]
+    (row, column), (height, width) = pixel, size_of(layer)
     if row >= photograph.height or column >= photograph.width:
         fix = f"from 0,0 to {photograph.height - 1},{photograph.width - 1}."
         if row < photograph.width and column < photograph.height:
@@ -190,7 +210,7 @@ def span(weights: Tensor) -> str:
 
 def describe(name: str, layer: Layer) -> str:
     """Return the name, the operator and the size of a layer as text."""
-    return f"{name} · {layer.attention.operator_name} · {joined(list(layer.grid.shape[2:]))} positions"
+    return f"{name} · {layer.attention.operator_name} · {joined(list(size_of(layer)))} positions"
 
 
 # ---- basis masks -----------------------------------------------------------------------------------------------------
@@ -203,7 +223,7 @@ def show_masks(
     drawn = []
     for layer, photograph in zip(layers, photographs, strict=True):
         grid, mask = (layer.grid, layer.mask) if layer.context is None else (layer.context, layer.context_mask)
-        masks = maps.basis_masks(layer.attention, grid, mask=mask)[0]  # (h, r, y, x)
+        masks = place_on_image(layer, maps.basis_masks(layer.attention, grid, mask=mask))[0]  # (h, r, y, x)
         heats = []
         for one, slot in select_slots(masks, head, slots):
             weights, where = masks[one, slot], {"layer": name, "image": str(photograph.path)}

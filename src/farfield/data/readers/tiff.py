@@ -133,7 +133,7 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: in
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
     one = array_of(path).reshape(shape)[(slice(None),) * place + (channel,)]
-    keep = kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims)
+    keep = kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
     return one.reshape([one.shape[axis] for axis in keep])
 
 
@@ -183,25 +183,58 @@ def array_of(path: Path) -> NDArray[Any]:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
-def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int) -> list[int]:
+def axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
+    """Return the advice for axes that are not those of one stack or image; the arguments are those of `kept_axes`."""
+    wanted = "ZYX"[-spatial_dims:]
+    split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
+    place = channels_axis(shape, axes)
+    if len(longer) > spatial_dims + (taken is None):
+        return split
+    if place is not None and len(axes) == len(shape):
+        return f"--data.channel, one of its {shape[place]} channels, a number from 0."
+    letters = letters_for(shape, spatial_dims, taken is None)
+    if taken is not None:
+        return f"--data.axes {letters[:taken]}C{letters[taken:]}, beside --data.channel; or {split}"
+    if "C" in letters:
+        where = f"a letter for each of its {len(shape)} axes, --data.axes {letters} where the first has channels"
+        return f"{where}, and --data.channel 0 for one of them; or {split}"
+    if len(axes) != len(shape):
+        return f"--data.axes {letters}, or no --data.axes where the file names its own."
+    return f"--data.axes {letters}, if these are its axes; or {split}"
+
+
+def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
+    """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
+
+    Example:
+        >>> letters_for((2, 5, 64, 64), 3, True), letters_for((1, 5, 1, 64, 64), 3, True)
+        ('CZYX', 'QZQYX')
+    """
+    names = "ZYX"[-spatial_dims:]
+    places = [place for place, side in enumerate(shape) if side > 1]
+    if channels and (len(places) > spatial_dims or len(shape) == spatial_dims + 1):
+        names = f"C{names}"
+    if len(places) != len(names):
+        places = list(range(len(shape)))[-len(names) :]
+    named = dict(zip(places, names, strict=False))
+    return "".join(named.get(place, "Q") for place in range(len(shape)))
+
+
+def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
     """Return which axes of an array are z, y and x; the others must have length 1.
+
+    Args:
+        path: The file, for errors.
+        shape: The shape of the array.
+        axes: A letter for each of its axes.
+        spatial_dims: 3 for stacks, 2 for images.
+        taken: Where an axis of channels stood, of which one was taken; None if none was.
 
     Raises:
         FolderError: If the letters in `axes` do not determine them, or another axis is longer than 1.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: one grey stack per file with the axes {wanted}, or give its axes: --data.axes {wanted}."
-    place = channels_axis(shape, axes)
-    if place is not None:
-        fix = f"fix: --data.channel, one of its {shape[place]} channels, a number from 0."
-    elif len(shape) > spatial_dims:
-        letters = wanted.rjust(len(shape), "C") if len(shape) == spatial_dims + 1 else "CZYX"
-        fix = (
-            f"fix: a letter for each of its {len(shape)} axes, --data.axes {letters} where the first has channels, and "
-            f"--data.channel 0 for one of them; or one grey stack per file with the axes {wanted}."
-        )
-    if len(axes) != len(shape) == spatial_dims:
-        fix = f"fix: --data.axes {wanted}, or no --data.axes where the file names its own."
+    fix = f"fix: {axes_fix(shape, axes, spatial_dims, taken)}"
     if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -21,6 +21,13 @@ from farfield.nn.attention import GridAttention
 # Compared by name, because importing them is slow.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
+# The calls that errors advise.
+CALLS: dict[str, Callable[[str], str]] = {
+    "insert": "insert({}, where, make, example=…)".format,
+    "remove": "remove({})".format,
+    "places": "places({}, example)".format,
+}
+
 # An error of a model with more lines, such as all signatures of an operation, is cut to its first.
 LINES = 5
 
@@ -33,21 +40,43 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
         ValueError: If it is compiled, scripted or wrapped; the text has the fix.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {CALLS[caller]('model')}."
+        )
     for at in (*reversed(parents(path)), path) if path else ("",):
-        module, name = model.get_submodule(at) if at else model, at or type(model).__name__
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"{caller}: {name} is scripted; fix: {caller} in the original module, then script it.")
-        if "OptimizedModule" in kinds:
-            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} in its _orig_mod, then compile that.")
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"{caller}: {name} is compiled; fix: {caller} before .compile().")
-        if kinds & WRAPPERS:
-            raise ValueError(
-                f"{caller}: {name} is wrapped in {', '.join(kinds & WRAPPERS)}, which misses weights added later; "
-                f"fix: {caller} before wrapping."
-            )
+        reason = closed_reason(caller, model.get_submodule(at) if at else model, at)
+        if reason is not None:
+            raise ValueError(f"{caller}: {at or 'the model'} is {reason}")
+
+
+def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
+    """Return why a module of a model cannot be changed, with the fix; None if it can.
+
+    Args:
+        caller: The function that was called: insert, remove or places.
+        module: The module.
+        at: Its path; "" if it is the model.
+    """
+    kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, CALLS[caller], caller != "places"
+    whole = f'model.get_submodule("{at}")' if at else "model"
+    if isinstance(module, torch.jit.ScriptModule):
+        then = ", and script that" if changes else ""
+        return f"scripted, and its code is fixed; fix: {call('the module that was scripted')}{then}."
+    if "OptimizedModule" in kinds:
+        if at:  # the whole model is called with the module without its wrapper
+            own = f'model.set_submodule("{at}", {whole}._orig_mod)'
+            return f"compiled, and its code is fixed; fix: {own} first, and torch.compile it again afterwards."
+        then = ", and torch.compile that again" if changes else ""
+        return f"compiled, and its code is fixed; fix: {call('model._orig_mod')}{then}."
+    if module._compiled_call_impl is not None:
+        return f"compiled, and its code is fixed; fix: {call('model')} before {whole}.compile()."
+    if kinds & WRAPPERS:
+        wrapper = ", ".join(kinds & WRAPPERS)
+        fix = f"{call('model')} before it is wrapped"
+        if wrapper == "DistributedDataParallel" and not at:
+            fix = f"{call('model.module')}" + (", and wrap that anew" if changes else "")
+        return f"wrapped in {wrapper}, which misses weights that are added later; fix: {fix}."
+    return None
 
 
 def check_arguments(model: Any, where: Any, make: Any) -> None:
