@@ -84,9 +84,14 @@ def test_axis_and_outer_sums(on: None, shape: tuple[int, ...]) -> None:
     exact, found = sum_axes(grid.double()), torch.ops.farfield.axis_sums(grid)
     assert torch.equal(sum_axes(grid), found)
     assert distance(found, exact) <= 2 * EPS
-    scattered = torch.ops.farfield.outer_sum(found, shape[2:])
-    assert torch.equal(outer_sum(found, shape[2:]), scattered)
-    assert torch.equal(off(outer_sum, found, shape[2:]), scattered)
+    wide = grid.movedim(1, -1).contiguous().movedim(-1, 1)
+    assert distance(sum_axes(wide), exact) <= 2 * EPS
+    for vectors in (found, found.mT.contiguous().mT):
+        scattered = torch.ops.farfield.outer_sum(vectors, shape[2:])
+        assert torch.equal(outer_sum(vectors, shape[2:]), scattered)
+        plain = off(outer_sum, vectors, shape[2:])
+        assert torch.equal(plain, scattered)
+        assert plain.stride() == scattered.stride() or 1 in shape
 
 
 def test_sums_over_a_million_positions(on: None) -> None:
@@ -126,8 +131,12 @@ def in_one_call(row: ops.Operator, grid: Tensor, matrix: Tensor | None, heads: i
     ("heads", "shape"),
     [(1, shape) for shape in GRIDS] + [(4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))],
 )
-def test_attention_in_one_call(on: None, shape: tuple[int, ...], heads: int, row: str, scale: float) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_attention_in_one_call(
+    on: None, shape: tuple[int, ...], heads: int, row: str, scale: float, wide: bool
+) -> None:
     grid = 3 * torch.randn(shape)
+    grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
     attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
     with torch.no_grad():
         matrix = attention.call_for(grid).query.matrix
@@ -350,15 +359,18 @@ def responses_and_gradients(
     return {"response": response.detach(), "grid": found[0], **({"parameters": torch.cat(learned)} if learned else {})}
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), mnamed=(False, True)))
+@pytest.mark.parametrize(
+    *pairwise(row=ROWS, project=("", "v", "qv", "qkvo"), heads=(1, 2), masked=(False, True), wide=(False, True))
+)
 def test_operators_respond_and_learn_as_by_the_equation(
-    on: None, row: str, project: str, heads: int, mnamed: bool
+    on: None, row: str, project: str, heads: int, masked: bool, wide: bool
 ) -> None:
     project = project.replace("k", "") if row == "siamese_local" else project
     attention = GridAttention(32, row, heads=heads, project=project)
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)
-        mask = torch.rand(shape[0], *shape[2:]) > 0.3 if mnamed else None
+        grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
+        mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
         exact = responses_and_gradients(attention, grid, mask, torch.float64)
         plain = off(responses_and_gradients, attention, grid, mask, torch.float32)
         found = responses_and_gradients(attention, grid, mask, torch.float32)
@@ -462,7 +474,9 @@ def test_every_reason_is_told(on: None) -> None:
     assert reasons(grid.double()) == ["torch.float64, not torch.float32"]
     assert reasons(grid.to("meta")) == ["on meta, not on a CPU"]
     assert reasons(grid.as_subclass(Tagged)) == ["a Tagged, not a plain tensor"]
-    assert reasons(grid, None, grid.mT) == ["strides (120, 30, 1, 6), not contiguous"]
+    assert reasons(grid, None, grid.mT) == ["strides (120, 30, 1, 6), neither contiguous nor channels-last"]
+    assert reasons(grid.contiguous(memory_format=torch.channels_last)) == []
+    assert reasons(grid.flatten(2).mT.contiguous().mT) == []
     told: list[str] = []
     torch.jit.trace(lambda each: told.extend(reasons(grid)) or each, grid)
     assert "compiled or traced" in told

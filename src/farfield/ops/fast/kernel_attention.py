@@ -17,7 +17,7 @@ from farfield.ops.fast.autograd import are_small
 from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import are_few
 from farfield.ops.function import accelerate, are_free, shapes_alone
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes, in_channels_last, laid_out_for
 from farfield.ops.modes import autocasts, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
@@ -36,26 +36,29 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
         )
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    response = _attend_positions(_axis_means(grid), heads, scale, grid.numel() // SMALL)[0]
+    means = _axis_means(grid, in_channels_last(grid))
+    response = _attend_positions(means, heads, scale, grid.numel() // SMALL)[0]
     counts = torch.cat([grid.new_full((1, 1, length), 1 / length) for length in grid.shape[2:]], -1)
-    return outer_sum(operator.queries_from.normalized(response, counts, grid.dim() - 2), grid.shape[2:])
+    response = operator.queries_from.normalized(response, counts, grid.dim() - 2)
+    return outer_sum(laid_out_for(grid, response), grid.shape[2:])
 
 
-def plain_means(grid: Tensor) -> Tensor:
+def plain_means(grid: Tensor, wide: bool) -> Tensor:
     """Compute the means along each axis by their equation."""
     counts = [grid.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]]
     return along_axes(grid) / torch.cat(counts)
 
 
-def kernel_means(grid: Tensor) -> Tensor:
+def kernel_means(grid: Tensor, wide: bool) -> Tensor:
     """Compute `plain_means` by a kernel."""
     return cast(Tensor, torch.ops.farfield.axis_means(grid))
 
 
-def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor]:
+def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
     """Return the gradient of the means."""
-    grad_means = grad_outputs[0].contiguous()
-    return (cast(Tensor, torch.ops.farfield.outer_sum(grad_means, arguments[0].shape[2:], True, True)),)
+    (grid, wide), (grad,) = arguments, grad_outputs
+    grad_means = grad.mT.contiguous().mT if wide else grad.contiguous()
+    return cast(Tensor, torch.ops.farfield.outer_sum(grad_means, grid.shape[2:], True, True)), None
 
 
 def plain_positions(positions: Tensor, heads: int, scale: float, limit: int) -> Tensor:
@@ -115,7 +118,9 @@ def gradients_of_scores(
     """Return the gradients of the grid and of the score matrix."""
     (operator, grid, matrix), (grad,) = arguments, grad_outputs
     both = operator.basis is one_and_key
-    return None, *torch.ops.farfield.score_attention_backward(grid, matrix, both, *kept, grad.contiguous())
+    return None, *torch.ops.farfield.score_attention_backward(
+        grid, matrix, both, *kept, grad if kernels.fits(grad) else grad.contiguous()
+    )
 
 
 _attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2, kernels_run=kernels.run)

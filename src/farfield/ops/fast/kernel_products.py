@@ -124,7 +124,7 @@ def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Ten
         wide: Whether the channels of the responses are contiguous in memory.
     """
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
-    response = torch.ops.farfield.combine_slots(rows, slots, query.shape[1], softmax, wide)
+    response = torch.ops.farfield.combine_slots(rows, slots.contiguous(), query.shape[1], softmax, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
 
@@ -134,7 +134,7 @@ def gradients_of_response(
     """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
     grad_rows, grad_slots = torch.ops.farfield.combine_slots_backward(
-        rows, slots, in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
+        rows, slots.contiguous(), in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
     )
     return split_heads(grad_rows, query.shape[1]), grad_slots
 

@@ -95,7 +95,8 @@ def response_kernel_runs(operator: Operator, grad_output: Tensor, query: Tensor,
         return False
     if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
         return False
-    return not autocasts(grad_output) and kernels.fit(grad_output, query, slots)
+    positions = grad_output.flatten(0, 1)
+    return not autocasts(grad_output) and query.is_contiguous() and kernels.fit(positions, query, slots)
 
 
 def gradients_of_response(

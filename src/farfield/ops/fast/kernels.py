@@ -77,7 +77,9 @@ def register() -> None:
         return torch.empty_like(grid), torch.empty_like(matrix)
 
     def outer_sum(vectors: Tensor, size: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
-        return vectors.new_empty(*vectors.shape[:2], *size)
+        if vectors.is_contiguous():
+            return vectors.new_empty(*vectors.shape[:2], *size)
+        return vectors.new_empty(len(vectors), *size, vectors.shape[1]).movedim(-1, 1)
 
     def project_and_sum(
         positions: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
@@ -247,8 +249,8 @@ def why_not_on(tensor: Tensor) -> Iterator[str]:
         yield f"on {tensor.device}, not on a CPU"
     if type(tensor) not in (Tensor, nn.Parameter):
         yield f"a {type(tensor).__name__}, not a plain tensor"
-    if not tensor.is_contiguous():
-        yield f"strides {tuple(tensor.stride())}, not contiguous"
+    if not in_either_order(tensor):
+        yield f"strides {tuple(tensor.stride())}, neither contiguous nor channels-last"
 
 
 def run() -> bool:
@@ -274,7 +276,12 @@ def fit(*tensors: Tensor | None) -> bool:
 
 def fits(tensor: Tensor) -> bool:
     """Whether `why_not_on` yields nothing."""
-    return is_plain(tensor) and tensor.is_contiguous()
+    return is_plain(tensor) and in_either_order(tensor)
+
+
+def in_either_order(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, or a grid or vectors along axes with contiguous channels."""
+    return tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())
 
 
 def is_plain(tensor: Tensor) -> bool:

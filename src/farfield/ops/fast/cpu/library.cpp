@@ -92,15 +92,18 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
 
 Tensor allocate(IntHeaderOnlyArrayRef size, ScalarType type = ScalarType::Float) { return torch::stable::empty(size, type); }
 
-// A tensor of another type would be read past its end.
-const Tensor& checked(const Tensor& tensor) {
+// The numbers of a grid of either memory order. A tensor of another type would be read past its end.
+const float* read_grid(const Tensor& tensor) {
   if (tensor.scalar_type() != ScalarType::Float) throw std::runtime_error("farfield's kernels take float32 alone");
-  return tensor;
+  return static_cast<const float*>(tensor.const_data_ptr());
 }
 
-const float* read(const Tensor& tensor) { return static_cast<const float*>(checked(tensor).const_data_ptr()); }
+const float* read(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) throw std::runtime_error("farfield's kernels take contiguous matrices alone");
+  return read_grid(tensor);
+}
 
-float* write(const Tensor& tensor) { return static_cast<float*>(checked(tensor).mutable_data_ptr()); }
+float* write(const Tensor& tensor) { return const_cast<float*>(read_grid(tensor)); }
 
 Axes axes_of(const Tensor& grid) { return Axes(grid.sizes().data() + 2, grid.dim() - 2); }
 
@@ -114,11 +117,32 @@ bool past_caches(const Tensor& out, bool training) {
   return out.numel() * static_cast<int64_t>(sizeof(float)) >= (training ? PAST_IN_TRAINING : PAST);
 }
 
+// Whether the channels of a grid or of positions are contiguous, and not its positions.
+bool is_wide(const Tensor& tensor) { return !tensor.is_contiguous(); }
+
+// Parts of a sample that threads take where each writes its own positions.
+int64_t pieces_of(int64_t rows) { return std::clamp<int64_t>(rows, 1, 16); }
+
+// A new grid `(b, c, *size)`, in channels-last format if `wide`.
+Tensor allocate_grid(std::vector<int64_t> sizes, bool wide) {
+  if (!wide) return allocate(sizes);
+  std::vector<int64_t> order{0, static_cast<int64_t>(sizes.size()) - 1};
+  for (int64_t axis = 1; axis + 1 < static_cast<int64_t>(sizes.size()); ++axis) order.push_back(axis);
+  sizes.push_back(sizes[1]);
+  sizes.erase(sizes.begin() + 1);
+  return call("aten::permute", "", allocate(sizes), IntHeaderOnlyArrayRef(order));
+}
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
+
 // From `(b, c, *size)` to `(b, c, Σ size)`: for each index of each axis the sum over all other axes, or their mean.
 Tensor along_axes(const Tensor& grid, bool means) {
   const Axes axes = axes_of(grid);
   Tensor out = allocate({grid.size(0), grid.size(1), axes.total});
-  run(loops.sum_axes, SumAxes{axes, read(grid), write(out), means}, grid.size(0) * grid.size(1), axes.plane());
+  const SumAxes job{axes, grid.size(1), read_grid(grid), write(out), means};
+  const int64_t chunks = (grid.size(1) + SOME_CHANNELS - 1) / SOME_CHANNELS;
+  if (is_wide(grid)) run(loops.wide.sum_axes, job, grid.size(0) * chunks, axes.plane() * SOME_CHANNELS);
+  else run(loops.sum_axes, job, grid.size(0) * grid.size(1), axes.plane());
   return out;
 }
 
@@ -127,12 +151,16 @@ Tensor axis_sums(const Tensor& grid) { return along_axes(grid, false); }
 Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
 
 // From `(b, c, Σ size)` to `(b, c, *size)`: each position is the sum of the numbers at its indices, first axis first.
+// Vectors with contiguous channels make a grid in channels-last format.
 Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
   const Axes axes(size.data(), static_cast<int64_t>(size.size()));
   size.insert(size.begin(), {vectors.size(0), vectors.size(1)});
-  Tensor out = allocate(size);
-  run(loops.outer_sum, OuterSum{axes, read(vectors), write(out), means, past_caches(out, training)},
-      size[0] * size[1], axes.plane());
+  const bool wide = is_wide(vectors);
+  const int64_t rows = axes.slabs * axes.height, pieces = pieces_of(rows);
+  Tensor out = allocate_grid(size, wide);
+  const OuterSum job{axes, size[1], pieces, read_grid(vectors), write(out), means, past_caches(out, training)};
+  if (wide) run(loops.wide.outer_sum, job, size[0] * pieces, axes.plane() / pieces * size[1]);
+  else run(loops.outer_sum, job, size[0] * size[1], axes.plane());
   return out;
 }
 
@@ -217,15 +245,17 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
       for (int64_t i = 0; i < axes.total; ++i) vector[i] -= static_cast<float>(surplus * means);
     }
   }
-  return outer_sum(vectors, {axes.size, axes.size + axes.count}, false, false);
+  const std::vector<int64_t> size(axes.size, axes.size + axes.count);
+  if (!is_wide(grid)) return outer_sum(vectors, size, false, false);
+  return outer_sum(transpose(torch::stable::contiguous(transpose(vectors))), size, false, false);
 }
 
 // From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of
 // [1; weights] ⊗ positions, `(b, 1 + s, c)`. The matrix is `(b, r, c)`, the offset `(b, r, n)` and the weights
 // `(b, s, n)`; without weights the rows are the weights.
 std::tuple<Tensor, Tensor> project_and_sum(
-    const float* positions, int64_t batch, int64_t channels, int64_t count, const float* matrix, int64_t rows,
-    const float* offset, const float* weights, int64_t given) {
+    const float* positions, bool wide, int64_t batch, int64_t channels, int64_t count, const float* matrix,
+    int64_t rows, const float* offset, const float* weights, int64_t given) {
   const int64_t slots = 1 + (weights ? given : rows);
   const int64_t most = std::clamp<int64_t>(BLOCK / std::max<int64_t>(1, channels), 64, 4096);
   const int64_t blocks = (count + most - 1) / most;
@@ -233,7 +263,7 @@ std::tuple<Tensor, Tensor> project_and_sum(
   std::vector<double> parts(blocks * sums.numel());
   const ProjectAndSum job{batch,  channels, count,  rows,    slots,      blocks,      positions,
                           matrix, offset,   weights, write(out), parts.data()};
-  run(loops.project_and_sum, job, batch * blocks, count / std::max<int64_t>(1, blocks) * channels);
+  run(wide ? loops.wide.project_and_sum : loops.project_and_sum, job, batch * blocks, count / std::max<int64_t>(1, blocks) * channels);
   float* sum = write(sums);
   for (int64_t i = 0, all = sums.numel(); i < all; ++i) {
     double total = 0;
@@ -247,7 +277,7 @@ std::tuple<Tensor, Tensor> project_and_sum_of(
     const Tensor& positions, const Tensor& matrix, const std::optional<Tensor>& offset,
     const std::optional<Tensor>& weights) {
   return project_and_sum(
-      read(positions), positions.size(0), positions.size(1), positions.size(2), read(matrix), matrix.size(1),
+      read_grid(positions), is_wide(positions), positions.size(0), positions.size(1), positions.size(2), read(matrix), matrix.size(1),
       offset ? read(*offset) : nullptr, weights ? read(*weights) : nullptr, weights ? weights->size(1) : 0);
 }
 
@@ -259,11 +289,13 @@ std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Ten
   std::vector<float> matrices(batch * matrix.numel());
   for (int64_t b = 0; b < batch; ++b) std::copy_n(read(matrix), matrix.numel(), matrices.data() + b * matrix.numel());
   const auto [scores, sums] =
-      project_and_sum(read(grid), batch, channels, count, matrices.data(), heads, nullptr, nullptr, 0);
-  Tensor out = allocate(grid.sizes());
+      project_and_sum(read_grid(grid), is_wide(grid), batch, channels, count, matrices.data(), heads, nullptr, nullptr, 0);
+  Tensor out = allocate_grid(sizes_of(grid), is_wide(grid));
+  const int64_t pieces = pieces_of(count);
   const RespondToScores job{
-      channels, count, heads, read(scores), read(sums), write(out), both, past_caches(out, training)};
-  run(loops.respond_to_scores, job, batch * channels, count);
+      channels, count, heads, pieces, read(scores), read(sums), write(out), both, past_caches(out, training)};
+  if (is_wide(grid)) run(loops.wide.respond_to_scores, job, batch * pieces, count / pieces * channels);
+  else run(loops.respond_to_scores, job, batch * channels, count);
   return {out, scores, sums};
 }
 
@@ -281,18 +313,20 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t c = 0; c < channels; ++c) means[(b * heads + c / depth) * channels + c] = sum[b * slots * channels + c] * share;
   const auto [started, grad_sums] = project_and_sum(
-      read(grad_output), batch, channels, count, means.data(), heads, nullptr, read(scores), heads);
+      read_grid(grad_output), is_wide(grad_output), batch, channels, count, means.data(), heads, nullptr, read(scores), heads);
   const float* grad_sum = read(grad_sums);
   if (both)
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t c = 0; c < channels; ++c)
         halves[(b * heads + c / depth) * channels + c] = grad_sum[b * slots * channels + c] * share;
   const auto [rows, products] =
-      project_and_sum(read(grid), batch, channels, count, halves.data(), heads, read(started), nullptr, 0);
-  Tensor out = allocate(grid.sizes()), grad_matrix = allocate(matrix.sizes());
-  const SpreadGradients job{channels,  count,      heads,         read(scores), read(rows), read(matrix),
-                            grad_sum,  halves.data(), write(out), past_caches(out, true)};
-  run(loops.spread_gradients, job, batch * channels, count);
+      project_and_sum(read_grid(grid), is_wide(grid), batch, channels, count, halves.data(), heads, read(started), nullptr, 0);
+  Tensor out = allocate_grid(sizes_of(grid), is_wide(grid)), grad_matrix = allocate(matrix.sizes());
+  const int64_t pieces = pieces_of(count);
+  const SpreadGradients job{channels,     count,    heads,         pieces,     read(scores), read(rows),
+                            read(matrix), grad_sum, halves.data(), write(out), past_caches(out, true)};
+  if (is_wide(grid)) run(loops.wide.spread_gradients, job, batch * pieces, count / pieces * channels);
+  else run(loops.spread_gradients, job, batch * channels, count);
   float* result = write(grad_matrix);
   for (int64_t i = 0, all = matrix.numel(); i < all; ++i) {
     float total = 0;
@@ -309,7 +343,7 @@ int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 81
 // Positions `(b, c, n)`; those that are not contiguous have contiguous channels.
 Positions view_of(const Tensor& tensor) {
   const auto strides = tensor.strides();
-  return {const_cast<float*>(read(tensor)), tensor.size(1), strides[0], strides[1],
+  return {const_cast<float*>(read_grid(tensor)), tensor.size(1), strides[0], strides[1],
           strides[2]};
 }
 

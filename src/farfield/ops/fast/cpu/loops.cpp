@@ -251,6 +251,226 @@ void spread_gradients(const SpreadGradients& of, int64_t begin, int64_t end) {
   finish_writing();
 }
 
+// ---- channels-last: the channels of a position are contiguous --------------------------------------------------------
+// row and columns += positions of `K` vectors of channels each.
+template <int K>
+inline void add_positions(const float* from, int64_t stride, float* columns, float* row, int64_t count) {
+  Lanes sums[K];
+  for (int k = 0; k < K; ++k) sums[k] = load(row + k * WIDTH);
+  for (int64_t x = 0; x < count; ++x, from += stride, columns += SOME_CHANNELS)
+    for (int k = 0; k < K; ++k) {
+      const Lanes each = load(from + k * WIDTH);
+      sums[k] += each;
+      store(columns + k * WIDTH, load(columns + k * WIDTH) + each);
+    }
+  for (int k = 0; k < K; ++k) store(row + k * WIDTH, sums[k]);
+}
+
+void sum_axes_wide(const SumAxes& of, int64_t begin, int64_t end) {
+  const Axes& axes = of.axes;
+  const int64_t width = axes.width, height = axes.height, chunks = (of.channels + SOME_CHANNELS - 1) / SOME_CHANNELS;
+  const Held<float> columns(width * SOME_CHANNELS), row(SOME_CHANNELS);
+  const Held<double> sums(axes.total * SOME_CHANNELS), slab_sums(SOME_CHANNELS);
+  double *last = sums.data() + (axes.total - width) * SOME_CHANNELS, *upright = last - height * SOME_CHANNELS;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / chunks, first_channel = task % chunks * SOME_CHANNELS;
+    const int64_t channels = least(SOME_CHANNELS, of.channels - first_channel);
+    int64_t held = 0;
+    const auto flush = [&] {
+      for (int64_t i = 0; i < width * SOME_CHANNELS; ++i) last[i] += columns[i];
+      clear(columns.data(), width * SOME_CHANNELS);
+      held = 0;
+    };
+    clear(sums.data(), axes.total * SOME_CHANNELS);
+    for (int64_t slab = 0; slab < axes.slabs; ++slab) {
+      clear(slab_sums.data(), SOME_CHANNELS);
+      for (int64_t y = 0; y < height; ++y) {
+        const float* from = of.grid + ((b * axes.slabs + slab) * height + y) * width * of.channels + first_channel;
+        for (int64_t first = 0; first < width; first += CHUNK) {
+          const int64_t length = least(CHUNK, width - first);
+          clear(row.data(), SOME_CHANNELS);
+          int64_t c = 0;
+          for (; c + 4 * WIDTH <= channels; c += 4 * WIDTH)
+            add_positions<4>(from + first * of.channels + c, of.channels, &columns[first * SOME_CHANNELS + c], &row[c], length);
+          for (; c + WIDTH <= channels; c += WIDTH)
+            add_positions<1>(from + first * of.channels + c, of.channels, &columns[first * SOME_CHANNELS + c], &row[c], length);
+          for (; c < channels; ++c)
+            for (int64_t x = first; x < first + length; ++x) {
+              row[c] += from[x * of.channels + c];
+              columns[x * SOME_CHANNELS + c] += from[x * of.channels + c];
+            }
+          for (int64_t i = 0; i < channels; ++i) {
+            upright[y * SOME_CHANNELS + i] += row[i];
+            slab_sums[i] += row[i];
+          }
+        }
+        if (++held == ROWS) flush();
+      }
+      axes.places(slab, [&](int64_t where) {
+        for (int64_t i = 0; i < channels; ++i) sums[where * SOME_CHANNELS + i] += slab_sums[i];
+      });
+    }
+    flush();
+    const double* sum = sums.data();
+    float* out = of.out + (b * of.channels + first_channel) * axes.total;
+    for (int64_t axis = 0; axis < axes.count; ++axis) {
+      const double share = of.means ? axes.share(axis) : 1.0;
+      for (int64_t i = 0; i < axes.size[axis]; ++i, ++out, sum += SOME_CHANNELS)
+        for (int64_t c = 0; c < channels; ++c) out[c * axes.total] = static_cast<float>(sum[c] * share);
+    }
+  }
+}
+
+// Calls `fill(to, position)` for `count` positions from `first` on, and writes them past the caches if `past`.
+template <class Fill>
+inline void write_positions(float* to, int64_t first, int64_t count, int64_t channels, bool past, const Fill& fill) {
+  const int64_t some = !past ? count : channels > CHUNK ? 1 : CHUNK / channels;
+  const Held<float> part(past ? some * channels : 0);
+  for (int64_t start = first; start < first + count; start += some) {
+    const int64_t length = least(some, first + count - start);
+    float* result = past ? part.data() : to + start * channels;
+    for (int64_t i = 0; i < length; ++i) fill(result + i * channels, start + i);
+    if (past) write_past(result, to + start * channels, length * channels);
+  }
+}
+
+void outer_sum_wide(const OuterSum& of, int64_t begin, int64_t end) {
+  const Axes& axes = of.axes;
+  const int64_t width = axes.width, height = axes.height, rows = axes.slabs * height, channels = of.channels;
+  const Held<float> shares(of.means ? axes.total * channels : 0), base(channels);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / of.parts, part = task % of.parts;
+    const float* vectors = of.vectors + b * axes.total * channels;
+    if (of.means) {
+      int64_t place = 0;
+      for (int64_t axis = 0; axis < axes.count; ++axis) {
+        const float share = static_cast<float>(axes.share(axis));
+        for (int64_t i = 0; i < axes.size[axis] * channels; ++i, ++place) shares[place] = vectors[place] * share;
+      }
+      vectors = shares.data();
+    }
+    const float *last = vectors + (axes.total - width) * channels, *upright = last - height * channels;
+    for (int64_t row = rows * part / of.parts; row < rows * (part + 1) / of.parts; ++row) {
+      clear(base.data(), channels);
+      axes.places(row / height, [&](int64_t where) {
+        for (int64_t c = 0; c < channels; ++c) base[c] += vectors[where * channels + c];
+      });
+      for (int64_t c = 0; c < channels; ++c) base[c] += upright[row % height * channels + c];
+      float* to = of.out + (b * rows + row) * width * channels;
+      write_positions(to, 0, width, channels, of.past, [&](float* __restrict result, int64_t x) {
+        const float *own = last + x * channels, *start = base.data();
+#pragma omp simd
+        for (int64_t c = 0; c < channels; ++c) result[c] = start[c] + own[c];
+      });
+    }
+  }
+  finish_writing();
+}
+
+inline float dot(const float* one, const float* other, int64_t count) {
+  Lanes total = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) total += load(one + i) * load(other + i);
+  float sum = sum_of(total);
+  for (; i < count; ++i) sum += one[i] * other[i];
+  return sum;
+}
+
+// totals += `K` positions, and, with weights, totals += weights · positions
+template <int K>
+inline void add_weighted(
+    const float* positions, int64_t channels, const float* weights, float* __restrict totals) {
+#pragma omp simd
+  for (int64_t c = 0; c < channels; ++c) {
+    float sum = 0;
+    for (int k = 0; k < K; ++k) sum += weights ? weights[k] * positions[k * channels + c] : positions[k * channels + c];
+    totals[c] += sum;
+  }
+}
+
+void project_and_sum_wide(const ProjectAndSum& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.channels, count = of.count;
+  const Held<float> held(of.slots * channels);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / of.blocks, block = task % of.blocks;
+    const int64_t first = count * block / of.blocks, last = count * (block + 1) / of.blocks;
+    double* sums = of.sums + (block * of.batch + b) * of.slots * channels;
+    for (int64_t start = first; start < last; start += CHUNK) {
+      const int64_t length = least(CHUNK, last - start);
+      by_fours(length, [&]<int K>(int64_t j) {
+        const float* own = of.positions + (b * count + start + j) * channels;
+        for (int64_t r = 0; r < of.rows; ++r) {
+          const int64_t place = (b * of.rows + r) * count + start + j;
+          for (int k = 0; k < K; ++k)
+            of.out[place + k] = (of.offset ? of.offset[place + k] : 0) +
+                                dot(of.matrix + (b * of.rows + r) * channels, own + k * channels, channels);
+        }
+        add_weighted<K>(own, channels, nullptr, held.data());
+        const float* weights = of.weights ? of.weights + b * (of.slots - 1) * count : of.out + b * of.rows * count;
+        for (int64_t s = 1; s < of.slots; ++s)
+          add_weighted<K>(own, channels, weights + (s - 1) * count + start + j, &held[s * channels]);
+      });
+      for (int64_t i = 0; i < of.slots * channels; ++i) sums[i] += held[i];
+      clear(held.data(), of.slots * channels);
+    }
+  }
+}
+
+void respond_to_scores_wide(const RespondToScores& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.channels, depth = channels / of.heads;
+  const Held<float> means(channels), starts(channels);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / of.parts, part = task % of.parts;
+    const int64_t first = of.count * part / of.parts, last = of.count * (part + 1) / of.parts;
+    const float* own = of.sums + b * (1 + of.heads) * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      means[c] = own[c] / static_cast<float>(of.count);
+      starts[c] = of.both ? own[(1 + c / depth) * channels + c] / static_cast<float>(of.count) : 0;
+    }
+    const float* scores = of.scores + b * of.heads * of.count;
+    float* to = of.out + b * of.count * channels;
+    write_positions(to, first, last - first, channels, of.past, [&](float* __restrict result, int64_t j) {
+      for (int64_t h = 0; h < of.heads; ++h) {
+        const float score = scores[h * of.count + j], *mean = &means[h * depth], *start = &starts[h * depth];
+        float* place = result + h * depth;
+#pragma omp simd
+        for (int64_t c = 0; c < depth; ++c) place[c] = start[c] + mean[c] * score;
+      }
+    });
+  }
+  finish_writing();
+}
+
+void spread_gradients_wide(const SpreadGradients& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.channels, count = of.count, heads = of.heads, depth = channels / heads;
+  const float share = 1.0f / static_cast<float>(count);
+  const Held<float> starts(channels), halves(channels);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / of.parts, part = task % of.parts;
+    const int64_t first = count * part / of.parts, last = count * (part + 1) / of.parts;
+    for (int64_t c = 0; c < channels; ++c) {
+      starts[c] = of.sums[(b * (1 + heads) + 1 + c / depth) * channels + c] * share;
+      halves[c] = of.halves[(b * heads + c / depth) * channels + c];
+    }
+    float* to = of.out + b * count * channels;
+    write_positions(to, first, last - first, channels, of.past, [&](float* __restrict result, int64_t j) {
+      for (int64_t h = 0; h < heads; ++h) {
+        const float score = of.scores[(b * heads + h) * count + j], *half = &halves[h * depth], *start = &starts[h * depth];
+        float* place = result + h * depth;
+#pragma omp simd
+        for (int64_t c = 0; c < depth; ++c) place[c] = start[c] + half[c] * score;
+      }
+      for (int64_t h = 0; h < heads; ++h) {
+        const float row = of.rows[(b * heads + h) * count + j], *factors = of.matrix + h * channels;
+#pragma omp simd
+        for (int64_t c = 0; c < channels; ++c) result[c] += factors[c] * row;
+      }
+    });
+  }
+  finish_writing();
+}
+
+// ---- small matrices --------------------------------------------------------------------------------------------------
 void softmax(const Softmax& of, int64_t begin, int64_t end) {
   constexpr float LOWEST = -__builtin_inff();
   for (int64_t row = begin; row < end; ++row) {
@@ -314,6 +534,7 @@ void add(const Add& of, int64_t begin, int64_t end) {
 
 extern const Loops LEVEL;
 const Loops LEVEL{TEXT_OF(LEVEL),     &sum_axes, &outer_sum,        &project_and_sum, &respond_to_scores,
-                  &spread_gradients, &softmax,  &softmax_gradient, &add};
+                  &spread_gradients, &softmax,  &softmax_gradient, &add,
+                  {&sum_axes_wide, &outer_sum_wide, &project_and_sum_wide, &respond_to_scores_wide, &spread_gradients_wide}};
 
 }  // namespace farfield

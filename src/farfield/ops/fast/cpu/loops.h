@@ -41,16 +41,21 @@ struct Axes {
   }
 };
 
-// Each loop runs over tasks `begin` to `end`; a task is a plane `(b, c)` where nothing else is said.
-struct SumAxes {
+// Each loop runs over tasks `begin` to `end`; a task is a plane `(b, c)` where nothing else is said. The loops in `wide`
+// take grids in channels-last format, `(b, *size, c)` in memory, vectors `(b, Σ size, c)` and other tasks.
+constexpr int64_t SOME_CHANNELS = 64;  // of a task of the wide sums along axes
+
+struct SumAxes {  // wide: a task is a sample and SOME_CHANNELS channels; out is as of a contiguous grid
   Axes axes;
+  int64_t channels;
   const float* grid;  // (b, c, *size)
   float* out;         // (b, c, Σ size)
   bool means;
 };
 
-struct OuterSum {
+struct OuterSum {  // wide: a task is a sample and a part of its rows
   Axes axes;
+  int64_t channels, parts;
   const float* vectors;  // (b, c, Σ size)
   float* out;            // (b, c, *size)
   bool means, past;      // past: written past the caches
@@ -63,15 +68,15 @@ struct ProjectAndSum {  // a task is a sample and a block of its positions
   double* sums;                                        // (blocks, b, s, c)
 };
 
-struct RespondToScores {
-  int64_t channels, count, heads;
+struct RespondToScores {  // wide: a task is a sample and a part of its positions
+  int64_t channels, count, heads, parts;
   const float *scores, *sums;  // (b, h, n), (b, 1 + h, c)
   float* out;                  // (b, c, n)
   bool both, past;
 };
 
-struct SpreadGradients {
-  int64_t channels, count, heads;
+struct SpreadGradients {  // wide: a task is a sample and a part of its positions
+  int64_t channels, count, heads, parts;
   const float *scores, *rows, *matrix, *sums, *halves;  // (b, h, n), (b, h, n), (h, c), (b, 1 + h, c), (b, h, c)
   float* out;                                           // (b, c, n)
   bool past;
@@ -105,6 +110,13 @@ struct Loops {
   void (*softmax)(const Softmax&, int64_t begin, int64_t end);
   void (*softmax_gradient)(const SoftmaxGradient&, int64_t begin, int64_t end);
   void (*add)(const Add&, int64_t begin, int64_t end);
+  struct Wide {
+    void (*sum_axes)(const SumAxes&, int64_t begin, int64_t end);
+    void (*outer_sum)(const OuterSum&, int64_t begin, int64_t end);
+    void (*project_and_sum)(const ProjectAndSum&, int64_t begin, int64_t end);
+    void (*respond_to_scores)(const RespondToScores&, int64_t begin, int64_t end);
+    void (*spread_gradients)(const SpreadGradients&, int64_t begin, int64_t end);
+  } wide;
 };
 
 }  // namespace farfield
