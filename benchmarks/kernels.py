@@ -1,11 +1,12 @@
 """Time of the CPU kernels and of the equations they replace, in copies of the grid: the table of docs/performance.md.
 
-    farfield kernels --build
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --cases            # equations ÷ kernels with projections, masks, norms, channels-last
     python benchmarks/kernels.py --tiny             # small grids, to check that everything runs
 
 Operators without projections, one head. Every number is from a race with a copy, after the responses and gradients were
-compared with the equation in float64; races with and without kernels run in turns.
+compared with the equation in float64; races with and without kernels run in turns. The cases are those of paths.py:
+how many times as long the equations take, forward / forward and backward, the medians of turns.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from unittest import mock
 
 import torch
 from contestants import attention_of, ours
+from paths import CASES, Case
 from race import copy_of_the_grid, keep_freed_memory, machine, race, times_as_long
+from torch import Tensor, nn
 
+from farfield import cost
+from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from farfield.ops.fast.kernels import SWITCH
 
 NAMES = ("siamese", "kronecker_qkv")
 SHAPES = ((8, 256, 56, 56), (1, 64, 256, 256), (8, 64, 56, 56), (2, 64, 16, 32, 32), (1, 64, 1024, 1024))
 TINY = ((1, 32, 7, 9),)
+IN_CASES = ("kronecker_kv", "kronecker_qkv", "siamese", "averaged", "factorized_gaussian")
+SHAPE_OF_CASES = (8, 64, 56, 56)
 
 
 def copies(name: str, shape: tuple[int, ...], *, kernels: bool, backward: bool) -> float:
@@ -44,21 +52,71 @@ def entry(name: str, shape: tuple[int, ...], *, backward: bool, rounds: int) -> 
     return " → ".join(f"{statistics.median(each):.2f}" for each in zip(*turns, strict=True))
 
 
+# ---- cases -----------------------------------------------------------------------------------------------------------
+class Switched(nn.Module):
+    """Attention with kernels or without, forward and in the backward pass that follows."""
+
+    def __init__(self, attention: GridAttention, mask: Tensor | None, *, kernels: bool) -> None:
+        super().__init__()
+        self.attention, self.mask, self.kernels = attention, mask, str(int(kernels))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Attend."""
+        os.environ[SWITCH] = self.kernels
+        return self.attention(grid, mask=self.mask)
+
+
+def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
+    """Format how many times as long the equations take, forward / forward and backward."""
+    options = {"project": OPERATORS[name].projections(case.project), "coefficient_norm": case.normed}
+    attention = GridAttention(shape[1], name, **options)
+    grid = torch.randn(shape)
+    grid = grid.contiguous(memory_format=torch.channels_last) if case.wide else grid
+    mask = torch.rand(shape[0], *shape[2:]) > 0.2 if case.masked else None
+    texts = []
+    for backward in (False, True):
+        runs = {str(on): (Switched(attention, mask, kernels=on), grid.requires_grad_(backward)) for on in (False, True)}
+        with torch.set_grad_enabled(backward):
+            plain, ours_own = (run[0](run[1]) for run in runs.values())
+            if (plain - ours_own).norm() > 1.2e-4 * plain.norm():
+                raise SystemExit(f"kernels.py: {name}, {case.name}: kernels and equations differ")
+            rows = cost.compare(runs, backward=backward, repeats=repeats)
+        texts.append(f"{rows['False'].seconds / rows['True'].seconds:.2f}")
+    return " / ".join(texts)
+
+
+def print_cases(shape: tuple[int, ...], repeats: int) -> None:
+    """Print the table of the cases."""
+    cases = [case for case in CASES if case.dtype == torch.float32]
+    print(f"| equations ÷ kernels, {'×'.join(map(str, shape))} | {' | '.join(case.name for case in cases)} |")
+    print("|---|" + "---|" * len(cases))
+    for name in IN_CASES:
+        print(f"| `{name}` | {' | '.join(ratios(name, case, shape, repeats) for case in cases)} |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="one small grid")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", action="store_true", help="the table of cases in place of that of sizes")
     arguments = parser.parse_args()
+    if arguments.cases:
+        print_cases(TINY[0] if arguments.tiny else SHAPE_OF_CASES, 1 if arguments.tiny else 7)
+    else:
+        print_sizes(TINY if arguments.tiny else SHAPES, arguments.rounds)
+    print(machine(torch.device("cpu")))
+
+
+def print_sizes(shapes: tuple[tuple[int, ...], ...], rounds: int) -> None:
+    """Print the table of sizes."""
     keep_freed_memory()
-    shapes = TINY if arguments.tiny else SHAPES
     print(f"| copies | {' | '.join('×'.join(str(side) for side in shape) for shape in shapes)} |")
     print("|---|" + "---|" * len(shapes))
     for name in NAMES:
         for backward in (False, True):
-            entries = [entry(name, shape, backward=backward, rounds=arguments.rounds) for shape in shapes]
+            entries = [entry(name, shape, backward=backward, rounds=rounds) for shape in shapes]
             print(f"| `{name}`, forward{' and backward' * backward} | {' | '.join(entries)} |", flush=True)
-    print(machine(torch.device("cpu")))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import nn
 from farfield.cost import saved_bytes
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from farfield.ops.fast import kernels
 
 pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
@@ -299,6 +300,22 @@ def test_kernels_beside_equations() -> None:
     lines = [line for line in run("kernels.py", "--tiny", "--rounds", "1").splitlines() if line.startswith("| `")]
     assert len(lines) == 4
     assert all(re.search(r"[\d.]+ → [\d.]+", line) for line in lines)
+
+
+@pytest.mark.long
+def test_cases_of_kernels() -> None:
+    if kernels.problem() is not None:
+        pytest.skip("kernels: not built")
+    lines = [line for line in run("kernels.py", "--cases", "--tiny").splitlines() if line.startswith("| `")]
+    assert len(lines) == 5
+    assert all(len(re.findall(r"[\d.]+ / [\d.]+", line)) == 6 for line in lines)
+
+
+@pytest.mark.long
+def test_the_documented_paths_are_those_that_run() -> None:
+    if kernels.problem() is not None:
+        pytest.skip("kernels: not built")
+    run("paths.py", "--check")
 
 
 # ---- what is kept for the backward pass ------------------------------------------------------------------------------
