@@ -179,18 +179,9 @@ def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, ou
     return 4 * math.prod(positions) * matrix[1]
 
 
-def count_summary(
-    positions: Sequence[int],
-    matrix: Sequence[int] | None,
-    bias: Sequence[int] | None,
-    valid: Sequence[int] | None,
-    keys: int,
-    queries: int,
-    groups: int,
-    *others: Any,
-    out_shape: Any,
-) -> int:
+def count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
+    _, _, keys, _, groups, _ = others
     return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
 
 
