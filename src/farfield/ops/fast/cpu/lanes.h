@@ -97,18 +97,5 @@ inline float largest_of(Lanes lanes) {
   return most;
 }
 
-// The next numbers of a row, and `rest` past its end.
-inline Lanes load_some(const float* from, int64_t count, float factor, float rest) {
-  if (count >= WIDTH) return load(from) * factor;
-  Lanes lanes = Lanes{} + rest;
-  for (int64_t i = 0; i < count; ++i) lanes[i] = from[i] * factor;
-  return lanes;
-}
-
-inline void store_some(float* to, int64_t count, Lanes lanes) {
-  if (count >= WIDTH) return store(to, lanes);
-  for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
-}
-
 }  // namespace
 }  // namespace farfield

@@ -164,73 +164,40 @@ Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, b
   return out;
 }
 
-// Splits positions `(b, c, n)` into heads, `(b · h, c / h, n)`.
-Tensor split_heads(const Tensor& positions, int64_t heads) {
-  if (heads == 1) return positions;
-  return torch::stable::view(positions, {positions.size(0) * heads, positions.size(1) / heads, positions.size(2)});
+// Softmax attention of positions `(b, c, n)` to each other; the weights `(b · h, n, n)` are written if they are wanted.
+Tensor attend(const Tensor& positions, int64_t heads, double scale, const std::optional<Tensor>& weights) {
+  const int64_t count = positions.size(2), depth = positions.size(1) / heads, matrices = positions.size(0) * heads;
+  Tensor out = allocate(positions.sizes());
+  const Attend job{count, depth, static_cast<float>(scale), read(positions), write(out), weights ? write(*weights) : nullptr};
+  run(products.attend, job, matrices * query_blocks(count), std::min(count, QUERIES) * count);
+  return out;
 }
 
-Tensor transpose(const Tensor& matrices) { return torch::stable::transpose(matrices, 1, 2); }
-
-Tensor product(const Tensor& left, const Tensor& right) { return call("aten::bmm", "", left, right); }
-
-// The same numbers in another shape.
-Tensor shaped_as(const Tensor& tensor, const Tensor& other) { return torch::stable::view(tensor, other.sizes()); }
-
-// The matrix of coefficients `(b · h, n, n)` of positions that attend to each other; a row belongs to a query.
-Tensor coefficients(const Tensor& positions, int64_t heads, double scale) {
-  const Tensor each = split_heads(positions, heads);
-  const Tensor weights = product(transpose(each), each);
-  const int64_t rows = weights.size(0) * weights.size(1), count = weights.size(2);
-  run(loops.softmax, Softmax{count, static_cast<float>(scale), write(weights)}, rows, count);
-  return weights;
-}
-
-Tensor weigh(const Tensor& positions, const Tensor& weights, int64_t heads) {
-  return shaped_as(product(split_heads(positions, heads), transpose(weights)), positions);
-}
-
-// Softmax attention of positions `(b, c, n)` to each other.
-Tensor self_attention(const Tensor& positions, int64_t heads, double scale) {
-  const int64_t batch = positions.size(0), count = positions.size(2), depth = positions.size(1) / heads;
-  // The matrix is smaller than its factors, or stays in a cache.
-  if (count <= depth || batch * heads * count * count <= BLOCK)
-    return weigh(positions, coefficients(positions, heads, scale), heads);
-  const Tensor each =
-      torch::stable::contiguous(torch::stable::transpose(torch::stable::view(positions, {batch, heads, depth, count}), 2, 3));
-  const Tensor response = call(
-      "aten::scaled_dot_product_attention", "", each, each, each, std::optional<Tensor>(), 0.0, false,
-      std::optional<double>(scale), false);
-  return shaped_as(torch::stable::contiguous(torch::stable::transpose(response, 2, 3)), positions);
-}
-
-// The same, also returning the matrix.
 std::tuple<Tensor, Tensor> position_attention(const Tensor& positions, int64_t heads, double scale) {
-  const Tensor weights = coefficients(positions, heads, scale);
-  return {weigh(positions, weights, heads), weights};
+  const int64_t count = positions.size(2);
+  const Tensor weights = allocate({positions.size(0) * heads, count, count});
+  return {attend(positions, heads, scale, weights), weights};
 }
 
-// Its gradient. With coefficients A, P = ∂yᵀ · positions and ∂S = A ∘ (P − row sums of A ∘ P), the values contribute
-// ∂y A, the keys and queries positions (∂S + ∂Sᵀ).
 Tensor position_attention_backward(
     const Tensor& positions, const std::optional<Tensor>& kept, int64_t heads, double scale,
     const Tensor& grad_output) {
-  const Tensor each = split_heads(positions, heads), grad_each = split_heads(grad_output, heads);
-  const Tensor weights = kept ? *kept : coefficients(positions, heads, scale);
-  const Tensor products = product(transpose(grad_each), each), grad = product(grad_each, weights);
-  const int64_t matrices = weights.size(0), count = weights.size(2);
-  run(loops.softmax_gradient, SoftmaxGradient{count, static_cast<float>(scale), read(weights), write(products)}, matrices,
-      count * count);
-  const Tensor shares = product(each, products);
-  run(loops.add, Add{read(shares), write(grad)}, grad.numel(), 1);
-  return shaped_as(grad, positions);
+  const int64_t count = positions.size(2), depth = positions.size(1) / heads, matrices = positions.size(0) * heads;
+  const Tensor weights = kept ? *kept : allocate({matrices, count, count}), grads = allocate({matrices, count, count});
+  Tensor out = allocate(positions.sizes());
+  const AttendGradient job{count,         depth,        static_cast<float>(scale), read(positions), read(grad_output),
+                           write(weights), write(grads), write(out),                kept.has_value()};
+  const int64_t tasks = matrices * query_blocks(count), numbers = std::min(count, QUERIES) * count;
+  run(products.gradient_of_products, job, tasks, numbers);
+  run(products.attend_gradient, job, tasks, numbers);
+  return out;
 }
 
 // Softmax attention of the means along each axis to each other, made a grid by outer sum. With `once` the mean of the
 // responses counts once and not once per axis (KAN Eq. 13).
 Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
   const Axes axes = axes_of(grid);
-  const Tensor vectors = self_attention(axis_means(grid), heads, scale);
+  const Tensor vectors = attend(axis_means(grid), heads, scale, std::nullopt);
   if (once) {
     float* numbers = write(vectors);
     const double surplus = static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
@@ -247,7 +214,8 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
   }
   const std::vector<int64_t> size(axes.size, axes.size + axes.count);
   if (!is_wide(grid)) return outer_sum(vectors, size, false, false);
-  return outer_sum(transpose(torch::stable::contiguous(transpose(vectors))), size, false, false);
+  const Tensor turned = torch::stable::contiguous(torch::stable::transpose(vectors, 1, 2));
+  return outer_sum(torch::stable::transpose(turned, 1, 2), size, false, false);
 }
 
 // From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of

@@ -470,71 +470,11 @@ void spread_gradients_wide(const SpreadGradients& of, int64_t begin, int64_t end
   finish_writing();
 }
 
-// ---- small matrices --------------------------------------------------------------------------------------------------
-void softmax(const Softmax& of, int64_t begin, int64_t end) {
-  constexpr float LOWEST = -__builtin_inff();
-  for (int64_t row = begin; row < end; ++row) {
-    float* own = of.rows + row * of.count;
-    Lanes most = Lanes{} + LOWEST, total = {};
-    for (int64_t i = 0; i < of.count; i += WIDTH) {
-      const Lanes each = load_some(own + i, of.count - i, of.scale, LOWEST);
-      most = each > most ? each : most;
-    }
-    const float largest = largest_of(most);
-    double sum = 0;
-    for (int64_t i = 0, held = 0; i < of.count; i += WIDTH) {
-      const Lanes each = exponential(load_some(own + i, of.count - i, of.scale, LOWEST) - largest);
-      store_some(own + i, of.count - i, each);
-      total += each;
-      if (++held == CHUNK / WIDTH || i + WIDTH >= of.count) {
-        sum += sum_of(total);
-        total = Lanes{};
-        held = 0;
-      }
-    }
-    const float share = static_cast<float>(1 / sum);
-    for (int64_t i = 0; i < of.count; ++i) own[i] *= share;
-  }
-}
-
-// With weights A and their gradient P, ∂S = A ∘ (P − row sums of A ∘ P); keys are queries, so that both S and Sᵀ count.
-void softmax_gradient(const SoftmaxGradient& of, int64_t begin, int64_t end) {
-  constexpr int64_t TILE = 16;
-  const int64_t count = of.count;
-  for (int64_t matrix = begin; matrix < end; ++matrix) {
-    const float* weights = of.weights + matrix * count * count;
-    float* products = of.products + matrix * count * count;
-    for (int64_t row = 0; row < count * count; row += count) {
-      double sum = 0;
-      for (int64_t first = 0; first < count; first += CHUNK) {
-        const int64_t length = least(CHUNK, count - first);
-        Lanes total = {};
-        for (int64_t i = first; i < first + length; i += WIDTH)
-          total += load_some(weights + row + i, count - i, 1, 0) * load_some(products + row + i, count - i, 1, 0);
-        sum += sum_of(total);
-      }
-      const float mean = static_cast<float>(sum);
-#pragma omp simd
-      for (int64_t i = row; i < row + count; ++i) products[i] = of.scale * weights[i] * (products[i] - mean);
-    }
-    for (int64_t top = 0; top < count; top += TILE)
-      for (int64_t left = 0; left <= top; left += TILE)
-        for (int64_t i = top; i < least(count, top + TILE); ++i)
-          for (int64_t j = left; j < least(i + 1, left + TILE); ++j)
-            products[i * count + j] = products[j * count + i] = products[i * count + j] + products[j * count + i];
-  }
-}
-
-void add(const Add& of, int64_t begin, int64_t end) {
-#pragma omp simd
-  for (int64_t i = begin; i < end; ++i) of.out[i] += of.numbers[i];
-}
-
 }  // namespace
 
 extern const Loops LEVEL;
-const Loops LEVEL{TEXT_OF(LEVEL),     &sum_axes, &outer_sum,        &project_and_sum, &respond_to_scores,
-                  &spread_gradients, &softmax,  &softmax_gradient, &add,
-                  {&sum_axes_wide, &outer_sum_wide, &project_and_sum_wide, &respond_to_scores_wide, &spread_gradients_wide}};
+const Loops LEVEL{
+    TEXT_OF(LEVEL),     &sum_axes, &outer_sum, &project_and_sum, &respond_to_scores,
+    &spread_gradients, {&sum_axes_wide, &outer_sum_wide, &project_and_sum_wide, &respond_to_scores_wide, &spread_gradients_wide}};
 
 }  // namespace farfield

@@ -82,24 +82,6 @@ struct SpreadGradients {  // wide: a task is a sample and a part of its position
   bool past;
 };
 
-struct Softmax {  // a task is a row
-  int64_t count;
-  float scale;
-  float* rows;  // (rows, count), softmax(scale · rows) in place
-};
-
-struct SoftmaxGradient {  // a task is a matrix
-  int64_t count;
-  float scale;
-  const float* weights;  // (matrices, count, count)
-  float* products;       // the same, the gradient of the weights; scale · (∂S + ∂Sᵀ) in place
-};
-
-struct Add {  // a task is a number
-  const float* numbers;
-  float* out;  // numbers are added in place
-};
-
 struct Loops {
   const char* name;
   void (*sum_axes)(const SumAxes&, int64_t begin, int64_t end);
@@ -107,9 +89,6 @@ struct Loops {
   void (*project_and_sum)(const ProjectAndSum&, int64_t begin, int64_t end);
   void (*respond_to_scores)(const RespondToScores&, int64_t begin, int64_t end);
   void (*spread_gradients)(const SpreadGradients&, int64_t begin, int64_t end);
-  void (*softmax)(const Softmax&, int64_t begin, int64_t end);
-  void (*softmax_gradient)(const SoftmaxGradient&, int64_t begin, int64_t end);
-  void (*add)(const Add&, int64_t begin, int64_t end);
   struct Wide {
     void (*sum_axes)(const SumAxes&, int64_t begin, int64_t end);
     void (*outer_sum)(const OuterSum&, int64_t begin, int64_t end);

@@ -40,7 +40,7 @@ inline void multiply_rows(
   for (int64_t x = 0; x < columns; x += VECTORS * WIDTH) {
     Lanes sums[K][VECTORS];
     for (int k = 0; k < K; ++k)
-      for (int v = 0; v < VECTORS; ++v) sums[k][v] = add ? load(out + k * out_stride + x + v * WIDTH) : Lanes{};
+      for (int v = 0; v < VECTORS; ++v) sums[k][v] = Lanes{};
     const float *from = left.numbers, *row = right + x;
     for (int64_t i = 0; i < inner; ++i, from += left.column, row += stride) {
       Lanes each[VECTORS];
@@ -49,19 +49,27 @@ inline void multiply_rows(
         for (int v = 0; v < VECTORS; ++v) sums[k][v] += from[k * left.row] * each[v];
     }
     for (int k = 0; k < K; ++k)
-      for (int v = 0; v < VECTORS; ++v) store(out + k * out_stride + x + v * WIDTH, sums[k][v]);
+      for (int v = 0; v < VECTORS; ++v) {
+        float* to = out + k * out_stride + x + v * WIDTH;
+        store(to, add ? load(to) + sums[k][v] : sums[k][v]);
+      }
   }
 }
 
 // out (rows × columns) = left (rows × inner) · right (inner × columns), or added to it; columns are a multiple of COLUMNS.
+// At most HELD products are summed one after the other, so that rounding does not grow with the length.
 void multiply(
     Left left, const float* right, int64_t stride, float* out, int64_t out_stride, int64_t rows, int64_t inner,
     int64_t columns, bool add) {
-  int64_t i = 0;
-  for (; i + TILE <= rows; i += TILE, left.numbers += TILE * left.row)
-    multiply_rows<TILE>(left, right, stride, out + i * out_stride, out_stride, inner, columns, add);
-  for (; i < rows; ++i, left.numbers += left.row)
-    multiply_rows<1>(left, right, stride, out + i * out_stride, out_stride, inner, columns, add);
+  for (int64_t first = 0; first < inner || first == 0; first += HELD, add = true) {
+    Left part{left.numbers + first * left.column, left.row, left.column};
+    const int64_t length = least(HELD, inner - first);
+    int64_t i = 0;
+    for (; i + TILE <= rows; i += TILE, part.numbers += TILE * part.row)
+      multiply_rows<TILE>(part, right + first * stride, stride, out + i * out_stride, out_stride, length, columns, add);
+    for (; i < rows; ++i, part.numbers += part.row)
+      multiply_rows<1>(part, right + first * stride, stride, out + i * out_stride, out_stride, length, columns, add);
+  }
 }
 
 // to (columns × rows) = from (rows × columns), in squares that stay in a cache.
@@ -358,9 +366,94 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
   finish_writing();
 }
 
+// ---- positions that attend to each other -----------------------------------------------------------------------------
+// to (rows × block) = columns of a matrix, times a factor, and 0 behind them.
+void read_columns(
+    const float* from, int64_t stride, int64_t rows, int64_t first, int64_t length, float factor, float* to,
+    int64_t block) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < length; ++i) to[r * block + i] = factor * from[r * stride + first + i];
+    clear(to + r * block + length, block - length);
+  }
+}
+
+void write_columns(const float* from, int64_t stride, int64_t rows, int64_t first, int64_t length, float* to, int64_t block) {
+  for (int64_t r = 0; r < rows; ++r)
+    std::memcpy(to + r * stride + first, from + r * block, length * sizeof(float));
+}
+
+// weights (n × block): the softmax over keys of the products of all keys with a block of queries.
+void weigh(
+    const float* positions, int64_t count, int64_t depth, int64_t first, int64_t length, float scale, float* queries,
+    float* weights, int64_t block) {
+  read_columns(positions, count, depth, first, length, scale, queries, block);
+  multiply({positions, 1, count}, queries, block, weights, block, count, depth, block, false);
+  softmax_of_rows(weights, 1, count, block);
+}
+
+void attend(const Attend& of, int64_t begin, int64_t end) {
+  const int64_t count = of.count, depth = of.depth, block = queries_of(count), blocks = query_blocks(count);
+  const Held<float> queries(depth * block), weights(count * block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t matrix = task / blocks, first = task % blocks * block, length = least(block, count - first);
+    const float* positions = of.positions + matrix * depth * count;
+    weigh(positions, count, depth, first, length, of.scale, queries.data(), weights.data(), block);
+    if (of.weights) write_columns(weights.data(), count, count, first, length, of.weights + matrix * count * count, block);
+    multiply({positions, count, 1}, weights.data(), block, queries.data(), block, depth, count, block, false);
+    write_columns(queries.data(), count, depth, first, length, of.out + matrix * depth * count, block);
+  }
+}
+
+// With weights A of keys and queries and P = positionsᵀ · ∂y, the gradient of the products is scale · A ∘ (P − Σ A ∘ P),
+// the sum being that over keys.
+void gradient_of_products(const AttendGradient& of, int64_t begin, int64_t end) {
+  const int64_t count = of.count, depth = of.depth, block = queries_of(count), blocks = query_blocks(count);
+  const Held<float> queries(depth * block), weights(count * block), products(count * block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t matrix = task / blocks, first = task % blocks * block, length = least(block, count - first);
+    const float* positions = of.positions + matrix * depth * count;
+    float* kept = of.weights + matrix * count * count;
+    if (of.kept) read_columns(kept, count, count, first, length, 1, weights.data(), block);
+    else {
+      weigh(positions, count, depth, first, length, of.scale, queries.data(), weights.data(), block);
+      write_columns(weights.data(), count, count, first, length, kept, block);
+    }
+    read_columns(of.grad_output + matrix * depth * count, count, depth, first, length, 1, queries.data(), block);
+    multiply({positions, 1, count}, queries.data(), block, products.data(), block, count, depth, block, false);
+    for (int64_t i = 0; i < block; i += WIDTH) {
+      Lanes mean = {};
+      for (int64_t j = 0; j < count; ++j) mean += load(&weights[j * block + i]) * load(&products[j * block + i]);
+      for (int64_t j = 0; j < count; ++j)
+        store(&products[j * block + i],
+              of.scale * load(&weights[j * block + i]) * (load(&products[j * block + i]) - mean));
+    }
+    write_columns(products.data(), count, count, first, length, of.grad_products + matrix * count * count, block);
+  }
+}
+
+// The gradient of the positions: of the values ∂y · Aᵀ, of the keys and queries positions · (∂S + ∂Sᵀ).
+void attend_gradient(const AttendGradient& of, int64_t begin, int64_t end) {
+  const int64_t count = of.count, depth = of.depth, block = queries_of(count), blocks = query_blocks(count);
+  const Held<float> right(count * block), turned(count * block), out(depth * block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t matrix = task / blocks, first = task % blocks * block, length = least(block, count - first);
+    const float *weights = of.weights + matrix * count * count, *grads = of.grad_products + matrix * count * count;
+    transpose(weights + first * count, count, right.data(), block, length, count);
+    multiply({of.grad_output + matrix * depth * count, count, 1}, right.data(), block, out.data(), block, depth,
+             count, block, false);
+    transpose(grads + first * count, count, turned.data(), block, length, count);
+    read_columns(grads, count, count, first, length, 1, right.data(), block);
+    for (int64_t i = 0; i < count * block; i += WIDTH) store(&right[i], load(&right[i]) + load(&turned[i]));
+    multiply({of.positions + matrix * depth * count, count, 1}, right.data(), block, out.data(), block, depth,
+             count, block, true);
+    write_columns(out.data(), count, depth, first, length, of.out + matrix * depth * count, block);
+  }
+}
+
 }  // namespace
 
 extern const Products PRODUCTS_OF(LEVEL);
-const Products PRODUCTS_OF(LEVEL){&summarize, &respond, &respond_gradient, &summarize_gradient};
+const Products PRODUCTS_OF(LEVEL){
+    &summarize, &respond, &respond_gradient, &summarize_gradient, &attend, &gradient_of_products, &attend_gradient};
 
 }  // namespace farfield

@@ -62,11 +62,38 @@ struct SummarizeGradient {
   double *grad_matrix, *grad_bias;                         // (b, parts, c, padded(rows)), (b, parts, rows), or absent
 };
 
+constexpr int64_t QUERIES = 128;  // of a task of the attention of positions to each other
+
+inline int64_t queries_of(int64_t count) { return padded(count) < QUERIES ? padded(count) : QUERIES; }
+
+inline int64_t query_blocks(int64_t count) { return (count + QUERIES - 1) / QUERIES; }
+
+// Softmax attention of few positions to each other; a task is a sample and head and QUERIES of its positions. Weights
+// are transposed: a row belongs to a key.
+struct Attend {
+  int64_t count, depth;
+  float scale;
+  const float* positions;  // (b · h, d, n)
+  float *out, *weights;    // (b · h, d, n), (b · h, n, n) or absent
+};
+
+struct AttendGradient {
+  int64_t count, depth;
+  float scale;
+  const float *positions, *grad_output;  // (b · h, d, n)
+  float *weights, *grad_products;        // (b · h, n, n)
+  float* out;                            // (b · h, d, n)
+  bool kept;                             // whether the weights are there
+};
+
 struct Products {
   void (*summarize)(const Summarize&, int64_t begin, int64_t end);
   void (*respond)(const Respond&, int64_t begin, int64_t end);
   void (*respond_gradient)(const RespondGradient&, int64_t begin, int64_t end);
   void (*summarize_gradient)(const SummarizeGradient&, int64_t begin, int64_t end);
+  void (*attend)(const Attend&, int64_t begin, int64_t end);
+  void (*gradient_of_products)(const AttendGradient&, int64_t begin, int64_t end);
+  void (*attend_gradient)(const AttendGradient&, int64_t begin, int64_t end);
 };
 
 }  // namespace farfield
