@@ -87,6 +87,7 @@ def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
 
 def print_cases(shape: tuple[int, ...], repeats: int) -> None:
     """Print the table of the cases."""
+    keep_freed_memory()
     cases = [case for case in CASES if case.dtype == torch.float32]
     print(f"| equations ÷ kernels, {'×'.join(map(str, shape))} | {' | '.join(case.name for case in cases)} |")
     print("|---|" + "---|" * len(cases))
