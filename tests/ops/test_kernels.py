@@ -328,6 +328,14 @@ def test_a_kernel_refuses_what_is_not_float32(on: None) -> None:
     for call in (lambda: torch.ops.farfield.axis_sums(grid), lambda: torch.ops.farfield.axis_attention(grid, 1, 1.0)):
         with pytest.raises(RuntimeError, match="float32 alone"):
             call()
+    grid = torch.randn(2, 3, 4, 5)
+    for wrong in (grid.mT, grid[..., ::2], grid[:, :1].expand(2, 3, 4, 5)):
+        with pytest.raises(RuntimeError, match="contiguous and channels-last grids alone"):
+            torch.ops.farfield.axis_sums(wrong)
+    for wrong in (torch.randn(2, 3, 4), torch.randn(2, 3, *(1,) * 17)):
+        with pytest.raises(RuntimeError, match="2 to 16 spatial dims alone"):
+            torch.ops.farfield.axis_sums(wrong)
+    grid = grid.bfloat16()
     with pytest.raises(RuntimeError, match="float32 alone"):
         torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4), 1, False, False)
 

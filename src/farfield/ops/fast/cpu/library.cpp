@@ -1,6 +1,6 @@
 // The CPU kernels as operations of torch, by its stable ABI: one file for all versions from TORCH_TARGET_VERSION on.
 //
-// Here are tensors, threads and the order of the loops; the loops themselves are in `loops.cpp`.
+// Here are tensors, threads and the order of the loops; the loops themselves are in `loops.cpp` and `products.cpp`.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -22,7 +22,7 @@
 
 namespace farfield {
 
-// Instruction sets that `loops.cpp` was compiled for, the best one first.
+// Instruction sets that `loops.cpp` and `products.cpp` were compiled for, the best one first.
 #if defined(__x86_64__)
 extern const Loops x86_64_v4, x86_64_v3, x86_64_v2;
 extern const Products x86_64_v4_products, x86_64_v3_products, x86_64_v2_products;
@@ -90,22 +90,45 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor allocate(IntHeaderOnlyArrayRef size, ScalarType type = ScalarType::Float) { return torch::stable::empty(size, type); }
+Tensor allocate(IntHeaderOnlyArrayRef size) { return torch::stable::empty(size, ScalarType::Float); }
 
-// The numbers of a grid of either memory order. A tensor of another type would be read past its end.
-const float* read_grid(const Tensor& tensor) {
-  if (tensor.scalar_type() != ScalarType::Float) throw std::runtime_error("farfield's kernels take float32 alone");
+void check(bool right, const char* text) {
+  if (!right) throw std::runtime_error(std::string("farfield's kernels take ") + text);
+}
+
+const float* numbers_of(const Tensor& tensor) {
+  check(tensor.scalar_type() == ScalarType::Float, "float32 alone");
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 
 const float* read(const Tensor& tensor) {
-  if (!tensor.is_contiguous()) throw std::runtime_error("farfield's kernels take contiguous matrices alone");
-  return read_grid(tensor);
+  check(tensor.is_contiguous(), "contiguous matrices alone");
+  return numbers_of(tensor);
 }
 
-float* write(const Tensor& tensor) { return const_cast<float*>(read_grid(tensor)); }
+// A grid or positions of either memory order, contiguous or channels-last.
+const float* read_grid(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return numbers_of(tensor);
+  int64_t stride = 1;
+  const auto fits = [&](int64_t axis) {
+    const bool right = tensor.size(axis) == 1 || tensor.stride(axis) == stride;
+    stride *= tensor.size(axis);
+    return right;
+  };
+  bool right = tensor.dim() > 2 && fits(1);
+  for (int64_t axis = tensor.dim() - 1; axis > 1; --axis) right = right && fits(axis);
+  check(right && fits(0), "contiguous and channels-last grids alone");
+  return numbers_of(tensor);
+}
 
-Axes axes_of(const Tensor& grid) { return Axes(grid.sizes().data() + 2, grid.dim() - 2); }
+float* write(const Tensor& tensor) { return const_cast<float*>(numbers_of(tensor)); }
+
+Axes axes_of(IntHeaderOnlyArrayRef size) {
+  check(size.size() >= 2 && size.size() <= MOST_AXES, "grids of 2 to 16 spatial dims alone");
+  return Axes(size.data(), static_cast<int64_t>(size.size()));
+}
+
+Axes axes_of(const Tensor& grid) { return axes_of(grid.sizes().slice(2)); }
 
 int64_t positions_of(const Tensor& grid) {
   int64_t count = 1;
@@ -153,7 +176,7 @@ Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
 // From `(b, c, Σ size)` to `(b, c, *size)`: each position is the sum of the numbers at its indices, first axis first.
 // Vectors with contiguous channels make a grid in channels-last format.
 Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
-  const Axes axes(size.data(), static_cast<int64_t>(size.size()));
+  const Axes axes = axes_of(size);
   size.insert(size.begin(), {vectors.size(0), vectors.size(1)});
   const bool wide = is_wide(vectors);
   const int64_t rows = axes.slabs * axes.height, pieces = pieces_of(rows);
@@ -311,7 +334,8 @@ int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 81
 // Positions `(b, c, n)`; those that are not contiguous have contiguous channels.
 Positions view_of(const Tensor& tensor) {
   const auto strides = tensor.strides();
-  return {const_cast<float*>(read_grid(tensor)), tensor.size(1), strides[0], strides[1],
+  check(strides.size() == 3 && (strides[1] == 1 || strides[2] == 1), "positions with one stride of 1 alone");
+  return {const_cast<float*>(numbers_of(tensor)), tensor.size(1), strides[0], strides[1],
           strides[2]};
 }
 
