@@ -29,7 +29,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("measure --devise cpu", 'farfield measure: no option "--devise"; nearest: --device'),
         ("plan --channels 8 --size 56 --head 2", 'farfield plan: no option "--head"; nearest: --heads'),
         ("info --colour", 'farfield info: no option "--colour"; it has --help, --json, --csv.'),
-        ("kernels --biuld", 'farfield kernels: no option "--biuld"; nearest: --build'),
+        ("kernels --jsno", 'farfield kernels: no option "--jsno"; nearest: --json'),
         ("recipes --cop digits", 'farfield recipes: no option "--cop"; nearest: --copy'),
         ("places --netwrok kanet", 'farfield places: no option "--netwrok"; nearest: --network'),
         ("maps --posit 1,1", 'farfield maps: no option "--posit"; nearest: --position'),
