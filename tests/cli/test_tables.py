@@ -346,7 +346,7 @@ def test_info(run: Any) -> None:
     assert rows["torch"].startswith(torch.__version__)
     assert f"{torch.get_num_threads()} threads" in rows["processor"]
     assert rows["kernels"] == "CPU: switched off (FARFIELD_KERNELS=0)"
-    assert rows["extra kernels"] == "installed"
+    assert rows["extra stream"] == "installed"
 
 
 def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
     extras = machine.extras()
-    assert extras["kernels"] == "installed"
+    assert extras["timm"] == "installed"
     assert extras["train"] == extras["demo"] == "lacks lightning"
 
 

@@ -311,10 +311,11 @@ def respond_in_blocks(
     *parts: Tensor | None,
 ) -> Tensor:
     """Respond as `respond_to` does, by a kernel if there is one."""
-    slots = project_slots(operator, query, build_summary(parts[:4]), *parts[4:])
+    summary = build_summary(parts[:4])
+    slots = project_slots(operator, query, summary, *parts[4:])
     if kernel_products.responses_run(operator, query, slots):
         return kernel_products.combine(operator, query, slots, channels_last(positions))
-    return respond_to(operator, positions, matrix, bias, query, *parts)
+    return combine(slots, operator.coefficients(query, summary), positions)
 
 
 def save_query(arguments: Sequence[Any]) -> Sequence[Any]:
