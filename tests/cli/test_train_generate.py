@@ -104,7 +104,11 @@ def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
     module = Generate(models.from_pretrained(run), averaging=0.0)
     for place in range(7):
         pixels = np.array(Image.open(f"drawn/{place:05}.png"))
-        np.testing.assert_array_equal(pixels, module.samples([place])[0].permute(1, 2, 0).numpy())
+        alone = module.samples([place])[0].permute(1, 2, 0).numpy()
+        # A batch of another size rounds otherwise, by far less than a level: few pixels lie so near to the half of one.
+        off = np.abs(pixels.astype(int) - alone)
+        assert off.max() <= 1
+        assert off.mean() <= 0.01
     assert Image.open("drawn/samples.png").size == (3 * 18 - 2, 3 * 18 - 2)
     with pytest.raises(FileExistsError, match="drawn exists and nothing in it is overwritten"):
         farfield("predict", run / "config.yaml", **drawn, predictions__path="drawn")
