@@ -342,8 +342,9 @@ def test_a_kernel_refuses_what_is_not_float32(on: None) -> None:
 
 @pytest.mark.parametrize("place", [0, 500, 999])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_hidden(on: None, place: int, number: float) -> None:
-    attention = GridAttention(16, "factorized_gaussian", project="qkv", inner_channels=4)
+@pytest.mark.parametrize("project", ["qk", "qkv"])  # without values projected, channels do not mix
+def test_what_is_no_number_is_not_hidden(on: None, project: str, place: int, number: float) -> None:
+    attention = GridAttention(16, "factorized_gaussian", project=project, inner_channels=4)
     grid = torch.randn(1, 16, 1000)
     grid[0, 3, place] = number
     found, plain = attention(grid), off(attention, grid)
@@ -633,14 +634,15 @@ def test_the_library_has_names_of_torchs_stable_abi_alone(built: None) -> None:
     assert [name for name in names if name.startswith(("Py", "_Py", "c10::", "at::", "torch::"))] == []
 
 
-def test_an_object_shares_no_code_with_others(built: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["loops.cpp", "products.cpp"])
+def test_an_object_shares_no_code_with_others(built: None, tmp_path: Path, file: str) -> None:
     """A template that two objects have is linked once, perhaps for an abler processor than the one it runs on."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None or shutil.which("nm") is None:
         pytest.skip("no compiler or no nm")
     flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-w", "-DLEVEL=tried"]
     out = tmp_path / "loops.o"
-    subprocess.run([compiler, *flags, "-c", str(kernels.FOLDER / "loops.cpp"), "-o", str(out)], check=True)
+    subprocess.run([compiler, *flags, "-c", str(kernels.FOLDER / file), "-o", str(out)], check=True)
     lines = subprocess.run(["nm", str(out)], capture_output=True, text=True, check=True).stdout.splitlines()
     kinds = {line.split()[-1]: line.split()[-2] for line in lines}
     assert {name for name, kind in kinds.items() if kind in "WuTBC"} == set()
