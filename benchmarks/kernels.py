@@ -69,8 +69,8 @@ class Switched(nn.Module):
 def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
     """Format how many times as long the equations take, forward / forward and backward."""
     options = {"project": OPERATORS[name].projections(case.project), "coefficient_norm": case.normed}
-    attention = GridAttention(shape[1], name, **options)
-    grid = torch.randn(shape)
+    attention = GridAttention(shape[1], name, **options).to(case.dtype)
+    grid = torch.randn(shape).to(case.dtype)
     grid = grid.contiguous(memory_format=torch.channels_last) if case.wide else grid
     mask = torch.rand(shape[0], *shape[2:]) > 0.2 if case.masked else None
     texts = []
@@ -78,7 +78,8 @@ def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
         runs = {str(on): (Switched(attention, mask, kernels=on), grid.requires_grad_(backward)) for on in (False, True)}
         with torch.set_grad_enabled(backward):
             plain, ours_own = (run[0](run[1]) for run in runs.values())
-            if (plain - ours_own).norm() > 1.2e-4 * plain.norm():
+            bound = max(1.2e-4, 4 * torch.finfo(case.dtype).eps)
+            if (plain - ours_own).float().norm() > bound * plain.float().norm():
                 raise SystemExit(f"kernels.py: {name}, {case.name}: kernels and equations differ")
             rows = cost.compare(runs, backward=backward, repeats=repeats)
         texts.append(f"{rows['False'].seconds / rows['True'].seconds:.2f}")
@@ -88,11 +89,10 @@ def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
 def print_cases(shape: tuple[int, ...], repeats: int) -> None:
     """Print the table of the cases."""
     keep_freed_memory()
-    cases = [case for case in CASES if case.dtype == torch.float32]
-    print(f"| equations ÷ kernels, {'×'.join(map(str, shape))} | {' | '.join(case.name for case in cases)} |")
-    print("|---|" + "---|" * len(cases))
+    print(f"| equations ÷ kernels, {'×'.join(map(str, shape))} | {' | '.join(case.name for case in CASES)} |")
+    print("|---|" + "---|" * len(CASES))
     for name in IN_CASES:
-        print(f"| `{name}` | {' | '.join(ratios(name, case, shape, repeats) for case in cases)} |", flush=True)
+        print(f"| `{name}` | {' | '.join(ratios(name, case, shape, repeats) for case in CASES)} |", flush=True)
 
 
 def main() -> None:

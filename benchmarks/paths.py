@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,9 @@ CASES = [
     Case("masked", project="qkvo", masked=True),
     Case("responses normed", project="qkv", normed=True),
     Case("bfloat16", project="qkvo", dtype=torch.bfloat16),
+    Case("bfloat16, nothing projected", dtype=torch.bfloat16),
+    Case("bfloat16, channels-last", project="qkvo", dtype=torch.bfloat16, wide=True),
+    Case("float16", project="qkvo", dtype=torch.float16),
 ]
 
 
@@ -84,12 +88,21 @@ def text_of(found: tuple[bool, bool] | None) -> str:
     )
 
 
+def entry(row: str, case: Case) -> str:
+    """Return the entry of the table; with * if it is another where the processor multiplies the case's format."""
+    texts = []
+    for formats in (frozenset[torch.dtype](), frozenset({case.dtype})):
+        with mock.patch.object(kernels, "multiplied_by_processor", return_value=formats):
+            texts.append(text_of(kernels_of(row, case)))
+    return texts[0] if texts[0] == texts[1] else f"{texts[0]}*"
+
+
 def table() -> Iterator[str]:
     """Yield the lines of the table."""
     yield f"| operator | {' | '.join(case.name for case in CASES)} |"
     yield f"|---|{'---|' * len(CASES)}"
     for row in ops.OPERATORS:
-        yield f"| `{row}` | {' | '.join(text_of(kernels_of(row, case)) for case in CASES)} |"
+        yield f"| `{row}` | {' | '.join(entry(row, case) for case in CASES)} |"
 
 
 def main() -> None:

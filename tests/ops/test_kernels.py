@@ -279,20 +279,28 @@ def test_sums_and_responses_in_blocks(
             assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + 2 * EPS, name
 
 
+class KernelCalls(TorchDispatchMode):
+    """Names of the kernels that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "farfield":
+            self.names.add(func._schema.name.removeprefix("farfield::"))
+        return func(*args, **(kwargs or {}))
+
+
+SUMS = {"project_and_summarize", "project_and_summarize_backward"}
+PRODUCTS = SUMS | {"combine_slots", "combine_slots_backward"}
+
+
 def test_kernels_of_products_are_what_ran(on: None) -> None:
     attention, grid = GridAttention(32, "factorized_gaussian", project="qkvo"), torch.randn(2, 32, 9, 7)
-    names: set[str] = set()
-
-    class Noted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "farfield":
-                names.add(func._schema.name.removeprefix("farfield::"))
-            return func(*args, **(kwargs or {}))
-
-    with Noted():
+    with KernelCalls() as calls:
         attention(grid.requires_grad_()).square().sum().backward()
-    sums = {"project_and_summarize", "project_and_summarize_backward"}
-    assert names == sums | {"combine_slots", "combine_slots_backward"}
+    assert calls.names == PRODUCTS
 
 
 def test_keys_far_apart_have_their_own_peak(on: None) -> None:
@@ -310,23 +318,10 @@ def test_keys_far_apart_have_their_own_peak(on: None) -> None:
         assert distance(found, wanted) <= 2 * distance(plain, wanted) + EPS
 
 
-@pytest.mark.parametrize("row", BASIS_ROWS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_equations_run_forward_and_backward(on: None, row: str, dtype: torch.dtype) -> None:
-    attention, grid = GridAttention(32, row, project="qkvo"), torch.randn(2, 32, 9, 7, requires_grad=True)
-
-    def run() -> list[Tensor]:
-        with torch.autocast("cpu", dtype):
-            response = attention(grid)
-        return [response, *torch.autograd.grad(response.float().square().sum(), [grid, *attention.parameters()])]
-
-    assert all(torch.equal(found, plain) for found, plain in zip(run(), off(run), strict=True))
-
-
-def test_a_kernel_refuses_what_is_not_float32(on: None) -> None:
-    grid = torch.randn(2, 3, 4, 5).bfloat16()
+def test_a_kernel_refuses_what_it_does_not_read(on: None) -> None:
+    grid = torch.randn(2, 3, 4, 5).double()
     for call in (lambda: torch.ops.farfield.axis_sums(grid), lambda: torch.ops.farfield.axis_attention(grid, 1, 1.0)):
-        with pytest.raises(RuntimeError, match="float32 alone"):
+        with pytest.raises(RuntimeError, match="grids of float32, bfloat16 and float16 alone"):
             call()
     grid = torch.randn(2, 3, 4, 5)
     for wrong in (grid.mT, grid[..., ::2], grid[:, :1].expand(2, 3, 4, 5)):
@@ -335,9 +330,8 @@ def test_a_kernel_refuses_what_is_not_float32(on: None) -> None:
     for wrong in (torch.randn(2, 3, 4), torch.randn(2, 3, *(1,) * 17)):
         with pytest.raises(RuntimeError, match="2 to 16 spatial dims alone"):
             torch.ops.farfield.axis_sums(wrong)
-    grid = grid.bfloat16()
-    with pytest.raises(RuntimeError, match="float32 alone"):
-        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4), 1, False, False)
+    with pytest.raises(RuntimeError, match="contiguous float32 matrices alone"):
+        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4).bfloat16(), 1, False, False)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])
@@ -387,6 +381,140 @@ def test_operators_respond_and_learn_as_by_the_equation(
             # Numbers that cancel, as the gradient of a key's bias does, say nothing.
             if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
                 assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_number_of_half_width_is_read_and_rounded_as_by_torch(on: None, dtype: torch.dtype, wide: bool) -> None:
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    # Along an axis of a grid of one row and 37 channels, the sums are the numbers themselves.
+    grid = numbers.repeat(37).view(1, 37, 1, -1)
+    grid = grid.contiguous(memory_format=torch.channels_last) if wide else grid
+    found = torch.ops.farfield.axis_sums(grid)[0, :, 1:]
+    assert torch.equal(found, numbers.float().expand(37, -1))
+    # A slot whose coefficient is 1 is the response, rounded: numbers halfway between two, and just above and below.
+    ordered = numbers.float().sort().values
+    middle = (ordered[1:].double() + ordered[:-1]).div(2).float()
+    up, down = (middle.nextafter(middle.new_full((), end)) for end in (torch.inf, -torch.inf))
+    slots = torch.cat([middle, up, down, torch.tensor([3.4e38, -3.4e38, torch.inf, torch.nan])])
+    one = torch.ones(1, 1, 1, dtype=dtype)
+    rounded = torch.ops.farfield.combine_slots(one, slots[None, None, None], 1, False, wide)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded.flatten().nan_to_num(1.5), slots.to(dtype).nan_to_num(1.5))
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        row=(*ROWS, *BASIS_ROWS),
+        project=("", "v", "qv", "qkvo"),
+        heads=(1, 2),
+        masked=(False, True),
+        wide=(False, True),
+        dtype=HALVES,
+        autocast=(False, True),
+        shape=((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7), (1, 64, 260, 263)),
+    )
+)
+def test_grids_of_half_width(
+    on: None,
+    row: str,
+    project: str,
+    heads: int,
+    masked: bool,
+    wide: bool,
+    dtype: torch.dtype,
+    autocast: bool,
+    shape: tuple[int, ...],
+) -> None:
+    """No further from the exact result for the same numbers than the equations are, and in the same formats."""
+    project = project.replace("k", "") if row == "siamese_local" else project
+    attention = GridAttention(shape[1], row, heads=heads, project=project)
+    if not autocast:
+        attention = attention.to(dtype)
+    # Factorized attention divides by the channels, and sums over positions leave float16's numbers.
+    grid = (torch.randn(shape) / (8 if row == "factorized" else 1)).to(dtype)
+    grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
+    mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
+    upon = torch.randn(shape).to(dtype)
+    upon = upon.movedim(1, -1).contiguous().movedim(-1, 1) if wide else upon
+
+    def run(module: GridAttention, leaf: Tensor, casting: bool) -> dict[str, Tensor]:
+        leaf = leaf.detach().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=casting):
+            response = module(leaf, mask=mask)
+        found = torch.autograd.grad(response, [leaf, *module.parameters()], upon.to(response.dtype), allow_unused=True)
+        learned = [part.flatten() for part in found[1:] if part is not None]
+        return {
+            "response": response.detach(),
+            "grid": found[0],
+            **({"parameters": torch.cat(learned)} if learned else {}),
+        }
+
+    plain = off(run, attention, grid, autocast)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "multiplied_by_processor", frozenset)
+        found = run(attention, grid, autocast)
+    exact = run(attention.double(), grid.double(), False)
+    for name, each in found.items():
+        assert (each.dtype, each.shape) == (plain[name].dtype, plain[name].shape), name
+        if exact[name].numel() > 8 and exact[name].norm() > 1e-3:
+            eps = torch.finfo(dtype).eps
+            assert distance(each, exact[name]) <= 2 * distance(plain[name], exact[name]) + eps, name
+    assert found["response"].stride()[1:] == plain["response"].stride()[1:]
+
+
+def test_torchs_products_run_where_the_processor_multiplies_a_format(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.float32 not in kernels.multiplied_by_processor()
+    grid = torch.randn(1, 32, 7, 9).bfloat16().requires_grad_()
+    attention = GridAttention(32, "factorized_gaussian", project="qkvo").bfloat16()
+    for formats, runs in (((), True), ((torch.bfloat16,), False), ((torch.float16,), True)):
+        monkeypatch.setattr(kernels, "multiplied_by_processor", lambda formats=formats: frozenset(formats))
+        with KernelCalls() as calls:
+            attention(grid).float().square().sum().backward()
+        assert calls.names == (PRODUCTS if runs else set())
+
+
+@pytest.mark.slow
+def test_a_grid_of_more_than_two_to_the_31_numbers(on: None) -> None:
+    """Rows that repeat: what a kernel reads and writes behind 2^31 is known from the first rows."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if available < 11 * 2**30:
+        pytest.skip(f"it takes 11 GiB of memory, {available / 2**30:.1f} are free")
+    torch.use_deterministic_algorithms(False)  # new memory is not filled
+    times, some = 128, (0.1 + torch.randn(1, 2048, 8, 1025)).bfloat16()
+    grid = some.repeat(1, 1, times, 1)
+    assert grid.numel() > 2**31
+    sums = torch.ops.farfield.axis_sums(grid)
+    exact = sum_axes(some.double())
+    rounding = 128**0.5 / 2 * EPS  # a row of 1,025 is added up by eight lanes
+    assert distance(sums[..., :1024].unflatten(-1, (times, 8)), exact[..., None, :8]) <= rounding
+    assert distance(sums[..., 1024:], times * exact[..., 8:]) <= rounding
+    del sums
+    vectors = torch.randn(1, 2048, 1024 + 1025).bfloat16()
+    out = torch.ops.farfield.outer_sum(vectors, (1024, 1025))
+    assert torch.equal(out[..., -8:, :], torch.ops.farfield.outer_sum(vectors[..., 1016:], (8, 1025)))
+    del out
+    matrix = torch.randn(1, 2048) / 2048**0.5
+    response, scores, sums = torch.ops.farfield.score_attention(grid, matrix, True)
+    wanted, some_scores, some_sums = torch.ops.farfield.score_attention(some, matrix, True)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert distance(response[..., -8:, :], wanted.double()) <= eps
+    assert distance(scores.unflatten(-1, (times, -1))[:, :, -1], some_scores.double()) <= 4 * EPS
+    assert distance(sums, times * some_sums.double()) <= 4 * EPS
+    del response
+    grads = torch.ops.farfield.score_attention_backward(grid, matrix, True, scores, sums, grid)
+    wanted = torch.ops.farfield.score_attention_backward(some, matrix, True, some_scores, some_sums, some)
+    assert distance(grads[0][..., -8:, :], wanted[0].double()) <= eps
+    assert distance(grads[1], times * wanted[1].double()) <= 8 * EPS
+    del grads
+    queries, values, *_ = torch.ops.farfield.project_and_summarize(grid.flatten(2), matrix, None, None, 1, 1, 1, True)
+    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, True)
+    assert torch.equal(queries.unflatten(-1, (times, -1))[:, :, -1], wanted[0])
+    assert distance(values, times * wanted[1].double()) <= 8 * EPS
 
 
 @pytest.mark.parametrize("row", ["siamese", "siamese_local", *MEAN_ROWS])
@@ -480,7 +608,8 @@ def reasons(*tensors: Tensor | None) -> list[str]:
 def test_every_reason_is_told(on: None) -> None:
     grid = torch.randn(2, 4, 5, 6)
     assert reasons(grid) == []
-    assert reasons(grid.double()) == ["torch.float64, not torch.float32"]
+    assert reasons(grid.double()) == ["torch.float64, not torch.float32, torch.bfloat16, torch.float16"]
+    assert reasons(grid.bfloat16(), grid.half()) == []
     assert reasons(grid.to("meta")) == ["on meta, not on a CPU"]
     assert reasons(grid.as_subclass(Tagged)) == ["a Tagged, not a plain tensor"]
     assert reasons(grid, None, grid.mT) == ["strides (120, 30, 1, 6), neither contiguous nor channels-last"]
@@ -489,8 +618,8 @@ def test_every_reason_is_told(on: None) -> None:
     told: list[str] = []
     torch.jit.trace(lambda each: told.extend(reasons(grid)) or each, grid)
     assert "compiled or traced" in told
-    off_reasons = off(lambda: reasons(grid.detach().half().mT))
-    assert [reason.split()[0] for reason in off_reasons] == ["switched", "torch.float16,", "strides"]
+    off_reasons = off(lambda: reasons(grid.detach().double().mT))
+    assert [reason.split()[0] for reason in off_reasons] == ["switched", "torch.float64,", "strides"]
 
 
 @pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])

@@ -33,8 +33,8 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
         {"what": "library", "value": str(kernels.LIBRARY)},
         {
             "what": "take",
-            "value": "float32 grids on a CPU: Kronecker operators (2 or more spatial dims), siamese ones, and, "
-            "channels-last too, factorized, averaged and factorized_gaussian",
+            "value": "float32, bfloat16 and float16 grids on a CPU, contiguous or channels-last: Kronecker operators "
+            "(2 or more spatial dims), siamese ones, factorized, averaged and factorized_gaussian",
         },
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]

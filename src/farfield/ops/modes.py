@@ -44,6 +44,11 @@ def autocasts(tensor: Tensor) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def casts(tensor: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device and would compute in another dtype than the tensor's."""
+    return autocasts(tensor) and tensor.dtype != torch.get_autocast_dtype(tensor.device.type)
+
+
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context without autocast, in which operations keep the dtypes of their arguments."""
     return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()

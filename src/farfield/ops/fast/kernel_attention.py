@@ -18,7 +18,7 @@ from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import are_few
 from farfield.ops.function import accelerate, are_free, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes, in_channels_last, laid_out_for
-from farfield.ops.modes import autocasts, is_itself
+from farfield.ops.modes import casts, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one, one_and_key, position, queries, query_and_one, softmax_of_products, weight
@@ -38,15 +38,15 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
         return None
     means = _axis_means(grid, in_channels_last(grid))
     response = _attend_positions(means, heads, scale, grid.numel() // SMALL)[0]
-    counts = torch.cat([grid.new_full((1, 1, length), 1 / length) for length in grid.shape[2:]], -1)
+    counts = torch.cat([response.new_full((1, 1, length), 1 / length) for length in grid.shape[2:]], -1)
     response = operator.queries_from.normalized(response, counts, grid.dim() - 2)
-    return outer_sum(laid_out_for(grid, response), grid.shape[2:])
+    return outer_sum(laid_out_for(grid, response.to(grid.dtype)), grid.shape[2:])
 
 
 def plain_means(grid: Tensor, wide: bool) -> Tensor:
     """Compute the means along each axis by their equation."""
-    counts = [grid.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]]
-    return along_axes(grid) / torch.cat(counts)
+    sums = along_axes(grid)
+    return sums / torch.cat([sums.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]])
 
 
 def kernel_means(grid: Tensor, wide: bool) -> Tensor:
@@ -57,6 +57,7 @@ def kernel_means(grid: Tensor, wide: bool) -> Tensor:
 def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
     """Return the gradient of the means."""
     (grid, wide), (grad,) = arguments, grad_outputs
+    grad = grad.to(grid.dtype)
     grad_means = grad.mT.contiguous().mT if wide else grad.contiguous()
     return cast(Tensor, torch.ops.farfield.outer_sum(grad_means, grid.shape[2:], True, True)), None
 
@@ -93,7 +94,7 @@ def run_scores(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: i
     if matrix is None or not are_few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
     if are_free(grid, matrix):
-        return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix, operator.basis is one_and_key)[0])
+        return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix.float(), operator.basis is one_and_key)[0])
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
     wanted = not is_itself(grid) or (grid.requires_grad and are_small(heads, grid))
     return cast(Tensor, _attend_scores(operator, grid, matrix)[0]) if wanted else None
@@ -109,7 +110,7 @@ def plain_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
 
 def attend_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `plain_scores` by a kernel; return also its scores and its sums over positions."""
-    return cast(Any, torch.ops.farfield.score_attention(grid, matrix, operator.basis is one_and_key, True))
+    return cast(Any, torch.ops.farfield.score_attention(grid, matrix.float(), operator.basis is one_and_key, True))
 
 
 def gradients_of_scores(
@@ -117,10 +118,11 @@ def gradients_of_scores(
 ) -> tuple[None, Tensor, Tensor]:
     """Return the gradients of the grid and of the score matrix."""
     (operator, grid, matrix), (grad,) = arguments, grad_outputs
-    both = operator.basis is one_and_key
-    return None, *torch.ops.farfield.score_attention_backward(
-        grid, matrix, both, *kept, grad if kernels.fits(grad) else grad.contiguous()
+    grad = grad if kernels.fits(grad) else grad.contiguous()
+    grad_grid, grad_matrix = torch.ops.farfield.score_attention_backward(
+        grid, matrix.float(), operator.basis is one_and_key, *kept, grad
     )
+    return None, grad_grid, grad_matrix.to(matrix.dtype)
 
 
 _attend_scores = accelerate(plain_scores, attend_scores, gradients_of_scores, kept=2, kernels_run=kernels.run)
@@ -148,4 +150,4 @@ def attend(call: Call, grid: Tensor) -> Tensor | None:
     operator = call.operator
     parts = (operator.basis, operator.coefficients, operator.per, operator.keys_from, operator.queries_from)
     run = CALLS.get(parts)
-    return None if run is None or autocasts(grid) else run(operator, grid, call.query.matrix, call.heads, call.scale)
+    return None if run is None or casts(grid) else run(operator, grid, call.query.matrix, call.heads, call.scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.stacking import RowPlan
-from farfield.ops.modes import autocasts
+from farfield.ops.modes import casts
 from farfield.ops.projection import split_heads
 from farfield.ops.table import Operator, exponentials, keys, queries, softmax_over_channels
 
@@ -25,8 +25,13 @@ COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, softmax_over_
 
 
 def fits_in_either_order(positions: Tensor) -> bool:
-    """Whether a kernel takes positions `(b, c, n)`: plain float32 numbers with channels or positions contiguous."""
+    """Whether a kernel takes positions `(b, c, n)`: plain numbers with channels or positions contiguous."""
     return kernels.is_plain(positions) and (positions.stride(2) == 1 or positions.stride(1) == 1)
+
+
+def multiplies_faster(positions: Tensor) -> bool:
+    """Whether products of positions by a kernel are faster than torch's; a kernel multiplies in float32."""
+    return positions.dtype == torch.float32 or positions.dtype not in kernels.multiplied_by_processor()
 
 
 def sums_run(
@@ -36,14 +41,17 @@ def sums_run(
     if plan.operator.basis not in BASES or not kernels.fit(matrix, bias):
         return False
     plain = all(kernels.is_plain(grad) for grad in grads if grad is not None)
-    return plain and fits_in_either_order(positions) and not autocasts(positions)
+    return plain and fits_in_either_order(positions) and not casts(positions) and multiplies_faster(positions)
 
 
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return `matrix · positions + bias`, `(b, rows, n)`, or None if no kernel does it."""
-    if matrix is None or not kernels.fit(matrix, bias) or not fits_in_either_order(positions) or autocasts(positions):
+    if matrix is None or not kernels.fit(matrix, bias) or not fits_in_either_order(positions):
         return None
-    rows = torch.ops.farfield.project_and_summarize(positions, matrix, bias, None, 0, len(matrix), 1, False)[0]
+    if casts(positions) or not multiplies_faster(positions):
+        return None
+    options = (None, 0, len(matrix), 1, False)
+    rows = torch.ops.farfield.project_and_summarize(positions, floats(matrix), floats(bias), *options)[0]
     return cast(Tensor, rows)
 
 
@@ -59,8 +67,9 @@ def summarize(
     weighs_exponentials = BASES[plan.operator.basis]
     groups = 1 if plan.shared else plan.heads
     projected = 0 if matrix is None else plan.queries
+    options = (plan.keys, projected, groups, weighs_exponentials)
     rows, values, weights, peak = torch.ops.farfield.project_and_summarize(
-        positions, matrix, bias, flat(plan, positions, valid), plan.keys, projected, groups, weighs_exponentials
+        positions, floats(matrix), floats(bias), flat(plan, valid), *options
     )
     rows = positions if matrix is None else rows
     values, weights, peak = (split_heads(part, plan.heads) for part in (values, weights[..., None], peak[..., None]))
@@ -68,11 +77,14 @@ def summarize(
     return query, values, weights, valid.sum(-1, keepdim=True), peak if weighs_exponentials else None
 
 
-def flat(plan: RowPlan, positions: Tensor, valid: Tensor) -> Tensor | None:
+def floats(tensor: Tensor | None) -> Tensor | None:
+    """Return a small tensor in float32, which kernels compute in, and contiguous."""
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def flat(plan: RowPlan, valid: Tensor) -> Tensor | None:
     """Return which positions are valid, `(b, n)`; None if all are."""
-    if plan.complete:
-        return None
-    return valid[:, 0, 0].to(positions.dtype).expand(len(positions), -1).contiguous()
+    return None if plan.complete else floats(valid[:, 0, 0])
 
 
 def gradients_of_sums(
@@ -92,26 +104,26 @@ def gradients_of_sums(
     grad_queries, grad_values, grad_weights = grads
     grad_positions, grad_matrix, grad_bias = torch.ops.farfield.project_and_summarize_backward(
         positions,
-        matrix,
-        bias,
-        flat(plan, positions, valid),
-        None if peak is None else peak.flatten(1).contiguous(),
-        grad_values.flatten(1, 2).contiguous(),
-        grad_weights.flatten(1).contiguous(),
-        None if grad_queries is None else grad_queries.flatten(1, 2).contiguous(),
+        floats(matrix),
+        floats(bias),
+        flat(plan, valid),
+        None if peak is None else floats(peak.flatten(1)),
+        floats(grad_values.flatten(1, 2)),
+        floats(grad_weights.flatten(1)),
+        None if grad_queries is None else in_either_order(grad_queries.flatten(1, 2)),
         plan.same,
         wanted,
     )
-    grads_of_projection = (None if matrix is None else grad_matrix, None if bias is None else grad_bias)
-    return grad_positions if wanted else None, *grads_of_projection
+    grad_matrix = None if matrix is None else grad_matrix.to(matrix.dtype)
+    return grad_positions if wanted else None, grad_matrix, None if bias is None else grad_bias.to(bias.dtype)
 
 
 def responses_run(operator: Operator, query: Tensor, slots: Tensor) -> bool:
     """Whether `combine` and `gradients_of_response` may run; a bias is one slot more than there are coefficients."""
-    if operator.coefficients not in COEFFICIENTS or not kernels.fit(slots) or autocasts(query):
+    if operator.coefficients not in COEFFICIENTS or not kernels.fit(slots) or casts(query):
         return False
     rows = query.shape[1] * query.shape[2] // slots.shape[1]
-    return kernels.is_plain(query) and slots.shape[2] in (rows, rows + 1)
+    return kernels.is_plain(query) and multiplies_faster(query) and slots.shape[2] in (rows, rows + 1)
 
 
 def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:
@@ -124,7 +136,7 @@ def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Ten
         wide: Whether the channels of the responses are contiguous in memory.
     """
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
-    response = torch.ops.farfield.combine_slots(rows, slots.contiguous(), query.shape[1], softmax, wide)
+    response = torch.ops.farfield.combine_slots(rows, floats(slots), query.shape[1], softmax, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
 
@@ -134,9 +146,9 @@ def gradients_of_response(
     """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
     grad_rows, grad_slots = torch.ops.farfield.combine_slots_backward(
-        rows, slots.contiguous(), in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
+        rows, floats(slots), in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
     )
-    return split_heads(grad_rows, query.shape[1]), grad_slots
+    return split_heads(grad_rows, query.shape[1]), grad_slots.to(slots.dtype)
 
 
 def in_either_order(positions: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.stacking import RowPlan
-from farfield.ops.modes import autocasts
+from farfield.ops.modes import casts
 from farfield.ops.table import Operator, one, one_and_key, queries, query_and_one
 
 # Basis -> number of keys per head beside the weight of 1.
@@ -35,9 +35,7 @@ def sum_kernel_runs(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bia
     basis = plan.operator.basis
     if basis not in BASES or matrix is None or plan.keys != plan.heads * BASES[basis]:
         return False
-    return (
-        are_few(len(matrix), positions.shape[1]) and not autocasts(positions) and kernels.fit(positions, matrix, bias)
-    )
+    return are_few(len(matrix), positions.shape[1]) and not casts(positions) and kernels.fit(positions, matrix, bias)
 
 
 def project_and_sum(
@@ -49,18 +47,19 @@ def project_and_sum(
         The rows `(b, rows, n)`, the values `(b, h, r, c)` and the weights `(b, h, r, 1)`.
     """
     batch, heads = positions.shape[0], plan.heads
-    offset = None if bias is None else bias[:, None].expand(batch, -1, positions.shape[2]).contiguous()
-    rows, sums = torch.ops.farfield.project_and_sum(positions, expand_batch(matrix, batch), offset, None)
+    offset = None if bias is None else bias.float()[:, None].expand(batch, -1, positions.shape[2]).contiguous()
+    rows, sums = torch.ops.farfield.project_and_sum(positions, expand_batch(matrix.float(), batch), offset, None)
     values, products = (part[:, :, None] for part in (sums[:, :1], sums[:, 1 : 1 + plan.keys]))
     if not plan.shared:  # each head's values are channels of its own
         values = values.unflatten(3, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         if plan.keys:
             products = products.unflatten(3, (heads, -1)).diagonal(0, 1, 3).permute(0, 3, 1, 2)
     weights = valid.sum(-1, keepdim=True).expand(-1, heads, -1, -1)
+    keys, rows = rows[:, : plan.keys, None], rows.to(positions.dtype)
     if not plan.keys:
         return rows, values.expand(-1, heads, -1, -1), weights
-    keys = (rows[:, : plan.keys, None] * valid).sum(-1, keepdim=True)
-    return rows, torch.cat([values.expand(-1, heads, -1, -1), products], 2), torch.cat([weights, keys], 2)
+    scores = (keys * valid).sum(-1, keepdim=True)
+    return rows, torch.cat([values.expand(-1, heads, -1, -1), products], 2), torch.cat([weights, scores], 2)
 
 
 def gradients_of_rows(
@@ -86,7 +85,7 @@ def gradients_of_rows(
         matrix = F.pad(matrix, (0, 0, 0, plan.queries))
         offset = torch.cat([offset, grad_queries.flatten(1, 2)], 1)
     rows, sums = torch.ops.farfield.project_and_sum(positions, matrix.contiguous(), offset, None)
-    return rows, sums[:, 1:].sum(0)
+    return rows.to(positions.dtype), sums[:, 1:].sum(0)
 
 
 def response_kernel_runs(operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor) -> bool:
@@ -96,7 +95,7 @@ def response_kernel_runs(operator: Operator, grad_output: Tensor, query: Tensor,
     if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
         return False
     positions = grad_output.flatten(0, 1)
-    return not autocasts(grad_output) and query.is_contiguous() and kernels.fit(positions, query, slots)
+    return not casts(grad_output) and query.is_contiguous() and kernels.fit(positions, query, slots)
 
 
 def gradients_of_response(
@@ -116,12 +115,13 @@ def gradients_of_response(
     """
     batch, groups, count, channels = slots.shape
     step, rows = 1 + COEFFICIENTS[operator.coefficients], query.shape[1] // groups
-    matrix = slots.flatten(0, 1)[:, : rows * step : step].contiguous()
+    matrix = slots.flatten(0, 1)[:, : rows * step : step].float().contiguous()
     grad_query, sums = torch.ops.farfield.project_and_sum(
-        grad_output.flatten(0, 1), matrix, None, query.reshape(-1, rows, grad_output.shape[3])
+        grad_output.flatten(0, 1), matrix, None, query.reshape(-1, rows, grad_output.shape[3]).float()
     )
     places = [1 + slot // step if slot < rows * step and slot % step == 0 else 0 for slot in range(count)]
-    return grad_query.view(query.shape), sums[:, places].view(batch, groups, count, channels)
+    grad_slots = sums[:, places].view(batch, groups, count, channels)
+    return grad_query.view(query.shape).to(query.dtype), grad_slots.to(slots.dtype)
 
 
 def expand_batch(matrix: Tensor, batch: int) -> Tensor:

@@ -24,6 +24,8 @@ LIBRARY = FOLDER / "farfield_cpu.so"
 REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
+# What grids and positions may be; the kernels compute in float32.
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"
 
 
@@ -46,7 +48,7 @@ def register() -> None:
     """Register the output shapes and the FLOPs of the kernels with torch."""
 
     def axis_sums(grid: Tensor) -> Tensor:
-        return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]))
+        return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]), dtype=torch.float32)
 
     def axis_means(grid: Tensor) -> Tensor:
         return axis_sums(grid)
@@ -68,8 +70,8 @@ def register() -> None:
         grid: Tensor, matrix: Tensor, both: bool, training: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         (batch, channels), (heads, _) = grid.shape[:2], matrix.shape
-        scores = grid.new_empty(batch, heads, math.prod(grid.shape[2:]))
-        return torch.empty_like(grid), scores, grid.new_empty(batch, 1 + heads, channels)
+        scores = matrix.new_empty(batch, heads, math.prod(grid.shape[2:]))
+        return torch.empty_like(grid), scores, matrix.new_empty(batch, 1 + heads, channels)
 
     def score_attention_backward(
         grid: Tensor, matrix: Tensor, both: bool, scores: Tensor, sums: Tensor, grad_output: Tensor
@@ -85,8 +87,8 @@ def register() -> None:
         positions: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         slots = 1 + (matrix if weights is None else weights).shape[1]
-        rows = positions.new_empty(positions.shape[0], matrix.shape[1], positions.shape[2])
-        return rows, positions.new_empty(positions.shape[0], slots, positions.shape[1])
+        rows = matrix.new_empty(positions.shape[0], matrix.shape[1], positions.shape[2])
+        return rows, matrix.new_empty(positions.shape[0], slots, positions.shape[1])
 
     def project_and_summarize(
         positions: Tensor,
@@ -99,8 +101,9 @@ def register() -> None:
         exponentials: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         batch, channels, count = positions.shape
-        rows, values = positions.new_empty(batch, queries, count), positions.new_empty(batch, keys, channels // groups)
-        return rows, values, positions.new_empty(batch, keys), positions.new_empty(batch, keys)
+        sizes = ((batch, keys, channels // groups), (batch, keys), (batch, keys))
+        values, weights, peak = (positions.new_empty(size, dtype=torch.float32) for size in sizes)
+        return positions.new_empty(batch, queries, count), values, weights, peak
 
     def project_and_summarize_backward(
         positions: Tensor,
@@ -116,11 +119,11 @@ def register() -> None:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = torch.empty_like(positions) if wanted else positions.new_empty(0, *positions.shape[1:])
         rows = 0 if matrix is None else len(matrix)
-        return grad, positions.new_empty(rows, positions.shape[1]), positions.new_empty(rows)
+        return grad, grad_values.new_empty(rows, positions.shape[1]), grad_values.new_empty(rows)
 
     def combine_slots(queries: Tensor, slots: Tensor, heads: int, softmax: bool, wide: bool) -> Tensor:
         batch, channels, count = len(queries), slots.shape[1] * slots.shape[3], queries.shape[2]
-        return slots.new_empty(batch, count, channels).mT if wide else slots.new_empty(batch, channels, count)
+        return queries.new_empty(batch, count, channels).mT if wide else queries.new_empty(batch, channels, count)
 
     def combine_slots_backward(
         queries: Tensor, slots: Tensor, grad_output: Tensor, heads: int, softmax: bool
@@ -234,8 +237,8 @@ def why_not(*tensors: Tensor | None) -> Iterator[str]:
 
 def why_not_on(tensor: Tensor) -> Iterator[str]:
     """Yield every reason against a kernel on this tensor."""
-    if tensor.dtype != torch.float32:
-        yield f"{tensor.dtype}, not torch.float32"
+    if tensor.dtype not in FORMATS:
+        yield f"{tensor.dtype}, not {', '.join(map(str, FORMATS))}"
     if tensor.device.type != "cpu":
         yield f"on {tensor.device}, not on a CPU"
     if type(tensor) not in (Tensor, nn.Parameter):
@@ -260,6 +263,12 @@ def instructions() -> str:
     return cast(str, torch.ops.farfield.instructions())
 
 
+@functools.cache
+def multiplied_by_processor() -> frozenset[torch.dtype]:
+    """Return the formats of half the width whose products the processor has; torch's products are then faster."""
+    return frozenset(getattr(torch, name) for name in torch.ops.farfield.multiplied().split())
+
+
 def fit(*tensors: Tensor | None) -> bool:
     """Whether `why_not` yields nothing, without building its texts, which take 5 % of the time on small grids."""
     return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
@@ -276,5 +285,5 @@ def in_either_order(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is one of float32 numbers on a CPU, and of no class of its own."""
-    return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
+    """Whether a tensor has numbers that kernels read, on a CPU, and is of no class of its own."""
+    return tensor.dtype in FORMATS and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)

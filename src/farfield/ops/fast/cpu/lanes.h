@@ -6,6 +6,8 @@
 #include <cstring>
 #include <new>
 
+#include "numbers.h"
+
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
@@ -56,11 +58,14 @@ class Held {
 };
 
 // Writes past the caches, where the processor can.
-inline void write_past(const float* from, float* to, int64_t count) {
+template <class Number>
+inline void write_past(const Number* from, Number* to, int64_t count) {
   int64_t x = 0;
 #ifdef __AVX__
-  for (; x < count && reinterpret_cast<uintptr_t>(to + x) % sizeof(__m256); ++x) to[x] = from[x];
-  for (; x + 8 <= count; x += 8) _mm256_stream_ps(to + x, _mm256_loadu_ps(from + x));
+  for (; x < count && reinterpret_cast<uintptr_t>(to + x) % sizeof(__m256i); ++x) to[x] = from[x];
+  for (constexpr int64_t step = sizeof(__m256i) / sizeof(Number); x + step <= count; x += step)
+    _mm256_stream_si256(
+        reinterpret_cast<__m256i*>(to + x), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + x)));
 #endif
   for (; x < count; ++x) to[x] = from[x];
 }
@@ -72,6 +77,96 @@ inline void finish_writing() {
 #endif
 }
 
+// ---- formats of half the width ---------------------------------------------------------------------------------------
+inline float of_bits(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
+inline uint32_t bits_of(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return bits;
+}
+
+// bfloat16 is the upper half of a float.
+inline float of_bfloat16(uint16_t number) { return of_bits(uint32_t{number} << 16); }
+
+// To nearest, ties to even; the rest of a NaN could round to infinity.
+inline uint16_t to_bfloat16(float number) {
+  const uint32_t bits = bits_of(number), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// A float16 has the bits of a float of 10 digits whose exponent is 112 smaller; infinity and NaN keep the largest one.
+inline float of_half(uint16_t number) {
+  const uint32_t sign = uint32_t{number & 0x8000u} << 16, bits = uint32_t{number & 0x7fffu} << 13;
+  const uint32_t finite = bits_of(of_bits(bits) * 0x1p112f);
+  return of_bits(sign | ((number & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : finite));
+}
+
+inline uint16_t to_half(float number) {
+  const uint32_t all = bits_of(number), sign = all >> 16 & 0x8000, bits = all & 0x7fffffff;
+  const uint32_t below = bits_of(of_bits(bits) + 0.5f) - bits_of(0.5f);  // less than 2^-14: 0.5 leaves multiples of 2^-24
+  const uint32_t usual = (bits + 0xc8000fff + (bits >> 13 & 1)) >> 13;   // the exponent minus 112, rounded to even
+  const uint32_t large = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return static_cast<uint16_t>(sign | (bits >= 0x47800000 ? large : bits < 0x38800000 ? below : usual));
+}
+
+// `count` floats at `to` = numbers.
+inline void widen(const Numbers& from, int64_t count, float* __restrict to) {
+  const uint16_t* numbers = static_cast<const uint16_t*>(from.start);
+  int64_t i = 0;
+  if (from.format == Format::FLOAT) return void(std::memcpy(to, from.start, count * sizeof(float)));
+  if (from.format == Format::BFLOAT16) {
+    for (; i < count; ++i) to[i] = of_bfloat16(numbers[i]);
+    return;
+  }
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + i))));
+#endif
+  for (; i < count; ++i) to[i] = of_half(numbers[i]);
+}
+
+// Numbers = `count` floats at `from`.
+inline void narrow(const float* __restrict from, int64_t count, const Numbers& to) {
+  uint16_t* __restrict numbers = static_cast<uint16_t*>(to.start);
+  int64_t i = 0;
+  if (to.format == Format::FLOAT) return void(std::memcpy(to.start, from, count * sizeof(float)));
+  if (to.format == Format::BFLOAT16) {
+    for (; i < count; ++i) numbers[i] = to_bfloat16(from[i]);
+    return;
+  }
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+  for (; i < count; ++i) numbers[i] = to_half(from[i]);
+}
+
+// Numbers as floats: where they are, or in `room`.
+inline const float* read(const Numbers& from, int64_t count, float* room) {
+  if (from.format == Format::FLOAT) return static_cast<const float*>(from.start);
+  widen(from, count, room);
+  return room;
+}
+
+// Numbers = `count` floats at `from`, past the caches if `past`.
+inline void write(const float* from, int64_t count, const Numbers& to, bool past) {
+  constexpr int64_t SOME = 1024;
+  if (!past) return narrow(from, count, to);
+  if (to.format == Format::FLOAT) return write_past(from, static_cast<float*>(to.start), count);
+  uint16_t some[SOME];
+  for (int64_t first = 0; first < count; first += SOME) {
+    const int64_t length = least(SOME, count - first);
+    narrow(from + first, length, {some, to.format});
+    write_past(some, static_cast<uint16_t*>(to.start) + first, length);
+  }
+}
+
+// ---- functions -------------------------------------------------------------------------------------------------------
 // e^x for x ≤ 0 to about 2 roundings: 2^n · e^r with n = round(x / ln 2); below -87 it is 0.
 inline Lanes exponential(Lanes x) {
   using Whole = int32_t __attribute__((vector_size(WIDTH * sizeof(int32_t))));

@@ -90,24 +90,30 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor allocate(IntHeaderOnlyArrayRef size) { return torch::stable::empty(size, ScalarType::Float); }
+Tensor allocate(IntHeaderOnlyArrayRef size, ScalarType type = ScalarType::Float) {
+  return torch::stable::empty(size, type);
+}
 
 void check(bool right, const char* text) {
   if (!right) throw std::runtime_error(std::string("farfield's kernels take ") + text);
 }
 
-const float* numbers_of(const Tensor& tensor) {
-  check(tensor.scalar_type() == ScalarType::Float, "float32 alone");
-  return static_cast<const float*>(tensor.const_data_ptr());
+// The numbers of a grid or of positions.
+Numbers numbers_of(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  const bool is_bfloat16 = type == ScalarType::BFloat16, is_half = type == ScalarType::Half;
+  check(type == ScalarType::Float || is_bfloat16 || is_half, "grids of float32, bfloat16 and float16 alone");
+  const Format format = is_bfloat16 ? Format::BFLOAT16 : is_half ? Format::HALF : Format::FLOAT;
+  return {const_cast<void*>(tensor.const_data_ptr()), format};
 }
 
 const float* read(const Tensor& tensor) {
-  check(tensor.is_contiguous(), "contiguous matrices alone");
-  return numbers_of(tensor);
+  check(tensor.is_contiguous() && tensor.scalar_type() == ScalarType::Float, "contiguous float32 matrices alone");
+  return static_cast<const float*>(tensor.const_data_ptr());
 }
 
 // A grid or positions of either memory order, contiguous or channels-last.
-const float* read_grid(const Tensor& tensor) {
+Numbers grid_of(const Tensor& tensor) {
   if (tensor.is_contiguous()) return numbers_of(tensor);
   int64_t stride = 1;
   const auto fits = [&](int64_t axis) {
@@ -121,7 +127,7 @@ const float* read_grid(const Tensor& tensor) {
   return numbers_of(tensor);
 }
 
-float* write(const Tensor& tensor) { return const_cast<float*>(numbers_of(tensor)); }
+float* write(const Tensor& tensor) { return const_cast<float*>(read(tensor)); }
 
 Axes axes_of(IntHeaderOnlyArrayRef size) {
   check(size.size() >= 2 && size.size() <= MOST_AXES, "grids of 2 to 16 spatial dims alone");
@@ -137,7 +143,7 @@ int64_t positions_of(const Tensor& grid) {
 }
 
 bool past_caches(const Tensor& out, bool training) {
-  return out.numel() * static_cast<int64_t>(sizeof(float)) >= (training ? PAST_IN_TRAINING : PAST);
+  return out.numel() * bytes_of(numbers_of(out).format) >= (training ? PAST_IN_TRAINING : PAST);
 }
 
 // Whether the channels of a grid or of positions are contiguous, and not its positions.
@@ -147,13 +153,13 @@ bool is_wide(const Tensor& tensor) { return !tensor.is_contiguous(); }
 int64_t pieces_of(int64_t rows) { return std::clamp<int64_t>(rows, 1, 16); }
 
 // A new grid `(b, c, *size)`, in channels-last format if `wide`.
-Tensor allocate_grid(std::vector<int64_t> sizes, bool wide) {
-  if (!wide) return allocate(sizes);
+Tensor allocate_grid(std::vector<int64_t> sizes, ScalarType type, bool wide) {
+  if (!wide) return allocate(sizes, type);
   std::vector<int64_t> order{0, static_cast<int64_t>(sizes.size()) - 1};
   for (int64_t axis = 1; axis + 1 < static_cast<int64_t>(sizes.size()); ++axis) order.push_back(axis);
   sizes.push_back(sizes[1]);
   sizes.erase(sizes.begin() + 1);
-  return call("aten::permute", "", allocate(sizes), IntHeaderOnlyArrayRef(order));
+  return call("aten::permute", "", allocate(sizes, type), IntHeaderOnlyArrayRef(order));
 }
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
@@ -162,7 +168,7 @@ std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().beg
 Tensor along_axes(const Tensor& grid, bool means) {
   const Axes axes = axes_of(grid);
   Tensor out = allocate({grid.size(0), grid.size(1), axes.total});
-  const SumAxes job{axes, grid.size(1), read_grid(grid), write(out), means};
+  const SumAxes job{axes, grid.size(1), grid_of(grid), write(out), means};
   const int64_t chunks = (grid.size(1) + SOME_CHANNELS - 1) / SOME_CHANNELS;
   if (is_wide(grid)) run(loops.wide.sum_axes, job, grid.size(0) * chunks, axes.plane() * SOME_CHANNELS);
   else run(loops.sum_axes, job, grid.size(0) * grid.size(1), axes.plane());
@@ -174,17 +180,24 @@ Tensor axis_sums(const Tensor& grid) { return along_axes(grid, false); }
 Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
 
 // From `(b, c, Σ size)` to `(b, c, *size)`: each position is the sum of the numbers at its indices, first axis first.
-// Vectors with contiguous channels make a grid in channels-last format.
-Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
+// Vectors with contiguous channels make a grid in channels-last format. The vectors are floats, the grid of a type.
+Tensor make_grid(const Tensor& vectors, std::vector<int64_t> size, ScalarType type, bool means, bool training) {
   const Axes axes = axes_of(size);
   size.insert(size.begin(), {vectors.size(0), vectors.size(1)});
   const bool wide = is_wide(vectors);
   const int64_t rows = axes.slabs * axes.height, pieces = pieces_of(rows);
-  Tensor out = allocate_grid(size, wide);
-  const OuterSum job{axes, size[1], pieces, read_grid(vectors), write(out), means, past_caches(out, training)};
+  Tensor out = allocate_grid(size, type, wide);
+  const float* numbers = static_cast<const float*>(grid_of(vectors).start);
+  const OuterSum job{axes, size[1], pieces, numbers, grid_of(out), means, past_caches(out, training)};
   if (wide) run(loops.wide.outer_sum, job, size[0] * pieces, axes.plane() / pieces * size[1]);
   else run(loops.outer_sum, job, size[0] * size[1], axes.plane());
   return out;
+}
+
+Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
+  const ScalarType type = vectors.scalar_type();
+  const Tensor floats = type == ScalarType::Float ? vectors : torch::stable::to(vectors, ScalarType::Float);
+  return make_grid(floats, std::move(size), type, means, training);
 }
 
 // Softmax attention of positions `(b, c, n)` to each other; the weights `(b · h, n, n)` are written if they are wanted.
@@ -236,16 +249,16 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
     }
   }
   const std::vector<int64_t> size(axes.size, axes.size + axes.count);
-  if (!is_wide(grid)) return outer_sum(vectors, size, false, false);
+  if (!is_wide(grid)) return make_grid(vectors, size, grid.scalar_type(), false, false);
   const Tensor turned = torch::stable::contiguous(torch::stable::transpose(vectors, 1, 2));
-  return outer_sum(torch::stable::transpose(turned, 1, 2), size, false, false);
+  return make_grid(torch::stable::transpose(turned, 1, 2), size, grid.scalar_type(), false, false);
 }
 
 // From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of
 // [1; weights] ⊗ positions, `(b, 1 + s, c)`. The matrix is `(b, r, c)`, the offset `(b, r, n)` and the weights
 // `(b, s, n)`; without weights the rows are the weights.
 std::tuple<Tensor, Tensor> project_and_sum(
-    const float* positions, bool wide, int64_t batch, int64_t channels, int64_t count, const float* matrix,
+    const Numbers& positions, bool wide, int64_t batch, int64_t channels, int64_t count, const float* matrix,
     int64_t rows, const float* offset, const float* weights, int64_t given) {
   const int64_t slots = 1 + (weights ? given : rows);
   const int64_t most = std::clamp<int64_t>(BLOCK / std::max<int64_t>(1, channels), 64, 4096);
@@ -268,7 +281,7 @@ std::tuple<Tensor, Tensor> project_and_sum_of(
     const Tensor& positions, const Tensor& matrix, const std::optional<Tensor>& offset,
     const std::optional<Tensor>& weights) {
   return project_and_sum(
-      read_grid(positions), is_wide(positions), positions.size(0), positions.size(1), positions.size(2), read(matrix), matrix.size(1),
+      grid_of(positions), is_wide(positions), positions.size(0), positions.size(1), positions.size(2), read(matrix), matrix.size(1),
       offset ? read(*offset) : nullptr, weights ? read(*weights) : nullptr, weights ? weights->size(1) : 0);
 }
 
@@ -280,11 +293,11 @@ std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Ten
   std::vector<float> matrices(batch * matrix.numel());
   for (int64_t b = 0; b < batch; ++b) std::copy_n(read(matrix), matrix.numel(), matrices.data() + b * matrix.numel());
   const auto [scores, sums] =
-      project_and_sum(read_grid(grid), is_wide(grid), batch, channels, count, matrices.data(), heads, nullptr, nullptr, 0);
-  Tensor out = allocate_grid(sizes_of(grid), is_wide(grid));
+      project_and_sum(grid_of(grid), is_wide(grid), batch, channels, count, matrices.data(), heads, nullptr, nullptr, 0);
+  Tensor out = allocate_grid(sizes_of(grid), grid.scalar_type(), is_wide(grid));
   const int64_t pieces = pieces_of(count);
   const RespondToScores job{
-      channels, count, heads, pieces, read(scores), read(sums), write(out), both, past_caches(out, training)};
+      channels, count, heads, pieces, read(scores), read(sums), grid_of(out), both, past_caches(out, training)};
   if (is_wide(grid)) run(loops.wide.respond_to_scores, job, batch * pieces, count / pieces * channels);
   else run(loops.respond_to_scores, job, batch * channels, count);
   return {out, scores, sums};
@@ -304,18 +317,18 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t c = 0; c < channels; ++c) means[(b * heads + c / depth) * channels + c] = sum[b * slots * channels + c] * share;
   const auto [started, grad_sums] = project_and_sum(
-      read_grid(grad_output), is_wide(grad_output), batch, channels, count, means.data(), heads, nullptr, read(scores), heads);
+      grid_of(grad_output), is_wide(grad_output), batch, channels, count, means.data(), heads, nullptr, read(scores), heads);
   const float* grad_sum = read(grad_sums);
   if (both)
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t c = 0; c < channels; ++c)
         halves[(b * heads + c / depth) * channels + c] = grad_sum[b * slots * channels + c] * share;
   const auto [rows, products] =
-      project_and_sum(read_grid(grid), is_wide(grid), batch, channels, count, halves.data(), heads, read(started), nullptr, 0);
-  Tensor out = allocate_grid(sizes_of(grid), is_wide(grid)), grad_matrix = allocate(matrix.sizes());
+      project_and_sum(grid_of(grid), is_wide(grid), batch, channels, count, halves.data(), heads, read(started), nullptr, 0);
+  Tensor out = allocate_grid(sizes_of(grid), grid.scalar_type(), is_wide(grid)), grad_matrix = allocate(matrix.sizes());
   const int64_t pieces = pieces_of(count);
   const SpreadGradients job{channels,     count,    heads,         pieces,     read(scores), read(rows),
-                            read(matrix), grad_sum, halves.data(), write(out), past_caches(out, true)};
+                            read(matrix), grad_sum, halves.data(), grid_of(out), past_caches(out, true)};
   if (is_wide(grid)) run(loops.wide.spread_gradients, job, batch * pieces, count / pieces * channels);
   else run(loops.spread_gradients, job, batch * channels, count);
   float* result = write(grad_matrix);
@@ -335,15 +348,18 @@ int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 81
 Positions view_of(const Tensor& tensor) {
   const auto strides = tensor.strides();
   check(strides.size() == 3 && (strides[1] == 1 || strides[2] == 1), "positions with one stride of 1 alone");
-  return {const_cast<float*>(numbers_of(tensor)), tensor.size(1), strides[0], strides[1],
-          strides[2]};
+  return {numbers_of(tensor), tensor.size(1), strides[0], strides[1], strides[2]};
 }
 
-// New positions, in the memory order of others.
-Tensor allocate_like(const Tensor& like, int64_t channels) {
-  const int64_t batch = like.size(0), count = like.size(2);
-  if (like.is_contiguous()) return allocate({batch, channels, count});
-  return torch::stable::transpose(allocate({batch, count, channels}), 1, 2);
+// New positions of the type of others, with contiguous channels if `wide`.
+Tensor allocate_positions(const Tensor& like, int64_t batch, int64_t channels, int64_t count, bool wide) {
+  if (!wide) return allocate({batch, channels, count}, like.scalar_type());
+  return torch::stable::transpose(allocate({batch, count, channels}, like.scalar_type()), 1, 2);
+}
+
+// The same, in the memory order of the others.
+Tensor allocate_like(const Tensor& like) {
+  return allocate_positions(like, like.size(0), like.size(1), like.size(2), is_wide(like));
 }
 
 const float* read(const std::optional<Tensor>& tensor) { return tensor ? read(*tensor) : nullptr; }
@@ -358,13 +374,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> project_and_summarize(
   const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
   const int64_t parts = parts_of(count), group = keys / groups, own = channels / groups, width = padded(group);
   const int64_t across = groups * width;
-  Tensor out = allocate({batch, queries, count}), sums = allocate({batch, keys, own}), totals = allocate({batch, keys});
+  Tensor out = allocate_positions(positions, batch, queries, count, false);
+  Tensor sums = allocate({batch, keys, own}), totals = allocate({batch, keys});
   Tensor peak = allocate({batch, keys});
   std::vector<double> values(batch * parts * channels * across), weights(batch * parts * keys);
   std::vector<float> peaks(batch * parts * keys);
   run(products.summarize,
       Summarize{parts,        count,       keys,          matrix ? matrix->size(0) : channels, queries,       groups,
-                exponentials, view_of(positions), read(matrix), read(bias),     read(valid),   write(out),
+                exponentials, view_of(positions), read(matrix), read(bias),     read(valid),   view_of(out),
                 peaks.data(), values.data(), weights.data()},
       batch * parts, count / parts * channels);
   float *sum = write(sums), *total = write(totals), *most = write(peak);
@@ -399,19 +416,19 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
   const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
   const int64_t parts = parts_of(count), rows = matrix ? matrix->size(0) : channels, keys = grad_values.size(1);
   const int64_t width = padded(rows), learned = matrix ? batch * parts : 0;
-  Tensor out = wanted ? allocate_like(positions, channels) : allocate({0, channels, count});
+  Tensor out = wanted ? allocate_like(positions) : allocate_positions(positions, 0, channels, count, false);
   Tensor grad_matrix = allocate({matrix ? rows : 0, channels}), grad_bias = allocate({matrix ? rows : 0});
   std::vector<double> matrices(learned * channels * width), biases(learned * rows);
   Positions target = view_of(out);
   target.past = past_caches(out, true);
-  if (!wanted) target.numbers = nullptr;
+  if (!wanted) target.numbers.start = nullptr;
   run(products.summarize_gradient,
       SummarizeGradient{parts,        count,       keys,
                         rows,         channels / grad_values.size(2), peak.has_value(),
                         same,         view_of(positions), target,
-                        read(matrix), read(bias),  read(valid),
-                        read(peak),   read(grad_values), read(grad_weights),
-                        read(grad_queries), matrices.data(), biases.data()},
+                        grad_queries ? view_of(*grad_queries) : Positions{}, read(matrix), read(bias),
+                        read(valid),  read(peak),  read(grad_values),
+                        read(grad_weights), matrices.data(), biases.data()},
       batch * parts, count / parts * channels);
   if (!matrix) return {out, grad_matrix, grad_bias};
   float *to = write(grad_matrix), *to_bias = write(grad_bias);
@@ -433,7 +450,7 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
 Tensor combine_slots(const Tensor& queries, const Tensor& slots, int64_t heads, bool softmax, bool wide) {
   const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), groups = slots.size(1);
   const int64_t channels = groups * slots.size(3);
-  Tensor out = wide ? torch::stable::transpose(allocate({batch, count, channels}), 1, 2) : allocate({batch, channels, count});
+  Tensor out = allocate_positions(queries, batch, channels, count, wide);
   Positions target = view_of(out);
   target.past = past_caches(out, true);
   run(products.respond,
@@ -449,7 +466,7 @@ std::tuple<Tensor, Tensor> combine_slots_backward(
   const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), rows = queries.size(1);
   const int64_t groups = slots.size(1), number = slots.size(2), channels = slots.size(3), group = rows / groups;
   const int64_t width = padded(group), across = width + 1;
-  Tensor grad_queries = allocate_like(queries, rows), grad_slots = allocate(slots.sizes());
+  Tensor grad_queries = allocate_like(queries), grad_slots = allocate(slots.sizes());
   std::vector<double> sums(batch * parts * groups * channels * across);
   run(products.respond_gradient,
       RespondGradient{parts, count, heads, rows, groups, number, channels, softmax, read(slots),
@@ -470,6 +487,16 @@ std::tuple<Tensor, Tensor> combine_slots_backward(
 
 // The instruction set whose loops run.
 std::string instructions() { return loops.name; }
+
+// The formats of half the width that the processor multiplies itself, as torch's matrix products then do.
+std::string multiplied() {
+  std::string formats;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bf16")) formats += "bfloat16 ";
+  if (__builtin_cpu_supports("avx512fp16")) formats += "float16 ";
+#endif
+  return formats;
+}
 
 STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("axis_means(Tensor grid) -> Tensor");
@@ -498,6 +525,7 @@ STABLE_TORCH_LIBRARY(farfield, library) {
       "combine_slots_backward(Tensor queries, Tensor slots, Tensor grad_output, int heads, bool softmax)"
       " -> (Tensor, Tensor)");
   library.def("instructions() -> str");
+  library.def("multiplied() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
@@ -518,6 +546,7 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(farfield, CompositeExplicitAutograd, library) {
   library.impl("instructions", TORCH_BOX(&instructions));
+  library.impl("multiplied", TORCH_BOX(&multiplied));
 }
 
 }  // namespace

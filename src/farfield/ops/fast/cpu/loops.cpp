@@ -38,14 +38,18 @@ inline void add_multiple(
   for (; x < count; ++x) to[x] = number + factor * from[x];
 }
 
+// Whether results are computed where they stay, and not converted or written past the caches from somewhere else.
+inline bool are_in_place(const Numbers& to, bool past) { return to.format == Format::FLOAT && !past; }
+
 // Calls `fill(to, first, length)` for parts of `count` numbers, and writes them past the caches if `past`.
 template <class Fill>
-inline void write(float* to, int64_t count, bool past, const Fill& fill) {
+inline void write_parts(const Numbers& to, int64_t count, bool past, const Fill& fill) {
   float part[CHUNK];
+  const bool in_place = are_in_place(to, past);
   for (int64_t first = 0; first < count; first += CHUNK) {
     const int64_t length = least(CHUNK, count - first);
-    fill(past ? part : to + first, first, length);
-    if (past) write_past(part, to + first, length);
+    fill(in_place ? static_cast<float*>(to.start) + first : part, first, length);
+    if (!in_place) write(part, length, to.from(first), past);
   }
 }
 
@@ -82,7 +86,7 @@ inline void add_rows(const float* rows, int64_t width, float* __restrict columns
 void sum_axes(const SumAxes& of, int64_t begin, int64_t end) {
   const Axes& axes = of.axes;
   const int64_t width = axes.width, height = axes.height;
-  const Held<float> columns(width);
+  const Held<float> columns(width), room(of.grid.format == Format::FLOAT ? 0 : 4 * width);
   const Held<double> sums(axes.total);
   double *last = sums.data() + axes.total - width, *upright = last - height;
   int64_t held = 0;
@@ -94,11 +98,11 @@ void sum_axes(const SumAxes& of, int64_t begin, int64_t end) {
   for (int64_t p = begin; p < end; ++p) {
     clear(sums.data(), axes.total);
     for (int64_t slab = 0; slab < axes.slabs; ++slab) {
-      const float* rows = of.grid + (p * axes.slabs + slab) * height * width;
+      const Numbers rows = of.grid.from((p * axes.slabs + slab) * height * width);
       double sum = 0;
       by_fours(height, [&]<int K>(int64_t y) {
         double row_sums[K];
-        add_rows<K>(rows + y * width, width, columns.data(), row_sums);
+        add_rows<K>(read(rows.from(y * width), K * width, room.data()), width, columns.data(), row_sums);
         for (int k = 0; k < K; ++k) {
           upright[y + k] += row_sums[k];
           sum += row_sums[k];
@@ -122,8 +126,9 @@ void sum_axes(const SumAxes& of, int64_t begin, int64_t end) {
 void outer_sum(const OuterSum& of, int64_t begin, int64_t end) {
   const Axes& axes = of.axes;
   const int64_t width = axes.width, height = axes.height;
-  const int64_t rows = !of.past ? height : width > CHUNK ? 1 : CHUNK / width;
-  const Held<float> shares(axes.total), part(of.past ? rows * width : 0);
+  const bool in_place = are_in_place(of.out, of.past);
+  const int64_t rows = in_place ? height : width > CHUNK ? 1 : CHUNK / width;
+  const Held<float> shares(axes.total), part(in_place ? 0 : rows * width);
   for (int64_t p = begin; p < end; ++p) {
     const float* vector = of.vectors + p * axes.total;
     if (of.means) {
@@ -140,11 +145,11 @@ void outer_sum(const OuterSum& of, int64_t begin, int64_t end) {
       axes.places(slab, [&](int64_t where) { sum += vector[where]; });
       for (int64_t first = 0; first < height; first += rows) {
         const int64_t length = least(rows, height - first);
-        float* own = of.out + ((p * axes.slabs + slab) * height + first) * width;
-        float* result = of.past ? part.data() : own;
+        const Numbers own = of.out.from(((p * axes.slabs + slab) * height + first) * width);
+        float* result = in_place ? static_cast<float*>(own.start) : part.data();
         for (int64_t y = 0; y < length; ++y)
-          add_multiple(sum + upright[first + y], 1, last, result + y * width, width, !of.past);
-        if (of.past) write_past(result, own, length * width);
+          add_multiple(sum + upright[first + y], 1, last, result + y * width, width, in_place);
+        if (!in_place) write(result, length * width, own, of.past);
       }
     }
   }
@@ -197,10 +202,15 @@ inline void sum_channels(
 // without weights the rows are the weights. A block is still in a cache when it is read a second time.
 void project_and_sum(const ProjectAndSum& of, int64_t begin, int64_t end) {
   const int64_t channels = of.channels, count = of.count;
+  const bool widened = of.positions.format != Format::FLOAT;
+  const Held<float> room(widened ? channels * (count / of.blocks + 1) : 0);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t b = task / of.blocks, block = task % of.blocks;
     const int64_t first = count * block / of.blocks, length = count * (block + 1) / of.blocks - first;
-    const float* own = of.positions + b * channels * count + first;
+    const Numbers there = of.positions.from(b * channels * count + first);
+    for (int64_t c = 0; widened && c < channels; ++c) widen(there.from(c * count), length, &room[c * length]);
+    const float* own = widened ? room.data() : static_cast<const float*>(there.start);
+    const int64_t stride = widened ? length : count;
     float* row = of.out + b * of.rows * count + first;
     for (int64_t r = 0; r < of.rows * count; r += count) {
       if (of.offset) std::memcpy(row + r, of.offset + b * of.rows * count + r + first, length * sizeof(float));
@@ -208,13 +218,13 @@ void project_and_sum(const ProjectAndSum& of, int64_t begin, int64_t end) {
     }
     by_fours(channels, [&]<int K>(int64_t c) {
       for (int64_t r = 0; r < of.rows; ++r)
-        add_scaled<K>(of.matrix + (b * of.rows + r) * channels + c, own + c * count, count, row + r * count, length);
+        add_scaled<K>(of.matrix + (b * of.rows + r) * channels + c, own + c * stride, stride, row + r * count, length);
     });
     const float* weight = of.weights ? of.weights + b * (of.slots - 1) * count + first : row;
     double* part = of.sums + (block * of.batch + b) * of.slots * channels;
     by_fours(channels, [&]<int K>(int64_t c) {
       for (int64_t s = 1; s < of.slots; ++s)
-        sum_channels<K>(own + c * count, count, weight + (s - 1) * count, length, part + c, part + s * channels + c);
+        sum_channels<K>(own + c * stride, stride, weight + (s - 1) * count, length, part + c, part + s * channels + c);
     });
   }
 }
@@ -227,7 +237,7 @@ void respond_to_scores(const RespondToScores& of, int64_t begin, int64_t end) {
     const float mean = own[0] / static_cast<float>(of.count);
     const float start = of.both ? own[(1 + head) * of.channels] / static_cast<float>(of.count) : 0.0f;
     const float* score = of.scores + (b * of.heads + head) * of.count;
-    write(of.out + p * of.count, of.count, of.past, [&](float* result, int64_t first, int64_t length) {
+    write_parts(of.out.from(p * of.count), of.count, of.past, [&](float* result, int64_t first, int64_t length) {
       add_multiple(start, mean, score + first, result, length, !of.past);
     });
   }
@@ -242,7 +252,7 @@ void spread_gradients(const SpreadGradients& of, int64_t begin, int64_t end) {
     const int64_t b = p / channels, c = p % channels, head = c / (channels / heads);
     const float start = of.sums[(b * (1 + heads) + 1 + head) * channels + c] * share;
     const float half = of.halves[(b * heads + head) * channels + c];
-    write(of.out + p * count, count, of.past, [&](float* result, int64_t first, int64_t length) {
+    write_parts(of.out.from(p * count), count, of.past, [&](float* result, int64_t first, int64_t length) {
       add_multiple(start, half, of.scores + (b * heads + head) * count + first, result, length, !of.past);
       for (int64_t h = 0; h < heads; ++h)
         add_scaled<1>(of.matrix + h * channels + c, of.rows + (b * heads + h) * count + first, count, result, length);
@@ -269,7 +279,9 @@ inline void add_positions(const float* from, int64_t stride, float* columns, flo
 void sum_axes_wide(const SumAxes& of, int64_t begin, int64_t end) {
   const Axes& axes = of.axes;
   const int64_t width = axes.width, height = axes.height, chunks = (of.channels + SOME_CHANNELS - 1) / SOME_CHANNELS;
+  const bool widened = of.grid.format != Format::FLOAT;
   const Held<float> columns(width * SOME_CHANNELS), row(SOME_CHANNELS);
+  const Held<float> room(widened ? least(width, CHUNK) * SOME_CHANNELS : 0);
   const Held<double> sums(axes.total * SOME_CHANNELS), slab_sums(SOME_CHANNELS);
   double *last = sums.data() + (axes.total - width) * SOME_CHANNELS, *upright = last - height * SOME_CHANNELS;
   for (int64_t task = begin; task < end; ++task) {
@@ -285,19 +297,23 @@ void sum_axes_wide(const SumAxes& of, int64_t begin, int64_t end) {
     for (int64_t slab = 0; slab < axes.slabs; ++slab) {
       clear(slab_sums.data(), SOME_CHANNELS);
       for (int64_t y = 0; y < height; ++y) {
-        const float* from = of.grid + ((b * axes.slabs + slab) * height + y) * width * of.channels + first_channel;
+        const Numbers there = of.grid.from(((b * axes.slabs + slab) * height + y) * width * of.channels + first_channel);
         for (int64_t first = 0; first < width; first += CHUNK) {
-          const int64_t length = least(CHUNK, width - first);
+          const int64_t length = least(CHUNK, width - first), stride = widened ? SOME_CHANNELS : of.channels;
+          const Numbers own = there.from(first * of.channels);
+          for (int64_t x = 0; widened && x < length; ++x)
+            widen(own.from(x * of.channels), channels, &room[x * SOME_CHANNELS]);
+          const float* from = widened ? room.data() : static_cast<const float*>(own.start);
           clear(row.data(), SOME_CHANNELS);
           int64_t c = 0;
           for (; c + 4 * WIDTH <= channels; c += 4 * WIDTH)
-            add_positions<4>(from + first * of.channels + c, of.channels, &columns[first * SOME_CHANNELS + c], &row[c], length);
+            add_positions<4>(from + c, stride, &columns[first * SOME_CHANNELS + c], &row[c], length);
           for (; c + WIDTH <= channels; c += WIDTH)
-            add_positions<1>(from + first * of.channels + c, of.channels, &columns[first * SOME_CHANNELS + c], &row[c], length);
+            add_positions<1>(from + c, stride, &columns[first * SOME_CHANNELS + c], &row[c], length);
           for (; c < channels; ++c)
-            for (int64_t x = first; x < first + length; ++x) {
-              row[c] += from[x * of.channels + c];
-              columns[x * SOME_CHANNELS + c] += from[x * of.channels + c];
+            for (int64_t x = 0; x < length; ++x) {
+              row[c] += from[x * stride + c];
+              columns[(first + x) * SOME_CHANNELS + c] += from[x * stride + c];
             }
           for (int64_t i = 0; i < channels; ++i) {
             upright[y * SOME_CHANNELS + i] += row[i];
@@ -323,14 +339,17 @@ void sum_axes_wide(const SumAxes& of, int64_t begin, int64_t end) {
 
 // Calls `fill(to, position)` for `count` positions from `first` on, and writes them past the caches if `past`.
 template <class Fill>
-inline void write_positions(float* to, int64_t first, int64_t count, int64_t channels, bool past, const Fill& fill) {
-  const int64_t some = !past ? count : channels > CHUNK ? 1 : CHUNK / channels;
-  const Held<float> part(past ? some * channels : 0);
+inline void write_positions(
+    const Numbers& to, int64_t first, int64_t count, int64_t channels, bool past, const Fill& fill) {
+  const bool in_place = are_in_place(to, past);
+  const int64_t some = in_place ? count : channels > CHUNK ? 1 : CHUNK / channels;
+  const Held<float> part(in_place ? 0 : some * channels);
   for (int64_t start = first; start < first + count; start += some) {
     const int64_t length = least(some, first + count - start);
-    float* result = past ? part.data() : to + start * channels;
+    const Numbers own = to.from(start * channels);
+    float* result = in_place ? static_cast<float*>(own.start) : part.data();
     for (int64_t i = 0; i < length; ++i) fill(result + i * channels, start + i);
-    if (past) write_past(result, to + start * channels, length * channels);
+    if (!in_place) write(result, length * channels, own, past);
   }
 }
 
@@ -356,7 +375,7 @@ void outer_sum_wide(const OuterSum& of, int64_t begin, int64_t end) {
         for (int64_t c = 0; c < channels; ++c) base[c] += vectors[where * channels + c];
       });
       for (int64_t c = 0; c < channels; ++c) base[c] += upright[row % height * channels + c];
-      float* to = of.out + (b * rows + row) * width * channels;
+      const Numbers to = of.out.from((b * rows + row) * width * channels);
       write_positions(to, 0, width, channels, of.past, [&](float* __restrict result, int64_t x) {
         const float *own = last + x * channels, *start = base.data();
 #pragma omp simd
@@ -390,7 +409,7 @@ inline void add_weighted(
 
 void project_and_sum_wide(const ProjectAndSum& of, int64_t begin, int64_t end) {
   const int64_t channels = of.channels, count = of.count;
-  const Held<float> held(of.slots * channels);
+  const Held<float> held(of.slots * channels), room(of.positions.format == Format::FLOAT ? 0 : 4 * channels);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t b = task / of.blocks, block = task % of.blocks;
     const int64_t first = count * block / of.blocks, last = count * (block + 1) / of.blocks;
@@ -398,7 +417,7 @@ void project_and_sum_wide(const ProjectAndSum& of, int64_t begin, int64_t end) {
     for (int64_t start = first; start < last; start += CHUNK) {
       const int64_t length = least(CHUNK, last - start);
       by_fours(length, [&]<int K>(int64_t j) {
-        const float* own = of.positions + (b * count + start + j) * channels;
+        const float* own = read(of.positions.from((b * count + start + j) * channels), K * channels, room.data());
         for (int64_t r = 0; r < of.rows; ++r) {
           const int64_t place = (b * of.rows + r) * count + start + j;
           for (int k = 0; k < K; ++k)
@@ -428,7 +447,7 @@ void respond_to_scores_wide(const RespondToScores& of, int64_t begin, int64_t en
       starts[c] = of.both ? own[(1 + c / depth) * channels + c] / static_cast<float>(of.count) : 0;
     }
     const float* scores = of.scores + b * of.heads * of.count;
-    float* to = of.out + b * of.count * channels;
+    const Numbers to = of.out.from(b * of.count * channels);
     write_positions(to, first, last - first, channels, of.past, [&](float* __restrict result, int64_t j) {
       for (int64_t h = 0; h < of.heads; ++h) {
         const float score = scores[h * of.count + j], *mean = &means[h * depth], *start = &starts[h * depth];
@@ -452,7 +471,7 @@ void spread_gradients_wide(const SpreadGradients& of, int64_t begin, int64_t end
       starts[c] = of.sums[(b * (1 + heads) + 1 + c / depth) * channels + c] * share;
       halves[c] = of.halves[(b * heads + c / depth) * channels + c];
     }
-    float* to = of.out + b * count * channels;
+    const Numbers to = of.out.from(b * count * channels);
     write_positions(to, first, last - first, channels, of.past, [&](float* __restrict result, int64_t j) {
       for (int64_t h = 0; h < heads; ++h) {
         const float score = of.scores[(b * heads + h) * count + j], *half = &halves[h * depth], *start = &starts[h * depth];

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "numbers.h"
+
 namespace farfield {
 
 constexpr int64_t CHUNK = 1024;     // contiguous numbers that are summed in float
@@ -48,8 +50,8 @@ constexpr int64_t SOME_CHANNELS = 64;  // of a task of the wide sums along axes
 struct SumAxes {  // wide: a task is a sample and SOME_CHANNELS channels; out is as of a contiguous grid
   Axes axes;
   int64_t channels;
-  const float* grid;  // (b, c, *size)
-  float* out;         // (b, c, Σ size)
+  Numbers grid;  // (b, c, *size)
+  float* out;    // (b, c, Σ size)
   bool means;
 };
 
@@ -57,28 +59,29 @@ struct OuterSum {  // wide: a task is a sample and a part of its rows
   Axes axes;
   int64_t channels, parts;
   const float* vectors;  // (b, c, Σ size)
-  float* out;            // (b, c, *size)
+  Numbers out;           // (b, c, *size)
   bool means, past;      // past: written past the caches
 };
 
 struct ProjectAndSum {  // a task is a sample and a block of its positions
   int64_t batch, channels, count, rows, slots, blocks;
-  const float *positions, *matrix, *offset, *weights;  // (b, c, n), (b, r, c), (b, r, n), (b, s - 1, n)
-  float* out;                                          // (b, r, n)
-  double* sums;                                        // (blocks, b, s, c)
+  Numbers positions;                       // (b, c, n)
+  const float *matrix, *offset, *weights;  // (b, r, c), (b, r, n), (b, s - 1, n)
+  float* out;                              // (b, r, n)
+  double* sums;                            // (blocks, b, s, c)
 };
 
 struct RespondToScores {  // wide: a task is a sample and a part of its positions
   int64_t channels, count, heads, parts;
   const float *scores, *sums;  // (b, h, n), (b, 1 + h, c)
-  float* out;                  // (b, c, n)
+  Numbers out;                 // (b, c, n)
   bool both, past;
 };
 
 struct SpreadGradients {  // wide: a task is a sample and a part of its positions
   int64_t channels, count, heads, parts;
   const float *scores, *rows, *matrix, *sums, *halves;  // (b, h, n), (b, h, n), (h, c), (b, 1 + h, c), (b, h, c)
-  float* out;                                           // (b, c, n)
+  Numbers out;                                          // (b, c, n)
   bool past;
 };
 

@@ -25,6 +25,7 @@ namespace {
 constexpr float LOWEST = -3.4028234663852886e38f;
 constexpr int TILE = WIDTH == 16 ? 8 : 4;  // rows of a tile, whose sums are held in registers
 constexpr int VECTORS = 2;
+constexpr int64_t SUMMED = 64;  // numbers that are summed one after the other
 
 // A matrix of any strides.
 struct Left {
@@ -32,7 +33,7 @@ struct Left {
   int64_t row, column;
 };
 
-// out (K × COLUMNS of `columns` columns) = or += left · right
+// out (K × columns) = or += left · right
 template <int K>
 inline void multiply_rows(
     const Left& left, const float* right, int64_t stride, float* out, int64_t out_stride, int64_t inner,
@@ -57,53 +58,107 @@ inline void multiply_rows(
 }
 
 // out (rows × columns) = left (rows × inner) · right (inner × columns), or added to it; columns are a multiple of COLUMNS.
-// At most HELD products are summed one after the other, so that rounding does not grow with the length.
+// At most SUMMED products are summed one after the other, so that rounding grows with the length's root at most.
 void multiply(
     Left left, const float* right, int64_t stride, float* out, int64_t out_stride, int64_t rows, int64_t inner,
     int64_t columns, bool add) {
-  for (int64_t first = 0; first < inner || first == 0; first += HELD, add = true) {
+  for (int64_t first = 0; first < inner || first == 0; first += SUMMED, add = true) {
     Left part{left.numbers + first * left.column, left.row, left.column};
-    const int64_t length = least(HELD, inner - first);
+    const float* some = right + first * stride;
+    const int64_t length = least(SUMMED, inner - first);
     int64_t i = 0;
     for (; i + TILE <= rows; i += TILE, part.numbers += TILE * part.row)
-      multiply_rows<TILE>(part, right + first * stride, stride, out + i * out_stride, out_stride, length, columns, add);
+      multiply_rows<TILE>(part, some, stride, out + i * out_stride, out_stride, length, columns, add);
     for (; i < rows; ++i, part.numbers += part.row)
-      multiply_rows<1>(part, right + first * stride, stride, out + i * out_stride, out_stride, length, columns, add);
+      multiply_rows<1>(part, some, stride, out + i * out_stride, out_stride, length, columns, add);
   }
 }
 
-// to (columns × rows) = from (rows × columns), in squares that stay in a cache.
+constexpr int64_t SIDE = 16;  // of a square of numbers that are converted
+
+// The lanes of two vectors in turns, from the first half of each or from the second.
+template <bool second>
+inline Lanes interleave(Lanes one, Lanes other) {
+  constexpr int start = second ? WIDTH / 2 : 0;
+#if defined(__clang__)  // makes one instruction of the loop
+  Lanes result;
+  for (int i = 0; i < WIDTH / 2; ++i) {
+    result[2 * i] = one[start + i];
+    result[2 * i + 1] = other[start + i];
+  }
+  return result;
+#else
+  using Places = int32_t __attribute__((vector_size(WIDTH * sizeof(int32_t))));
+  Places places = {};
+  for (int i = 0; i < WIDTH / 2; ++i) {
+    places[2 * i] = start + i;
+    places[2 * i + 1] = WIDTH + start + i;
+  }
+  return __builtin_shuffle(one, other, places);
+#endif
+}
+
+// A square of WIDTH × WIDTH numbers, transposed: after each of log2 WIDTH steps a row has twice as many of a column.
+inline void transpose_square(const float* from, int64_t stride, float* to, int64_t to_stride) {
+  Lanes rows[WIDTH], others[WIDTH];
+  for (int i = 0; i < WIDTH; ++i) rows[i] = load(from + i * stride);
+  for (int step = 1; step < WIDTH; step *= 2) {
+    for (int i = 0; i < WIDTH / 2; ++i) {
+      others[2 * i] = interleave<false>(rows[i], rows[i + WIDTH / 2]);
+      others[2 * i + 1] = interleave<true>(rows[i], rows[i + WIDTH / 2]);
+    }
+    for (int i = 0; i < WIDTH; ++i) rows[i] = others[i];
+  }
+  for (int i = 0; i < WIDTH; ++i) store(to + i * to_stride, rows[i]);
+}
+
+// to (columns × rows) = from (rows × columns), in squares.
 void transpose(const float* from, int64_t stride, float* to, int64_t to_stride, int64_t rows, int64_t columns) {
-  constexpr int64_t SIDE = 16;
-  for (int64_t top = 0; top < rows; top += SIDE)
-    for (int64_t left = 0; left < columns; left += SIDE)
-      for (int64_t j = left; j < least(columns, left + SIDE); ++j)
-        for (int64_t i = top; i < least(rows, top + SIDE); ++i) to[j * to_stride + i] = from[i * stride + j];
+  for (int64_t top = 0; top < rows; top += WIDTH)
+    for (int64_t left = 0; left < columns; left += WIDTH)
+      if (top + WIDTH <= rows && left + WIDTH <= columns)
+        transpose_square(from + top * stride + left, stride, to + left * to_stride + top, to_stride);
+      else
+        for (int64_t j = left; j < least(columns, left + WIDTH); ++j)
+          for (int64_t i = top; i < least(rows, top + WIDTH); ++i) to[j * to_stride + i] = from[i * stride + j];
 }
 
 // to (channels × block) = `length` positions from `first` on, and 0 behind them.
 void read_block(
     const Positions& of, int64_t sample, int64_t first, int64_t length, float* to, int64_t block) {
-  const float* from = of.numbers + sample * of.sample + first * of.position;
+  const Numbers from = of.numbers.from(sample * of.sample + first * of.position);
   if (of.position == 1)
-    for (int64_t c = 0; c < of.channels; ++c) std::memcpy(to + c * block, from + c * of.channel, length * sizeof(float));
-  else transpose(from, of.position, to, block, length, of.channels);
+    for (int64_t c = 0; c < of.channels; ++c) widen(from.from(c * of.channel), length, to + c * block);
+  else if (from.format == Format::FLOAT)
+    transpose(static_cast<const float*>(from.start), of.position, to, block, length, of.channels);
+  else {
+    float square[SIDE * SIDE];
+    for (int64_t top = 0; top < length; top += SIDE)
+      for (int64_t left = 0; left < of.channels; left += SIDE) {
+        const int64_t rows = least(SIDE, length - top), columns = least(SIDE, of.channels - left);
+        for (int64_t i = 0; i < rows; ++i) widen(from.from((top + i) * of.position + left), columns, square + i * SIDE);
+        transpose(square, SIDE, to + left * block + top, block, rows, columns);
+      }
+  }
   for (int64_t c = 0; c < of.channels && length < block; ++c) clear(to + c * block + length, block - length);
 }
 
 void write_block(
     const Positions& of, int64_t sample, int64_t first, int64_t length, const float* from, int64_t block) {
-  float* to = of.numbers + sample * of.sample + first * of.position;
-  if (of.position == 1 && of.past)
-    for (int64_t c = 0; c < of.channels; ++c) write_past(from + c * block, to + c * of.channel, length);
-  else if (of.position == 1)
-    for (int64_t c = 0; c < of.channels; ++c) std::memcpy(to + c * of.channel, from + c * block, length * sizeof(float));
-  else transpose(from, block, to, of.position, of.channels, length);
-}
-
-// Rows `(b, rows, n)` as positions.
-Positions rows_of(const float* rows, int64_t count, int64_t positions) {
-  return {const_cast<float*>(rows), count, count * positions, positions, 1};
+  const Numbers to = of.numbers.from(sample * of.sample + first * of.position);
+  if (of.position == 1)
+    for (int64_t c = 0; c < of.channels; ++c) write(from + c * block, length, to.from(c * of.channel), of.past);
+  else if (to.format == Format::FLOAT)
+    transpose(from, block, static_cast<float*>(to.start), of.position, of.channels, length);
+  else {
+    float square[SIDE * SIDE];
+    for (int64_t left = 0; left < length; left += SIDE)
+      for (int64_t top = 0; top < of.channels; top += SIDE) {
+        const int64_t rows = least(SIDE, of.channels - top), columns = least(SIDE, length - left);
+        transpose(from + top * block + left, block, square, SIDE, rows, columns);
+        for (int64_t i = 0; i < columns; ++i) narrow(square + i * SIDE, rows, to.from((left + i) * of.position + top));
+      }
+  }
 }
 
 inline void fill(float* row, int64_t count, float number) {
@@ -122,8 +177,8 @@ void project(
     const float* matrix, const float* bias, const float* positions, int64_t channels, int64_t block, int64_t first,
     int64_t rows, float* to) {
   if (!matrix) return void(std::memcpy(to, positions + first * block, rows * block * sizeof(float)));
-  for (int64_t r = 0; r < rows; ++r) fill(to + r * block, block, bias ? bias[first + r] : 0);
-  multiply({matrix + first * channels, channels, 1}, positions, block, to, block, rows, channels, block, true);
+  for (int64_t r = 0; bias && r < rows; ++r) fill(to + r * block, block, bias[first + r]);
+  multiply({matrix + first * channels, channels, 1}, positions, block, to, block, rows, channels, block, bias);
 }
 
 // numbers += held, held = 0
@@ -156,8 +211,7 @@ void summarize(const Summarize& of, int64_t begin, int64_t end) {
       read_block(of.positions, sample, first, length, positions.data(), block);
       project(of.matrix, of.bias, positions.data(), channels, block, 0, of.rows, rows.data());
       if (of.queries)
-        write_block(rows_of(of.out, of.queries, of.count), sample, first, length,
-                    rows.data() + (of.rows - of.queries) * block, block);
+        write_block(of.out, sample, first, length, rows.data() + (of.rows - of.queries) * block, block);
       bool rescaled = false;
       for (int64_t k = 0; k < of.keys; ++k) {
         float *row = rows.data() + k * block, &factor = factors[k / group * width + k % group];
@@ -206,21 +260,32 @@ void summarize(const Summarize& of, int64_t begin, int64_t end) {
   }
 }
 
+// The sum of `each(r)` for r from 0 to `count`, SUMMED at a time.
+template <class Each>
+inline Lanes sum_rows(int64_t count, const Each& each) {
+  Lanes total = {};
+  for (int64_t first = 0; first < count; first += SUMMED) {
+    Lanes some = {};
+    for (int64_t r = first; r < least(count, first + SUMMED); ++r) some += each(r);
+    total += some;
+  }
+  return total;
+}
+
 // Coefficients of a block of queries, in place: their softmax over the rows of each head.
 void softmax_of_rows(float* rows, int64_t heads, int64_t depth, int64_t block) {
   for (int64_t h = 0; h < heads; ++h, rows += depth * block)
     for (int64_t i = 0; i < block; i += WIDTH) {
-      Lanes most = load(rows + i), total = {};
+      Lanes most = load(rows + i);
       for (int64_t r = 1; r < depth; ++r) {
         const Lanes each = load(rows + r * block + i);
         most = each > most ? each : most;
       }
-      for (int64_t r = 0; r < depth; ++r) {
+      const Lanes share = 1 / sum_rows(depth, [&](int64_t r) {
         const Lanes each = exponential(load(rows + r * block + i) - most);
         store(rows + r * block + i, each);
-        total += each;
-      }
-      const Lanes share = 1 / total;
+        return each;
+      });
       for (int64_t r = 0; r < depth; ++r) store(rows + r * block + i, load(rows + r * block + i) * share);
     }
 }
@@ -238,10 +303,11 @@ void respond(const Respond& of, int64_t begin, int64_t end) {
       for (int64_t g = 0; g < of.groups; ++g) {
         const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
         float* own = out.data() + g * of.channels * block;
-        for (int64_t c = 0; c < of.channels; ++c)
-          fill(own + c * block, block, of.slots > group ? slots[group * of.channels + c] : 0);
+        const bool has_bias = of.slots > group;
+        for (int64_t c = 0; has_bias && c < of.channels; ++c)
+          fill(own + c * block, block, slots[group * of.channels + c]);
         multiply({slots, 1, of.channels}, rows.data() + g * group * block, block, own, block, of.channels, group,
-                 block, true);
+                 block, has_bias);
       }
       write_block(of.out, sample, first, length, out.data(), block);
     }
@@ -283,8 +349,7 @@ void respond_gradient(const RespondGradient& of, int64_t begin, int64_t end) {
         for (int64_t h = 0; h < of.heads; ++h)
           for (int64_t i = 0; i < block; i += WIDTH) {
             float *a = rows.data() + h * depth * block + i, *grad = grads.data() + h * depth * block + i;
-            Lanes mean = {};
-            for (int64_t r = 0; r < depth; ++r) mean += load(a + r * block) * load(grad + r * block);
+            const Lanes mean = sum_rows(depth, [&](int64_t r) { return load(a + r * block) * load(grad + r * block); });
             for (int64_t r = 0; r < depth; ++r)
               store(grad + r * block, load(a + r * block) * (load(grad + r * block) - mean));
           }
@@ -338,8 +403,8 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
         for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
         fill(row + length, block - length, 0);
       }
-      if (of.grad_queries) {
-        read_block(rows_of(of.grad_queries, queries, of.count), sample, first, length, others.data(), block);
+      if (of.grad_queries.numbers.start) {
+        read_block(of.grad_queries, sample, first, length, others.data(), block);
         float* place = rows.data() + (of.rows - queries) * block;
         for (int64_t i = 0; i < queries * block; i += WIDTH)
           store(place + i, of.same ? load(place + i) + load(others.data() + i) : load(others.data() + i));
@@ -350,7 +415,7 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
       else
         for (int64_t i = 0; i < channels * block; i += WIDTH)
           store(grad_positions.data() + i, load(grad_positions.data() + i) + load(rows.data() + i));
-      if (of.grad_positions.numbers)
+      if (of.grad_positions.numbers.start)
         write_block(of.grad_positions, sample, first, length, grad_positions.data(), block);
       if (!of.matrix) continue;
       for (int64_t r = 0; r < of.rows; ++r) grad_bias[r] += sum_row(rows.data() + r * block, block);
@@ -421,8 +486,8 @@ void gradient_of_products(const AttendGradient& of, int64_t begin, int64_t end) 
     read_columns(of.grad_output + matrix * depth * count, count, depth, first, length, 1, queries.data(), block);
     multiply({positions, 1, count}, queries.data(), block, products.data(), block, count, depth, block, false);
     for (int64_t i = 0; i < block; i += WIDTH) {
-      Lanes mean = {};
-      for (int64_t j = 0; j < count; ++j) mean += load(&weights[j * block + i]) * load(&products[j * block + i]);
+      const Lanes mean =
+          sum_rows(count, [&](int64_t j) { return load(&weights[j * block + i]) * load(&products[j * block + i]); });
       for (int64_t j = 0; j < count; ++j)
         store(&products[j * block + i],
               of.scale * load(&weights[j * block + i]) * (load(&products[j * block + i]) - mean));

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "numbers.h"
+
 namespace farfield {
 
 constexpr int64_t COLUMNS = 32;     // a tile of a product has so many columns; blocks are multiples of it
@@ -13,7 +15,7 @@ constexpr int64_t IN_CACHE = 1 << 16;  // numbers of a block, which is read seve
 
 // Positions `(b, c, n)` of either memory order: one of the two strides is 1.
 struct Positions {
-  float* numbers;
+  Numbers numbers;
   int64_t channels, sample, channel, position;  // sample, channel, position: strides
   bool past = false;                            // written past the caches
 };
@@ -34,7 +36,8 @@ struct Summarize {
   bool exponentials;
   Positions positions;
   const float *matrix, *bias, *valid;  // (rows, c), (rows), (b, n), each of which may be absent
-  float *out, *peaks;                  // (b, queries, n), (b, parts, keys)
+  Positions out;                       // (b, queries, n)
+  float* peaks;                        // (b, parts, keys)
   double *values, *weights;            // (b, parts, c, groups · padded(keys / groups)), (b, parts, keys)
 };
 
@@ -56,9 +59,9 @@ struct RespondGradient {
 struct SummarizeGradient {
   int64_t parts, count, keys, rows, groups;
   bool exponentials, same;  // same: the rows are both keys and queries
-  Positions positions, grad_positions;
-  const float *matrix, *bias, *valid, *peak;               // (rows, c), (rows), (b, n), (b, keys)
-  const float *grad_values, *grad_weights, *grad_queries;  // (b, keys, c / groups), (b, keys), (b, queries, n)
+  Positions positions, grad_positions, grad_queries;  // (b, c, n) twice, (b, queries, n); the last two may be absent
+  const float *matrix, *bias, *valid, *peak;          // (rows, c), (rows), (b, n), (b, keys)
+  const float *grad_values, *grad_weights;            // (b, keys, c / groups), (b, keys)
   double *grad_matrix, *grad_bias;                         // (b, parts, c, padded(rows)), (b, parts, rows), or absent
 };
 
