@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 import weakref
@@ -164,3 +165,32 @@ def test_operators_keep_no_more_than_they_form(row: str) -> None:
     grid = torch.randn(2, 16, 20, 24, requires_grad=True)
     formed = cost.predict(attention, size=(20, 24), batch=2).activation_bytes
     assert cost.saved_bytes(attention, grid) <= 2 * (formed + grid.nbytes)
+
+
+# ---- the least time --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("projected", ["", "v"])
+def test_a_roofline_counts_what_must_move_and_be_multiplied(backward: bool, projected: str) -> None:
+    attention, grid = GridAttention(16, "siamese", project=projected), torch.randn(2, 16, 5, 7)
+    result = cost.roofline(attention, grid, backward=backward, repeats=1)
+    # Forward: grid and response. Backward: the grid again, and the gradients of response and grid.
+    moved = grid.nbytes * (5 if backward else 2)
+    # The parameters are read once, and their gradients written.
+    parameters = 4 * sum(each.numel() for each in attention.parameters())
+    assert result.bytes == moved + parameters * (2 if backward else 1)
+    assert result.macs == cost.count(attention, tuple(grid.shape)).macs * (3 if backward else 1)
+    assert min(result.seconds, result.copy_rate, result.product_rate) > 0
+    assert all(parameter.grad is None for parameter in attention.parameters())
+    assert not grid.requires_grad
+
+
+def test_the_least_time_is_the_larger_of_two() -> None:
+    of_bytes = cost.Roofline(seconds=6.0, bytes=300, macs=1000, copy_rate=100.0, product_rate=500.0)
+    assert (of_bytes.least_seconds, of_bytes.bottleneck, of_bytes.times) == (3.0, "bytes", 2.0)
+    of_products = dataclasses.replace(of_bytes, product_rate=250.0)
+    assert (of_products.least_seconds, of_products.bottleneck, of_products.times) == (4.0, "products", 1.5)
+
+
+def test_a_roofline_needs_a_turn() -> None:
+    with pytest.raises(ValueError, match=r"cost\.roofline: repeats must be at least 1, got repeats=0; fix: repeats=7"):
+        cost.roofline(GridAttention(8, "siamese"), torch.randn(1, 8, 3, 3), repeats=0)

@@ -339,6 +339,18 @@ def test_measure_for_people(run: Any) -> None:
     assert "printed" not in run("measure", "--size", "5", "--repeats", "1", "--operator", "dot")
 
 
+def test_measure_beside_the_least_time(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farfield.cost.least_time.COPIED", {"memory": 2**12, "cache": 2**10})
+    arguments = words("measure --roofline --size 5,6 --channels 8 --batch 2 --repeats 1 --operator siamese --backward")
+    (row,) = json.loads(run(*arguments, "--json"))
+    assert (row["size"], row["operator"]) == ([5, 6], "siamese")
+    assert row["least_seconds"] == max(row["bytes"] / row["copy_rate"], row["macs"] / row["product_rate"])
+    assert row["times"] == pytest.approx(row["seconds"] / row["least_seconds"])
+    text = run(*arguments)
+    assert "This machine: a copy from memory " in text
+    assert "forward and backward, on " in text
+
+
 # ---- info ------------------------------------------------------------------------------------------------------------
 def test_info(run: Any) -> None:
     rows = {row["what"]: row["value"] for row in json.loads(run("info", "--json"))}

@@ -318,6 +318,20 @@ def test_keys_far_apart_have_their_own_peak(on: None) -> None:
         assert distance(found, wanted) <= 2 * distance(plain, wanted) + EPS
 
 
+def test_caches_are_those_that_the_system_states(built: None) -> None:
+    folders = [Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}") for index in range(8)]
+    stated = {
+        int((folder / "level").read_text()): (folder / "size").read_text().strip()
+        for folder in folders
+        if (folder / "size").is_file() and (folder / "type").read_text().strip() != "Instruction"
+    }
+    if 2 not in stated:
+        assert kernels.cache_bytes() == (2**20, 2**25)
+        return
+    sizes = {level: int(text.rstrip("KM")) * {"K": 2**10, "M": 2**20}[text[-1]] for level, text in stated.items()}
+    assert kernels.cache_bytes() == (sizes[2], sizes[max(sizes)])
+
+
 def test_a_kernel_refuses_what_it_does_not_read(on: None) -> None:
     grid = torch.randn(2, 3, 4, 5).double()
     for call in (lambda: torch.ops.farfield.axis_sums(grid), lambda: torch.ops.farfield.axis_attention(grid, 1, 1.0)):

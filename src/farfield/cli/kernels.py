@@ -36,9 +36,20 @@ def kernels_table(arguments: argparse.Namespace) -> Table:
             "value": "float32, bfloat16 and float16 grids on a CPU, contiguous or channels-last: Kronecker operators "
             "(2 or more spatial dims), siamese ones, factorized, averaged and factorized_gaussian",
         },
+        {"what": "blocks", "value": blocks()},
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
+
+
+def blocks() -> str:
+    """Return what the sizes of blocks depend on."""
+    from farfield.ops.fast import kernels
+
+    if not kernels.run():
+        return "-"
+    second, last = (size / 2**20 for size in kernels.cache_bytes())
+    return f"a quarter or half of the level-2 cache, {second:g} MiB; written past the caches from {last / 2:g} MiB on"
 
 
 def state() -> str:

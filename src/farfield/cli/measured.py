@@ -1,15 +1,16 @@
-"""The table rows of `farfield measure`: the operators on this machine."""
+"""The table rows of `farfield measure`: the operators on this machine, beside each other or beside its limits."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 
 from farfield.cli.output import Row
 from farfield.cli.printed import table_for
-from farfield.cost import saved_bytes
-from farfield.cost.measuring import step, take_turns
+from farfield.cost import roofline, saved_bytes
+from farfield.cost.measuring import device_name, step, take_turns
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 
@@ -19,13 +20,41 @@ SAME = 1e-4
 
 def measure_all(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
     """Measure each operator on each grid; softmax, if selected, is first: the others are compared with it."""
-    device = torch.device(arguments.device)
     names = sorted(names, key=lambda name: name != "softmax")
-    rows: list[Row] = []
+    return [row for grid in grids_of(arguments) for row in measure_grid(grid, arguments, names)]
+
+
+def grids_of(arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """Yield a random grid of each size."""
     for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
         torch.manual_seed(0)
-        grid = torch.randn(arguments.batch, arguments.channels, *size, device=device, requires_grad=arguments.backward)
-        rows += measure_grid(grid, arguments, names)
+        shape = (arguments.batch, arguments.channels, *size)
+        yield torch.randn(shape, device=arguments.device, requires_grad=arguments.backward)
+
+
+def rooflines(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Measure each operator on each grid beside the least time that this machine could take."""
+    rows: list[Row] = []
+    for grid in grids_of(arguments):
+        for name in names:
+            result = roofline(
+                attention_for(name, arguments), grid, backward=arguments.backward, repeats=arguments.repeats
+            )
+            rows.append(
+                {
+                    "size": list(grid.shape[2:]),
+                    "operator": name,
+                    "bytes": result.bytes,
+                    "macs": result.macs,
+                    "copy_rate": result.copy_rate,
+                    "product_rate": result.product_rate,
+                    "bottleneck": result.bottleneck,
+                    "least_seconds": result.least_seconds,
+                    "seconds": result.seconds,
+                    "times": result.times,
+                    "device": device_name(grid.device),
+                }
+            )
     return rows
 
 

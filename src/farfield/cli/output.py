@@ -120,6 +120,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}ms" if seconds >= 0.01 else f"{1e3 * seconds:.3f}ms"
 
 
+def gigabytes_a_second(rate: float) -> str:
+    """Format bytes per second in units of 10**9."""
+    return f"{rate / 1e9:,.1f}GB/s"
+
+
 def percent(share: float) -> str:
     """Format a share of 1 as a percentage."""
     return f"{100 * share:.2f}%"

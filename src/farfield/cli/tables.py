@@ -14,6 +14,7 @@ from farfield.cli.output import (
     Row,
     Table,
     add_formats,
+    gigabytes_a_second,
     joined,
     megabytes,
     megabytes_finely,
@@ -306,12 +307,17 @@ def measure_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward pass")
     parser.add_argument("--device", type=device, default="cpu", help="such as cuda (default: %(default)s)")
+    parser.add_argument(
+        "--roofline", action="store_true", help="beside the least time: of moving the bytes, or of the products"
+    )
 
 
 def measure_table(arguments: argparse.Namespace) -> Table:
     """Measure time and peak memory of the operators on this machine, compared with softmax attention."""
     from farfield.cli.measured import measure_all
 
+    if arguments.roofline:
+        return roofline_table(arguments)
     rows = measure_all(arguments, select_operators(arguments))
     columns = [Column("size", "positions", joined, left=True), Column("operator", "operator", left=True)]
     columns += [Column("seconds", "time", milliseconds), Column("copies", "copies", "{:,.1f}".format)]
@@ -331,6 +337,31 @@ def measure_table(arguments: argparse.Namespace) -> Table:
     ]
     if any(row["speed_up_printed"] for row in rows):
         notes.append("Printed: the papers' speed-ups, on their machines.")
+    return Table(title, columns, rows, notes)
+
+
+def roofline_table(arguments: argparse.Namespace) -> Table:
+    """Measure the operators beside the least time that this machine could take."""
+    import torch
+
+    from farfield.cli.measured import rooflines
+    from farfield.cost.least_time import machine_rates
+
+    rows, rates = rooflines(arguments, select_operators(arguments)), machine_rates(torch.device(arguments.device))
+    columns = [Column("size", "positions", joined, left=True), Column("operator", "operator", left=True)]
+    columns += [Column("bytes", "bytes", megabytes), Column("macs", "MACs", millions)]
+    columns += [Column("copy_rate", "copy", gigabytes_a_second), Column("least_seconds", "least time", milliseconds)]
+    columns += [Column("bottleneck", "that of", left=True), Column("seconds", "time", milliseconds)]
+    columns.append(Column("times", "÷ least", ratio))
+    what = "forward and backward" if arguments.backward else "forward"
+    title = f"{describe_attention(arguments)}, batch {arguments.batch}, {what}, on {rows[0]['device']}"
+    notes = [
+        f"This machine: a copy from memory {gigabytes_a_second(rates.from_memory)}, within a cache "
+        f"{gigabytes_a_second(rates.from_cache)}, read and written; a matrix product "
+        f"{rates.products / 1e9:,.0f} GMAC/s.",
+        "Copy: the rate of a copy of the same grid, from whatever caches hold it. Least time: that of the bytes at "
+        "this rate, or of the MACs at the rate of the matrix product, whichever is longer.",
+    ]
     return Table(title, columns, rows, notes)
 
 

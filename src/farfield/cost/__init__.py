@@ -3,13 +3,14 @@
 `predict` computes it by formula, before anything runs; `count` runs a module on fake tensors, which have shapes and no
 values, and counts the MACs that execute; `measure` measures seconds and bytes on this machine, `compare` those of
 several modules in turns, `saved_bytes` the bytes that a forward pass keeps for its backward pass. `plan` lists which
-operators fit in memory. `predict_module` has the formulas of FA's modules (`MODULES`): attention and the layers around
-it.
+operators fit in memory. `roofline` compares a measured time with the least that this machine could take.
+`predict_module` has the formulas of FA's modules (`MODULES`): attention and the layers around it.
 """
 
 from farfield.cost.counting import Cost, count
 from farfield.cost.fa_modules import MODULES, predict_module
 from farfield.cost.formulas import FORMULAS
+from farfield.cost.least_time import Roofline, roofline
 from farfield.cost.measuring import Measurement, compare, measure
 from farfield.cost.memory import saved_bytes
 from farfield.cost.planning import Needs, Plan, plan
@@ -22,11 +23,13 @@ __all__ = [
     "Measurement",
     "Needs",
     "Plan",
+    "Roofline",
     "compare",
     "count",
     "measure",
     "plan",
     "predict",
     "predict_module",
+    "roofline",
     "saved_bytes",
 ]

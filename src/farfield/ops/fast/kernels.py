@@ -263,6 +263,12 @@ def instructions() -> str:
     return cast(str, torch.ops.farfield.instructions())
 
 
+def cache_bytes() -> tuple[int, int]:
+    """Return the bytes of the level-2 cache and of the last one, by which blocks are sized; the library must load."""
+    second, last = torch.ops.farfield.cache_bytes()
+    return second, last
+
+
 @functools.cache
 def multiplied_by_processor() -> frozenset[torch.dtype]:
     """Return the formats of half the width whose products the processor has; torch's products are then faster."""

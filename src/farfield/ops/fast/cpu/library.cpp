@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <fstream>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -37,11 +38,36 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t BLOCK = 1 << 17;  // numbers that stay in a level-2 cache between two reads
 constexpr int64_t GRAIN = 1 << 15;  // least numbers of a thread
-// Bytes from which a response or a gradient is written past the caches. In training the output is new memory that no
-// cache holds: a plain store would first load each line, and run at half the speed of the memory.
-constexpr int64_t PAST_IN_TRAINING = int64_t{1} << 24, PAST = int64_t{1} << 27;
+
+// Bytes of the caches: of a core's level 2, and of the last level.
+struct Caches {
+  int64_t second = 1 << 20, last = 1 << 25;  // where the system does not state them
+};
+
+// The caches of the first processor, as Linux states them.
+Caches find_caches() {
+  Caches caches;
+  for (int index = 0; index < 8; ++index) {
+    const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/";
+    std::ifstream level_file(folder + "level"), type_file(folder + "type"), size_file(folder + "size");
+    int64_t level = 0, size = 0;
+    std::string type, unit;
+    if (!(level_file >> level && type_file >> type && size_file >> size) || type == "Instruction" || size <= 0) continue;
+    size_file >> unit;
+    size *= unit == "K" ? 1 << 10 : unit == "M" ? 1 << 20 : 1;
+    if (level == 2) caches.second = size;
+    if (level >= 2) caches.last = size;
+  }
+  return caches;
+}
+
+const Caches caches = find_caches();
+// Numbers that stay in a level-2 cache between two reads: half of it.
+const int64_t block_numbers = caches.second / 2 / static_cast<int64_t>(sizeof(float));
+// Bytes from which a response is written past the caches: with what it is computed from, the last cache cannot hold it,
+// and a plain store would first load each line. In training the output is new memory, which no cache holds.
+const int64_t past = caches.last / 2, past_in_training = std::min<int64_t>(past, int64_t{1} << 24);
 
 struct Instructions {
   const Loops& loops;
@@ -143,7 +169,7 @@ int64_t positions_of(const Tensor& grid) {
 }
 
 bool past_caches(const Tensor& out, bool training) {
-  return out.numel() * bytes_of(numbers_of(out).format) >= (training ? PAST_IN_TRAINING : PAST);
+  return out.numel() * bytes_of(numbers_of(out).format) >= (training ? past_in_training : past);
 }
 
 // Whether the channels of a grid or of positions are contiguous, and not its positions.
@@ -261,7 +287,7 @@ std::tuple<Tensor, Tensor> project_and_sum(
     const Numbers& positions, bool wide, int64_t batch, int64_t channels, int64_t count, const float* matrix,
     int64_t rows, const float* offset, const float* weights, int64_t given) {
   const int64_t slots = 1 + (weights ? given : rows);
-  const int64_t most = std::clamp<int64_t>(BLOCK / std::max<int64_t>(1, channels), 64, 4096);
+  const int64_t most = std::clamp<int64_t>(block_numbers / std::max<int64_t>(1, channels), 64, 4096);
   const int64_t blocks = (count + most - 1) / most;
   Tensor out = allocate({batch, rows, count}), sums = allocate({batch, slots, channels});
   std::vector<double> parts(blocks * sums.numel());
@@ -488,6 +514,9 @@ std::tuple<Tensor, Tensor> combine_slots_backward(
 // The instruction set whose loops run.
 std::string instructions() { return loops.name; }
 
+// Bytes of the level-2 cache and of the last one, by which blocks are sized.
+std::vector<int64_t> cache_bytes() { return {caches.second, caches.last}; }
+
 // The formats of half the width that the processor multiplies itself, as torch's matrix products then do.
 std::string multiplied() {
   std::string formats;
@@ -526,6 +555,7 @@ STABLE_TORCH_LIBRARY(farfield, library) {
       " -> (Tensor, Tensor)");
   library.def("instructions() -> str");
   library.def("multiplied() -> str");
+  library.def("cache_bytes() -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
@@ -547,7 +577,12 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(farfield, CompositeExplicitAutograd, library) {
   library.impl("instructions", TORCH_BOX(&instructions));
   library.impl("multiplied", TORCH_BOX(&multiplied));
+  library.impl("cache_bytes", TORCH_BOX(&cache_bytes));
 }
 
 }  // namespace
+
+// A quarter of a level-2 cache.
+const int64_t in_cache = caches.second / 4 / static_cast<int64_t>(sizeof(float));
+
 }  // namespace farfield

@@ -11,7 +11,7 @@ namespace farfield {
 
 constexpr int64_t COLUMNS = 32;     // a tile of a product has so many columns; blocks are multiples of it
 constexpr int64_t HELD = 512;      // positions whose products are summed in float
-constexpr int64_t IN_CACHE = 1 << 16;  // numbers of a block, which is read several times
+extern const int64_t in_cache;      // numbers of a block, which is read several times; of `library.cpp`
 
 // Positions `(b, c, n)` of either memory order: one of the two strides is 1.
 struct Positions {
@@ -24,7 +24,7 @@ inline int64_t padded(int64_t count) { return (count + COLUMNS - 1) / COLUMNS * 
 
 // Positions of a block, of so many positions with so many channels.
 inline int64_t block_of(int64_t count, int64_t channels) {
-  const int64_t all = padded(count ? count : 1), most = IN_CACHE / (channels ? channels : 1) / COLUMNS * COLUMNS;
+  const int64_t all = padded(count ? count : 1), most = in_cache / (channels ? channels : 1) / COLUMNS * COLUMNS;
   const int64_t some = most < COLUMNS ? COLUMNS : most > HELD ? HELD : most;
   return some < all ? some : all;
 }
