@@ -167,6 +167,26 @@ def test_what_classifies_starts_from_a_narrow_normal_and_what_comes_before_it_fr
             assert not layer.bias.any()
 
 
+@pytest.mark.parametrize("output", ["averaged", "factorized", "dot", "siamese", "kronecker_qkv", "factorized_gaussian"])
+def test_logits_stay_finite_however_large_features_grow(output: str) -> None:
+    """So did training on CamVid end: within twenty steps, responses that are cubic in their input were NaN."""
+    image, logits = torch.randn(1, 3, 64, 64), {}
+    for normalized in (True, False):
+        torch.manual_seed(0)
+        net = models.deeplab_compact("mobilenet_v2", output, num_classes=5, width=0.25, normalized=normalized)
+        with torch.no_grad():
+            net.head.reduce.weight *= 1e14
+        logits[normalized] = net.train()(image)
+        if normalized:
+            logits[normalized].sum().backward()
+            assert all(each.grad is None or each.grad.isfinite().all() for each in net.parameters())
+    assert logits[True].isfinite().all()
+    assert 1e-4 < float(logits[True].std()) < 100
+    # Without the norm these three, which have no softmax, are no numbers.
+    if output in ("averaged", "factorized", "dot"):
+        assert not logits[False].isfinite().all()
+
+
 def test_without_a_residual_siamese_responses_differ_by_one_factor() -> None:
     net = models.deeplab_compact("mobilenet_v2", "siamese", width=0.25, residual=False).eval()
     response = net.head.attention(torch.randn(1, 64, 9, 9)).flatten(2)[0]

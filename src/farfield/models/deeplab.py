@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield.insertion._places import CHILD
+from farfield.models.channel_norm import ChannelNorm
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
@@ -62,7 +63,8 @@ class ASPP(nn.ModuleList):
 class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-segmentation"):
     """Segment images with a backbone that has dilations in place of its last strides and a layer of class logits.
 
-    `logits = classify(attention(reduce(backbone(image))))`, of the image's size over the output stride, rounded up
+    `logits = classify(attention(normalize(reduce(backbone(image)))))`, of the image's size over the output stride,
+    rounded up
 
     In the published networks attention is the output layer "instead of ASPP", with linear projections of queries, keys
     and values; the layer itself is not published. Here a 1x1 convolution reduces to D channels, attention follows, and
@@ -82,6 +84,9 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         residual: Whether the attention's input is added to its response. The published layer does not add it; but the
             responses of siamese operators alone differ between positions only by one factor per head, which is too
             little for many classes.
+        normalized: Whether the attention's input is normalized over the channels of each position. It was not in
+            version 0.1: responses are up to cubic in their input, and operators without a softmax could grow beyond all
+            numbers within a few steps of training.
         width: Factor on the channels of a compact backbone.
         output_stride: 8 (as in the papers), 16 or 32: the size of the image over that of the grid of logits.
         weights: A file with the backbone's weights: a state dict of torchvision's ResNet or segmentation networks
@@ -117,6 +122,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         channels: int = 64,
         heads: int = 1,
         residual: bool = False,
+        normalized: bool = True,
         width: float = 1.0,
         output_stride: int = 8,
         weights: str | Path | None = None,
@@ -133,10 +139,10 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         self.name, self.num_classes, self.output_stride = model, num_classes, output_stride
         self.config: dict[str, Any] = {"model": model, "backbone": backbone}
         self.config |= {"output": output if output in OUTPUTS else name_of(output), "num_classes": num_classes}
-        self.config |= {"channels": channels, "heads": heads, "residual": residual}
+        self.config |= {"channels": channels, "heads": heads, "residual": residual, "normalized": normalized}
         self.config |= {"width": width, "output_stride": output_stride}
         self.backbone, self.features = build_backbone(model, backbone, width, output_stride)
-        self.head = build_head(self.features, output, num_classes, channels, heads, residual)
+        self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
         if weights is not None:
             fill_backbone(model, self.backbone, Path(weights))
 
@@ -158,6 +164,7 @@ def deeplab_v2(
     channels: int = 64,
     heads: int = 1,
     residual: bool = False,
+    normalized: bool = True,
     weights: str | Path | None = None,
 ) -> DeepLab:
     """Build DeepLabV2 on ResNet-101 or 50, with ASPP or attention with any operator as its output layer.
@@ -174,7 +181,7 @@ def deeplab_v2(
         44048532
     """
     options: dict[str, Any] = {"num_classes": num_classes, "channels": channels, "heads": heads, "residual": residual}
-    return DeepLab("deeplab_v2", backbone=backbone, output=output, weights=weights, **options)
+    return DeepLab("deeplab_v2", backbone=backbone, output=output, normalized=normalized, weights=weights, **options)
 
 
 def deeplab_compact(
@@ -184,6 +191,7 @@ def deeplab_compact(
     num_classes: int = 21,
     channels: int = 64,
     residual: bool = True,
+    normalized: bool = True,
     width: float = 1.0,
     output_stride: int = 8,
     weights: str | Path | None = None,
@@ -198,7 +206,7 @@ def deeplab_compact(
         torch.Size([1, 21, 8, 8])
     """
     options: dict[str, Any] = {"num_classes": num_classes, "channels": channels, "residual": residual, "width": width}
-    options |= {"output_stride": output_stride, "weights": weights}
+    options |= {"normalized": normalized, "output_stride": output_stride, "weights": weights}
     return DeepLab("deeplab_compact", backbone=backbone, output=output, **options)
 
 
@@ -240,7 +248,13 @@ def dilate(stage: nn.Module, dilation: int) -> None:
 
 
 def build_head(
-    features: int, output: str | Operator, num_classes: int, channels: int, heads: int, residual: bool
+    features: int,
+    output: str | Operator,
+    num_classes: int,
+    channels: int,
+    heads: int,
+    residual: bool,
+    normalized: bool = True,
 ) -> nn.Module:
     """Build the output layer on a grid with `features` channels; the other arguments are those of `DeepLab`.
 
@@ -258,7 +272,8 @@ def build_head(
         reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
         draw(reduce)
         draw_classifier(classify)
-        return nn.Sequential(OrderedDict(reduce=reduce, attention=attention, classify=classify))
+        norm = {"norm": ChannelNorm()} if normalized else {}
+        return nn.Sequential(OrderedDict(reduce=reduce, **norm, attention=attention, classify=classify))
     for convolution in head.modules():
         if isinstance(convolution, nn.Conv2d):
             draw_classifier(convolution)

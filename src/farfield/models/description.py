@@ -32,7 +32,9 @@ CALLED_IN_1 = {"rank": "spatial_dims"}
 DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
     "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
     "scale": dict.fromkeys(("psmnet_stacked", "psmnet_basic", "video_resnet", "mask_rcnn", "faster_rcnn"), 1.0),
-    "normalized": dict.fromkeys(("unet_care", "unet_residual", "unet_projection", "sagan"), False),
+    "normalized": dict.fromkeys(
+        ("unet_care", "unet_residual", "unet_projection", "sagan", "deeplab_v2", "deeplab_compact"), False
+    ),
 }
 
 
@@ -40,7 +42,7 @@ def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of version 0.1 to the current names and defaults.
 
     In version 0.1 kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and
-    U-Nets and SAGAN did not normalize before or in their attention.
+    U-Nets, SAGAN and DeepLab did not normalize before or in their attention.
     """
     translated = {
         CALLED_IN_1.get(name, name): MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error, unknown
+from farfield.models.channel_norm import normalize_channels
 from farfield.nn.attention import GridAttention
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
-from farfield.ops.grid import accumulation
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("unet_care", "unet_residual")
-# Added to the variance of a position's features, so that features that are all 0 stay 0.
-SMALLEST = 1e-6
 
 
 class PreActivated(nn.Module):
@@ -55,10 +53,7 @@ class PreNormalized(PreActivated):
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid plus the response of attention."""
-        features = torch.relu(grid).to(accumulation(grid.dtype))
-        centred = features - features.mean(1, keepdim=True)
-        variance = centred.square().mean(1, keepdim=True)
-        return grid + self.attention((centred * (variance + SMALLEST).rsqrt()).to(grid.dtype))
+        return grid + self.attention(normalize_channels(torch.relu(grid)))
 
 
 def refuse_version_1(

@@ -1,0 +1,27 @@
+"""A norm without parameters for the input of attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield.ops.grid import accumulation
+
+# Added to the variance of a position's features, so that features that are all 0 stay 0.
+SMALLEST = 1e-6
+
+
+def normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+    """Give the channels of each position mean 0 and variance 1."""
+    features = grid.to(accumulation(grid.dtype))
+    centred = features - features.mean(1, keepdim=True)
+    variance = centred.square().mean(1, keepdim=True)
+    return (centred * (variance + SMALLEST).rsqrt()).to(grid.dtype)
+
+
+class ChannelNorm(nn.Module):
+    """`normalize_channels` as a module: responses, up to cubic in their input, stay finite however that grows."""
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+        """Return the grid, the channels of each position with mean 0 and variance 1."""
+        return normalize_channels(grid)
