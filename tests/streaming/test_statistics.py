@@ -185,6 +185,16 @@ def test_a_layer_of_the_user(layer: type[nn.Module]) -> None:
     assert relative(predict_whole(net, grid, tile=16, quiet=True), whole(net, grid)) < TOLERANCE
 
 
+def test_sums_of_a_users_layer_are_not_rounded_to_the_tiles() -> None:
+    """70,000 positions are more than float16 counts: the count was infinite, and the mean 0."""
+    net, grid = nn.Sequential(nn.Conv2d(2, 2, 1), Centred()).half().eval(), (torch.rand(2, 265, 265) + 1).half()
+    got = predict_whole(net, grid, tile=128, quiet=True)
+    with torch.no_grad():
+        expected = net(grid[None])[0]
+    assert got.dtype == torch.float16
+    assert relative(got, expected) <= torch.finfo(torch.float16).eps
+
+
 def test_what_needs_the_grid_in_another_way_is_refused() -> None:
     class Pyramid(nn.Module):
         def forward(self, grid: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def module_forward(functions: ReplaceFunctions, path: str, module: Any, grid: Te
         return tuple(sums) if isinstance(sums, tuple | list) else (sums,)
 
     def apply(tile: Tensor, parts: tuple[Tensor, ...], place: TilePlace) -> Tensor:
-        return module.respond(tile, *(part.to(tile.dtype) for part in parts))
+        return module.respond(tile, *parts).to(tile.dtype)
 
     statistic = Statistic(grid, tuple(grid.shape), True, summarize, add, apply)
     return run_paused(functions, path, StatisticLayer(statistic), grid, None)
