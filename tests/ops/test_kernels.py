@@ -775,6 +775,12 @@ def test_the_library_has_names_of_torchs_stable_abi_alone(built: None) -> None:
     names = [line.split(maxsplit=1)[1] for line in subprocess.check_output(command, text=True).splitlines()]
     assert [name for name in names if "torch_call_dispatcher" in name] == ["torch_call_dispatcher"]
     assert [name for name in names if name.startswith(("Py", "_Py", "c10::", "at::", "torch::"))] == []
+    # docs/performance.md lists them: constants by the beginning of their names.
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    constants = ("aoti_torch_device_type_", "aoti_torch_dtype_", "aoti_torch_layout_", "aoti_torch_memory_format_")
+    for name in names:
+        if name.startswith(("aoti_torch_", "torch_")) and not name.startswith((*constants, "torch_dtype_")):
+            assert f"`{name.removeprefix('aoti_').removeprefix('torch_')}`" in page, name
 
 
 @pytest.mark.parametrize("file", ["loops.cpp", "products.cpp"])
