@@ -1,4 +1,4 @@
-"""Variants of KANet for the mean that an outer sum adds once per axis, compared on CIFAR-10.
+"""Variants of the responses in KANet's blocks, for the mean that an outer sum adds once per axis, compared on CIFAR-10.
 
     python benchmarks/means.py --root data/cifar10 --out means.jsonl
     python benchmarks/means.py --out means.jsonl --collect          # the table again
@@ -62,6 +62,13 @@ def attention(channels: int, operator: str, norm: bool | Literal["columns"] = Tr
     return GridAttention(channels, operator, heads=4, project="v", bias=False, scale=1.0, coefficient_norm=norm)
 
 
+def starting_at_zero(attention: GridAttention) -> GridAttention:
+    """Let the norm of the responses start with weights of 0, so that training decides how much of them is added."""
+    if attention.coefficient_norm is not None:
+        nn.init.zeros_(attention.coefficient_norm.weight)
+    return attention
+
+
 def norm(channels: int, weights: bool = False) -> nn.Module:
     """Build the batch norm of a response; without weights, all networks have the same number of parameters."""
     return nn.BatchNorm2d(channels, affine=weights)
@@ -79,6 +86,8 @@ VARIANTS: dict[str, Callable[[int], nn.Module] | None] = {
     "mean once, batch-normed with weights": lambda c: After(attention(c, "kronecker_qkv"), norm(c, True)),
     "centred input, literal": lambda c: nn.Sequential(Centred(), attention(c, "kronecker_qkv_literal")),
     "no response": lambda c: Zero(),
+    "siamese (SANet)": lambda c: attention(c, "siamese"),
+    "siamese, starting at zero": lambda c: starting_at_zero(attention(c, "siamese")),
     "`kanet_kv`": None,
     "`mobilenet_v2`": None,
 }

@@ -94,9 +94,10 @@ LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D")]
 
 
 def draw_picture(sizes: dict[str, Curves], file: Path) -> None:
-    """Draw each size's curves: the means, and bars from the least to the greatest accuracy."""
+    """Draw the curves of each size with more than one number of pairs: means, and bars from least to greatest."""
     from matplotlib.figure import Figure
 
+    sizes = {title: curves for title, curves in sizes.items() if len(every_number(curves)) > 1}
     figure = Figure(figsize=(4.6 * len(sizes) + 2.2, 4.8), layout="constrained")
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(panels, sizes.items(), strict=True):
