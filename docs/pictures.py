@@ -3,6 +3,19 @@
 * `static/logo.svg` and `static/card.svg`: the idea of the library: all positions of a grid are summarized into a few
   slots, and one position responds from them.
 * `images/petal.webp`: what one position of a photograph attends to by each operator, the picture of `farfield demo`.
+
+Those of trained networks and of measurements, in `images`, come from what they show:
+
+* `results-cifar10*.png`, `results-imagenette.png`: `benchmarks/train_compact.py … --collect`
+* `results-camvid.png`: `benchmarks/segmentation.py --collect`
+* `results-text.png`: `benchmarks/masked_lm.py table`
+* `detect-nuclei.png`: `benchmarks/detection.py … --collect`
+* `restore-nuclei.png`: `benchmarks/restoration.py picture`
+* `sagan-cifar10.png`: `benchmarks/gan.py picture`
+* `stereo.png`: `benchmarks/stereo.py picture`
+* `fa-figure-4.png`, `fa-figure-5.png`: `benchmarks/fa_figures.py`
+* `look-*.png`: `farfield maps`, by the commands in `guide/look.md`
+* `segment-camvid.png`: images, labels and what `farfield predict` wrote; no script of the repository puts them together
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,22 @@ def test_commands_and_recipes_of_the_pages_exist(page: Path, capsys: pytest.Capt
             assert (ROOT / recipe).is_file(), f"{name(page)}: no {recipe}"
         for recipe in re.findall(r"--config (\w+)(?!\S)", code):
             assert (ROOT / "recipes" / f"{recipe}.yaml").is_file(), f"{name(page)}: no recipe {recipe}"
+
+
+def test_pictures_have_a_source() -> None:
+    # The text of docs/pictures.py says what makes each picture.
+    text = (ROOT / "docs/pictures.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:images/)?([a-z0-9*-]+\.(?:png|webp))`", text)
+    pictures = {file.name for file in (ROOT / "docs/images").iterdir()}
+    assert pictures == {picture for picture in pictures if any(fnmatch(picture, pattern) for pattern in named)}
+    assert not [pattern for pattern in named if not any(fnmatch(picture, pattern) for picture in pictures)]
+    assert all((ROOT / script).is_file() for script in re.findall(r"benchmarks/\w+\.py", text))
+
+
+def test_pictures_have_a_description() -> None:
+    # Readers without the picture get its text.
+    for page in PAGES:
+        images = [
+            child for token in MarkdownIt().parse(page.read_text(encoding="utf-8")) for child in token.children or ()
+        ]
+        assert not [child.attrs["src"] for child in images if child.type == "image" and not child.content], page
