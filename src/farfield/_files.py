@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,8 @@ from filelock import FileLock, Timeout
 # A folder without this file is never emptied or removed.
 MARKER, LOCK = ".farfield", ".farfield.lock"
 MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without confirmation.\n"
+# Errors of a file system without locks, as some network drives are; others are those of a disk, and not ignored.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class OwnedFolder:
@@ -53,23 +56,34 @@ class OwnedFolder:
         Raises:
             FileExistsError: If the path exists and was not made by farfield.
             BlockingIOError: If another process has locked the folder.
+            OSError: If the folder, its lock or its marker cannot be written; a folder that is new is removed again.
         """
         self.check()
         self.path.mkdir(exist_ok=True)
-        self.lock = self.acquire_lock()
         try:
+            self.lock = self.acquire_lock()
             self.check()  # again: the path may have changed before it was locked
             if not (self.path / MARKER).exists():
                 (self.path / MARKER).write_text(MARKER_TEXT, encoding="ascii")
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, FileExistsError | BlockingIOError):
+                self.remove_if_new()
             self.let_go()
             raise
+
+    def remove_if_new(self) -> None:
+        """Remove the folder if it is empty, or has a marker and our lock alone; do not raise a second error."""
+        with contextlib.suppress(OSError):
+            names = set(os.listdir(self.path))
+            if not names or (self.lock is not None and names <= {MARKER, LOCK}):
+                self.remove()
 
     def acquire_lock(self) -> FileLock | None:
         """Lock the folder; return None where the file system has no locks, as on some network drives.
 
         Raises:
             BlockingIOError: If another process has locked it.
+            OSError: If the file of the lock cannot be written.
         """
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
@@ -83,7 +97,11 @@ class OwnedFolder:
                 f'{self.caller}: another process is writing "{self.target}"; fix: wait until it is done, '
                 f"or write to another path."
             ) from None
-        except (OSError, NotImplementedError):
+        except NotImplementedError:
+            return None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
             return None
         return lock
 
@@ -93,26 +111,41 @@ class OwnedFolder:
             self.lock.release()
         self.lock = None
 
-    def empty(self) -> None:
-        """Remove the content of the folder, but not its marker and lock."""
+    def empty(self, keep: Collection[str] = ()) -> None:
+        """Remove the content of the folder, but not its marker and lock, nor the names in `keep`."""
         self.check()
         for each in self.path.iterdir():
-            if each.name not in (MARKER, LOCK):
+            if each.name not in (MARKER, LOCK, *keep):
                 remove(each)
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
-        self.check()
-        shutil.rmtree(self.path)
+        """Remove the folder and all that is in it.
+
+        The marker goes after the content: a process that is killed between leaves a folder that farfield knows. The
+        lock goes last, and a folder that another process has locked since then stays.
+        """
+        self.empty()
+        self.remove_marks(self.path)
+        try:
+            self.path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def become_target(self) -> None:
-        """Remove the marker and the lock, and rename the folder to its target."""
+        """Rename the folder to its target, and remove the marker and the lock."""
         self.check()
+        if os.name == "nt":  # where no open file can be moved
+            self.let_go()
+        os.replace(self.path, self.target)
+        self.remove_marks(self.target)
+
+    def remove_marks(self, folder: Path) -> None:
+        """Remove the marker and the lock from the folder, which may have been renamed."""
         if os.name == "nt":  # where no open file can be removed
             self.let_go()
         for name in (MARKER, LOCK):
-            (self.path / name).unlink(missing_ok=True)
-        os.replace(self.path, self.target)
+            (folder / name).unlink(missing_ok=True)
 
 
 def foreign(folder: Path) -> str | None:

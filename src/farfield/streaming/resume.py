@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield._files import open_replacement
-from farfield.streaming.sink import FULL_DISK, FileOutput, overwrite_fix, unfinished_folder
+from farfield.streaming.sink import FileOutput, check_path, overwrite_fix
+from farfield.streaming.unfinished import FULL_DISK, STATE, unfinished_folder, was_moved
 
-STATE = "progress.zip"
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 # Version of the content of the file; a file of another version is refused.
@@ -97,6 +99,10 @@ class Progress:
             self.stage, self.tile = self.written[0].stage, self.written[0].tile
             self.written = []
 
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether the boxes that were written are a whole array of this shape."""
+        return sum(math.prod(stop - start for start, stop in each.box) for each in self.written) == math.prod(shape)
+
     def save(self) -> None:
         """Save the state, completely or not at all."""
         if self.folder is None:
@@ -142,6 +148,8 @@ def load_or_make(
     caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
 ) -> Progress:
     """Load the progress of a locked output and open it, or make both anew; see `begin`."""
+    output.restore_replaced()
+    check_path(caller, output.path, overwrite)  # again: the path may exist since it was checked
     progress, state = Progress(output.folder, identity, positions), saved_state(caller, output.path, overwrite)
     if state is not None:
         changed = [name for name in identity if state["identity"].get(name) != identity[name]]
@@ -160,7 +168,8 @@ def load_or_make(
         output.make()
         progress.save()
     except OSError as error:
-        output.owned.remove()
+        with contextlib.suppress(OSError):
+            output.owned.remove()
         if error.errno not in FULL_DISK or caller in str(error):
             raise
         problem = f'the disk has no room for the progress of "{output.path}"'
@@ -174,7 +183,8 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
     A crash of the machine, or a user, can truncate files and remove chunks. The progress has the summaries, so only the
     last pass, which writes, runs again.
     """
-    if output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
+    complete = progress.covers(output.spec.shape) or not was_moved(output.path)
+    if complete and output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
         return
     if progress.written:
         warnings.warn(
@@ -184,6 +194,7 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
         )
     progress.rewind()
     output.make()
+    check_path(caller, output.path, output.overwrite)  # again: what is at the path is not the file that was moved there
     progress.save()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from tqdm import tqdm
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import index_within
 from farfield.streaming.resume import Progress, Written, begin
-from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, explain_full_disk, to_numpy
+from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
 from farfield.streaming.source import Region, VolumeSource, checksum
 from farfield.streaming.summaries import Merged
+from farfield.streaming.unfinished import explain_disk_errors
 
 # What a pass does with a tile; its arguments are the tile's index and own positions.
 TileFunction = Callable[[int, Region], None]
@@ -66,11 +68,9 @@ class Stream:
 
         Raises:
             ValueError: If a volume has changed since it was read first.
-            OSError: If the disk is full.
+            OSError: If the output's disk is full, read-only or broken.
         """
-        path = self.output.path if isinstance(self.output, FileOutput) else None
-        disk_errors = explain_full_disk(self.caller, path) if path else contextlib.nullcontext()
-        with torch.no_grad(), disk_errors, contextlib.ExitStack() as stack:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
             stack.callback(self.output.let_go)
             self.resume()
             counts = [len(self.volumes[name].tiles) for name, _ in passes]
@@ -81,10 +81,19 @@ class Stream:
                     bar.set_description(f"pass {stage + 1} of {len(passes)}")
                     for index in range(self.progress.tile, counts[stage]):
                         function(index, self.volumes[name].tiles[index])
-                        self.progress.advance([each.state() for each in self.merged])
+                        with self.writing():
+                            self.progress.advance([each.state() for each in self.merged])
                         bar.update()
-                    self.progress.next_stage()
-            return self.output.finish()
+                    with self.writing():
+                        self.progress.next_stage()
+            with self.writing():
+                return self.output.finish()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Explain errors of the disk to which a file output is written; those of other arrays pass."""
+        if isinstance(self.output, FileOutput):
+            return explain_disk_errors(self.caller, self.output.path)
+        return contextlib.nullcontext()
 
     def resume(self) -> None:
         """Load saved summaries, and check that the tiles that were read for them have not changed."""
@@ -120,7 +129,8 @@ class Stream:
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         """Write a box of the current tile to the output; record its checksum if the output is a file."""
-        self.output.write(index, box)
+        with self.writing():
+            self.output.write(index, box)
         if isinstance(self.output, FileOutput):
             spec = self.output.spec
             spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
@@ -148,7 +158,7 @@ def make_progress(
         ValueError, FileExistsError, BlockingIOError: As in `begin`.
     """
     if isinstance(output, FileOutput):
-        with explain_full_disk(caller, output.path):
+        with explain_disk_errors(caller, output.path):
             return begin(caller, output, identity(), tuple(tile), overwrite)
     return Progress(None, {}, tuple(tile))
 
@@ -157,7 +167,7 @@ def write_whole(caller: str, path: Path, array: np.ndarray, axes: str, overwrite
     """Write an array in memory to a path, completely or not at all, and return it opened."""
     check_path(caller, path, overwrite)
     output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, axes, array.shape), overwrite)
-    with explain_full_disk(caller, path):
+    with explain_disk_errors(caller, path):
         begin(caller, output, {"model": "in one piece"}, array.shape, overwrite)
         try:
             output.write((slice(None),) * array.ndim, torch.from_numpy(array))

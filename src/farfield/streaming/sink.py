@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
+import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
 from farfield.streaming.file_formats import FORMATS, OutputSpec
 from farfield.streaming.source import Region, release
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from farfield.streaming.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 
 
 def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
@@ -35,9 +33,10 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
         ValueError: If the path's suffix is of no known format.
         FileNotFoundError: If the folder of the path does not exist.
         PermissionError: If the folder of the path is not writable.
-        FileExistsError: If the path exists and `overwrite` is not True; if the path is a link, a folder other than one
-            zarr array and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file
-            was not made by farfield.
+        FileExistsError: If the path exists and `overwrite` is not True, unless it was moved there by a call that was
+            killed before it removed its unfinished folder; if the path is a link, a folder other than one zarr array
+            and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file was not made
+            by farfield.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
@@ -53,7 +52,7 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
     if path.is_symlink():
         fix = f'the target of the link, "{path.resolve()}", or another path'
         raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
-    if path.exists() and not overwrite:
+    if path.exists() and not overwrite and not was_moved(path):
         raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
     is_one_file = FORMATS[path.suffix.lower()].mapped
     if path.exists() and not (path.is_file() if is_one_file else is_zarr_array(path)):
@@ -131,12 +130,19 @@ class FileOutput:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
     def open(self) -> bool:
-        """Open the unfinished file; return False if it is missing, a link, damaged, or of another shape or dtype."""
+        """Open the unfinished file, or the one that was moved to its path but whose folder was not removed.
+
+        Returns:
+            False if it is missing, a link, damaged, or of another shape or dtype.
+        """
         if self.growing.is_symlink():
             return False
         try:
-            self.array = self.format.open(self.growing, "r+")
-            self.reserve()  # opening a truncated file extends it again
+            if was_moved(self.path):
+                self.array = self.format.open(self.path, "r")
+            else:
+                self.array = self.format.open(self.growing, "r+")
+                self.reserve()  # opening a truncated file extends it again
         except FileNotFoundError:
             return False
         except OSError:  # a full disk or too many open files: the file itself may be fine
@@ -164,6 +170,11 @@ class FileOutput:
             self.array.flush()
             release(self.array)
 
+    def restore_replaced(self) -> None:
+        """Move a folder back to its path if a process was killed before it moved the new one there."""
+        if (self.folder / REPLACED).is_dir() and not os.path.lexists(self.path):
+            (self.folder / REPLACED).rename(self.path)
+
     def finish(self) -> Any:
         """Move the file to its path, remove the folder in which it was written, and return it opened for reading.
 
@@ -172,13 +183,30 @@ class FileOutput:
         """
         check_path(self.caller, self.path, self.overwrite)
         self.array = None
+        if not was_moved(self.path):
+            self.move()
+        try:
+            self.owned.empty(keep=(STATE,))  # the progress last: until then a repeated call takes the file as it is
+            self.owned.remove()
+        except OSError as error:
+            warnings.warn(
+                f'{self.caller}: "{self.path}" is complete, but "{self.folder}" could not be removed '
+                f"({error.strerror or error}); fix: remove that folder.",
+                stacklevel=2,
+            )
+        return self.format.open(self.path, "r")
+
+    def move(self) -> None:
+        """Move the file to its path; what it replaces is there until then, and again if that fails."""
         for scrap in self.growing.rglob("*.partial"):  # chunks of a process that was killed while it wrote them
             scrap.unlink()
         if self.path.is_dir():  # a folder cannot be replaced in one step
-            self.path.rename(self.folder / "replaced")
-        self.growing.replace(self.path)
-        self.owned.remove()
-        return self.format.open(self.path, "r")
+            self.path.rename(self.folder / REPLACED)
+        try:
+            self.growing.replace(self.path)
+        except OSError:
+            self.restore_replaced()
+            raise
 
 
 class ArrayOutput:
@@ -215,11 +243,6 @@ class ArrayOutput:
     def finish(self) -> Any:
         """Return the array."""
         return self.array
-
-
-def unfinished_folder(path: Path) -> Path:
-    """Return the folder beside a path for its unfinished file and the progress."""
-    return path.with_name(path.name + ".unfinished")
 
 
 def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
@@ -292,15 +315,3 @@ def box_index(layout_shape: Sequence[int], region: Region) -> tuple[slice, ...]:
     """Return the index of a spatial region, with all samples and channels, in an array of this shape."""
     leading = (slice(None),) * (len(layout_shape) - len(region))
     return (*leading, *(slice(start, stop) for start, stop in region))
-
-
-@contextlib.contextmanager
-def explain_full_disk(caller: str, path: Path) -> Iterator[None]:
-    """Replace an error of a full disk by one that names the caller and the folder in which finished tiles are kept."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL_DISK or caller in str(error):
-            raise
-        kept = f'finished tiles are in "{unfinished_folder(path)}"'
-        raise OSError(error.errno, f"{caller}: the disk is full; {kept}; fix: make room, repeat the call.") from error

@@ -1,0 +1,116 @@
+"""Errors, short writes and kills at the calls by which a prediction writes: nothing is lost, and no byte is wrong."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from farfield.streaming import _predict_whole, predict_whole
+from helpers import faults
+from helpers.streamed_nets import attention, settled
+
+TILE = (10, 8)
+# Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
+STEP = 7
+SUFFIXES = (".npy", ".tif", ".zarr")
+CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once() -> Iterator[None]:
+    """The plan is the same in all calls, and takes most of their time."""
+    if faults.problem() is not None:
+        pytest.skip(faults.problem())
+    plan, plans = _predict_whole.make_plan, {}
+
+    def cached(caller: str, model: nn.Module, shape: Any, *settings: Any) -> Any:
+        key = (id(model), tuple(shape), settings)
+        plans[key] = plans.get(key) or plan(caller, model, shape, *settings)
+        return plans[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_predict_whole, "make_plan", cached)
+        yield
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    return settled(
+        nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), attention("factorized_gaussian"), nn.Conv2d(6, 1, 3, padding=1))
+    )
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): each.read_bytes() for each in files}
+
+
+def predict(net: nn.Module, out: Path) -> None:
+    predict_whole(net, np.random.default_rng(0).random((20, 24), "float32"), tile=TILE, out=out, quiet=True)
+
+
+def undisturbed(net: nn.Module, out: Path) -> tuple[dict[str, bytes], int]:
+    """The bytes of a prediction, and the number of its calls that write."""
+    out.parent.mkdir()
+    predict(net, out)
+    bytes_of_it = content(out)
+    again = out.with_name(f"again{out.suffix}")
+    watched = faults.run(lambda: predict(net, again), out.parent, faults.at(0, None))
+    assert (watched.kind, watched.outside) == ("returned", ())
+    return bytes_of_it, len(watched.calls)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(suffix: str, net: nn.Module, tmp_path: Path) -> None:
+    want, calls = undisturbed(net, tmp_path / "plain" / f"out{suffix}")
+    for index in range(0, calls, STEP):
+        out = tmp_path / str(index) / f"out{suffix}"
+        out.parent.mkdir()
+        action = "torn" if index % 2 else "kill"
+        killed = faults.run(lambda out=out: predict(net, out), out.parent, faults.at(index, action))
+        assert (killed.kind, killed.outside) == ("killed", ())
+        predict(net, out)
+        assert content(out) == want
+        assert [each.name for each in out.parent.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_error_of_the_disk_names_the_file_and_the_fix(suffix: str, net: nn.Module, tmp_path: Path) -> None:
+    want, calls = undisturbed(net, tmp_path / "plain" / f"out{suffix}")
+    for index in range(0, calls, STEP):
+        out, code = tmp_path / str(index) / f"out{suffix}", CODES[index // STEP % len(CODES)]
+        out.parent.mkdir()
+        failed = faults.run(lambda out=out: predict(net, out), out.parent, faults.from_call(index, code))
+        if failed.kind == "raised":
+            assert failed.error[1] == code
+            assert "predict_whole: " in failed.error[2]
+            assert f'{out}"' in failed.error[2]
+            assert "; fix: " in failed.error[2]
+        if not out.exists():
+            predict(net, out)
+        assert content(out) == want
+
+
+def test_a_call_killed_after_the_file_has_its_path_returns_it(net: nn.Module, tmp_path: Path) -> None:
+    want, _ = undisturbed(net, tmp_path / "plain" / "out.npy")
+    out, moved = tmp_path / "out.npy", []
+
+    def after_the_move(index: int, call: faults.Call) -> faults.Action:
+        moved.extend([index] * (call.name == "rename" and str(out) in call.paths))
+        return "kill" if moved and index > moved[0] else None
+
+    assert faults.run(lambda: predict(net, out), tmp_path, after_the_move).kind == "killed"
+    assert out.exists()
+    assert out.with_name("out.npy.unfinished").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict(net, out)
+    assert content(out) == want
+    assert not out.with_name("out.npy.unfinished").exists()
