@@ -3,6 +3,7 @@
 The volume is a file of bytes, the network one convolution with random weights, with `--norm` followed by
 an instance norm over the whole volume, which takes a second pass:
 
+    python benchmarks/labels.py --folder scratch --size 1000 1000 1000 --make
     python benchmarks/labels.py --folder scratch --size 1000 1000 1000 --tile 100
 
 With `--compare` the labels are compared with those of the untiled network, which must fit in memory.
@@ -59,13 +60,15 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=3, default=(1000, 1000, 1000))
     parser.add_argument("--tile", type=int, default=100)
     parser.add_argument("--norm", action="store_true", help="normalize over the whole volume")
+    parser.add_argument("--make", action="store_true", help="only make the volume; its pages would count as memory")
     parser.add_argument("--compare", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     size = tuple(options.size)
     path = options.folder / f"volume-{'-'.join(map(str, size))}.npy"
-    if not path.exists():
+    if options.make:
         make_volume(path, size)
+        return
     volume, network = np.load(path, mmap_mode="r"), make_network(options.norm)
     out = path.with_name(path.stem + "-labels.zarr")
     start, cpu = time.perf_counter(), time.process_time()

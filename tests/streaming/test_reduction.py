@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -128,6 +128,10 @@ def test_the_network_is_as_before() -> None:
 
 @given(classes=st.integers(1, 10**6))
 @settings(max_examples=50)
+@example(256)
+@example(257)
+@example(32768)
+@example(32769)
 def test_labels_have_the_smallest_dtype(classes: int) -> None:
     room = [torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int16, torch.int32)]
     assert torch.iinfo(label_dtype(classes)).max == min(most for most in room if most >= classes - 1)
