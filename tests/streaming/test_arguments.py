@@ -14,7 +14,7 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
-from farfield.streaming import plan_whole, predict_whole, respond_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole, respond_whole
 from farfield.streaming.sink import check_path
 from helpers.streamed_nets import Hourglass, settled
 
@@ -38,7 +38,7 @@ def test_what_is_no_whole_number(given: Any, net: nn.Module) -> None:
         with pytest.raises(TypeError, match=r"_whole: tile must be an integer, or one .*; fix: tile=64"):
             call()
     with pytest.raises(TypeError, match=r"predict_whole: halo must be an integer, or one .*; fix: halo=64"):
-        predict_whole(net, VOLUME, tile=8, halo=given, quiet=True)
+        predict_whole(net, VOLUME, tile=Tiles(8, halo=given), quiet=True)
 
 
 def test_a_volume_is_no_shape(net: nn.Module) -> None:
@@ -65,7 +65,7 @@ def test_what_is_too_small(given: Any, net: nn.Module) -> None:
 def test_whole_numbers_of_other_kinds(given: Any, net: nn.Module) -> None:
     want = predict_whole(net, VOLUME, tile=(8, 8), quiet=True)
     np.testing.assert_array_equal(predict_whole(net, VOLUME, tile=given, quiet=True), want)
-    assert plan_whole(net, VOLUME.shape, tile=8, halo=given).passes[0].halo.before == (8, 8)
+    assert plan_whole(net, VOLUME.shape, tile=Tiles(8, halo=given)).passes[0].halo.before == (8, 8)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole
 from farfield.streaming.global_layers import NotLocalError
 from helpers.partly import UNLIKE, partly
 from helpers.streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
@@ -184,11 +184,11 @@ def test_the_output_has_the_axes_of_the_volume(leading: tuple[int, ...], out_cha
 
 def test_a_foreign_network_may_give_its_halo() -> None:
     net, grid = settled(Hourglass("siamese", 2)), torch.randn(1, 1, 40, 40)
-    plan = plan_whole(net, grid.shape, tile=12, halo=(9, 7))
+    plan = plan_whole(net, grid.shape, tile=Tiles(12, halo=(9, 7)))
     assert {each.halo for each in plan.passes} == {((10, 8), (10, 8))}
-    assert relative(predict_whole(net, grid, tile=12, halo=10, quiet=True), whole(net, grid)) < TOLERANCE
+    assert relative(predict_whole(net, grid, tile=Tiles(12, halo=10), quiet=True), whole(net, grid)) < TOLERANCE
     with pytest.raises(ValueError, match="gives other results in tiles than on the whole"):
-        predict_whole(net, grid, tile=12, halo=2, quiet=True)
+        predict_whole(net, grid, tile=Tiles(12, halo=2), quiet=True)
 
 
 def test_the_halo_that_is_found_is_needed() -> None:

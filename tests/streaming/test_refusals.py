@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import ShapeError
-from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole
 from farfield.streaming.receptive_field import DIVISIBLE
 from helpers.streamed_nets import Hourglass, attention, settled
 
@@ -162,11 +162,11 @@ def test_saturated_and_constant_volumes() -> None:
         ((8, 8), {"tile": 0}, ShapeError, "tile must be at least 1, got 0; fix"),
         (
             (8, 8),
-            {"tile": 4, "halo": (1, 2, 3)},
+            {"tile": Tiles(4, halo=(1, 2, 3))},
             ShapeError,
             r"halo must be one number, or one for each of 2 spatial dims, got \(1, 2, 3\); fix",
         ),
-        ((8, 8), {"tile": 4, "halo": -1}, ShapeError, "halo must be at least 0, got -1; fix"),
+        ((8, 8), {"tile": Tiles(4, halo=-1)}, ShapeError, "halo must be at least 0, got -1; fix"),
         ((8, 8), {"pad": "mirror"}, LookupError, 'no pad "mirror"'),
         ((3, 8, 8), {}, ValueError, r"Hourglass does not take a grid of size \(8, 8\)"),
         ((8, 8), {"out": np.zeros((8, 9))}, ShapeError, r"out must have shape \(8, 8\), got \(8, 9\)"),
@@ -219,7 +219,7 @@ FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
             "MultiheadAttention at .* attends to all positions",
         ),
         (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"tile": "8"}, "tile must be an integer"),
-        (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"halo": 1.5}, "halo must be an integer"),
+        (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"tile": Tiles(halo=1.5)}, "halo must be an integer"),
         (lambda: nn.Conv2d(1, 1, 3).eval(), (8, 8), {"pad": "mirror"}, 'no pad "mirror"'),
         (lambda: nn.Conv2d(1, 1, 3).eval(), (8,), {}, "a volume with 2 spatial dims is"),
         (
@@ -242,7 +242,7 @@ FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
         (
             lambda: net_with(nn.ReLU()),
             (32, 32),
-            {"tile": 8, "halo": (1, 2, 3)},
+            {"tile": Tiles(8, halo=(1, 2, 3))},
             "halo must be one number, or one for each",
         ),
         (

@@ -8,5 +8,6 @@ layers depend on each other takes n + 1 passes. Needs the extra `stream`: `pip i
 from farfield.streaming._plan_whole import StreamingPlan, plan_whole
 from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
+from farfield.streaming.arguments import Tiles
 
-__all__ = ["StreamingPlan", "plan_whole", "predict_whole", "respond_whole"]
+__all__ = ["StreamingPlan", "Tiles", "plan_whole", "predict_whole", "respond_whole"]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
-from farfield.streaming.arguments import parse_positions
+from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.receptive_field import Scale, find_scale, trace_or_raise
+from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
 from farfield.streaming.tiling import Draft, Pass
@@ -133,9 +134,9 @@ def plan_whole(
     model: nn.Module,
     shape: Sequence[int],
     *,
-    tile: int | Sequence[int | None] | None = None,
-    halo: int | Sequence[int] | None = None,
+    tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
+    reduce: Reduction = None,
 ) -> StreamingPlan:
     """Plan a call of `predict_whole`, which also prints this plan before it starts.
 
@@ -143,18 +144,18 @@ def plan_whole(
         model: As in `predict_whole`.
         shape: Shape of the volume.
         tile: As in `predict_whole`.
-        halo: As in `predict_whole`.
         pad: As in `predict_whole`.
+        reduce: As in `predict_whole`.
 
     Returns:
         The plan; `print(plan)` prints what `predict_whole` prints.
 
     Raises:
-        TypeError: If a volume is passed in place of its shape, if tile or halo have numbers that are no integers, or if
-            the network does not return one grid.
+        TypeError: If a volume is passed in place of its shape, if tile or halo have numbers that are no integers, if
+            `reduce` is no function, or if the network does not return one grid.
         ValueError: If the model is in training mode, does not take the volume's size, cannot be run in tiles, or has an
             attention whose summary takes too much memory; if shapes do not fit (`ShapeError`).
-        LookupError: If `pad` is unknown.
+        LookupError: If `pad` or `reduce` is unknown.
 
     Example:
         >>> from torch import nn
@@ -174,16 +175,16 @@ def plan_whole(
     given: object = shape
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"plan_whole: shape must be numbers, got {given!r:.60}; fix: plan_whole(model, volume.shape).")
-    return make_plan("plan_whole", model, shape, tile, halo, pad)
+    return make_plan("plan_whole", model, shape, tile, pad, reduce)
 
 
 def make_plan(
     caller: str,
     model: nn.Module,
     shape: Sequence[int],
-    tile: int | Sequence[int | None] | None,
-    halo: int | Sequence[int] | None,
+    tile: int | Sequence[int | None] | Tiles | None,
     pad: str | None,
+    reduce: Reduction,
 ) -> StreamingPlan:
     """Make the plan of `predict_whole`, for `predict_whole` or `plan_whole`; errors name the caller."""
     if not isinstance(model, nn.Module):
@@ -191,15 +192,25 @@ def make_plan(
             f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
             f"fix: the network comes first, {caller}(model, …)."
         )
-    if tile is not None:
-        tile = parse_positions(caller, "tile", tile, 1, optional=True)
-    if halo is not None:
-        halo = cast(int | tuple[int, ...], parse_positions(caller, "halo", halo, 0))
+    tiles = parse_tiles(caller, tile)
     refuse_training(caller, model)
     refuse_global(caller, model)
     if pad is not None and pad not in MODES:
         raise unknown(caller, "pad", pad, MODES)
-    layout = parse_layout(caller, shape, spatial_dims_of(caller, model, tile))
+    check_reduction(caller, reduce)
+    # A named reduction is positionwise: the checks are of the scores that it reduces.
+    with function_applied(caller, model, reduce):
+        plan = make_checked_plan(caller, model, shape, tiles, pad)
+    smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
+    reduced = reduce_channels(caller, reduce, smallest)
+    return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
+
+
+def make_checked_plan(
+    caller: str, model: nn.Module, shape: Sequence[int], tiles: Tiles, pad: str | None
+) -> StreamingPlan:
+    """Make the plan from arguments that were checked."""
+    layout = parse_layout(caller, shape, spatial_dims_of(caller, model, tiles.size))
     batch, channels = layout.batch_and_channels(shape)
     own = tuple(shape[len(shape) - layout.spatial_dims :])
     try:
@@ -215,7 +226,7 @@ def make_plan(
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
     draft = Draft(caller, model, batch, channels, size, scale, grids, whole)
-    positions, passes = draft.cut(tile, halo)
+    positions, passes = draft.cut(tiles.size, tiles.halo)
     plan = StreamingPlan(
         layout=layout,
         size=size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from farfield.nn.tracing import EnoughError
 from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
-from farfield.streaming.arguments import check_volume
+from farfield.streaming.arguments import Tiles, check_volume, parse_tiles
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import count_positions, enlarge_region, index_within
+from farfield.streaming.reduction import Reduction, describe, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
@@ -29,9 +31,9 @@ def predict_whole(
     model: nn.Module,
     volume: Any,
     *,
-    tile: int | Sequence[int | None] | None = None,
-    halo: int | Sequence[int] | None = None,
+    tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
+    reduce: Reduction = None,
     out: str | Path | Any | None = None,
     overwrite: bool = False,
     quiet: bool = False,
@@ -50,12 +52,14 @@ def predict_whole(
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
-            are not cut; rounded up to multiples of the strides; by default the largest that memory allows.
-        halo: Positions of the volume that a tile reads before and after its own: one number, or one per spatial dim;
-            rounded up to multiples of the strides; by default found by running the model on small grids.
+            are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
+            gives the halo too.
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
+        reduce: "argmax" or "softmax" over the channels, or a function from an output grid `(batch, channels, *size)` to
+            one of the same batch and size. It is applied to each tile before it is written, so that the output that it
+            reduces never exists as a whole. Labels are of the smallest dtype that holds them, uint8 up to 256 classes.
         out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
             array must have the result's shape and a dtype that can hold it, and must not share memory or a file with
             the volume.
@@ -72,11 +76,13 @@ def predict_whole(
         ValueError: If the model is in training mode, does not take the volume's size, has a layer that needs the whole
             grid and cannot be summarized, or gets a number that is not finite as input of one that is; if the summary
             of an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
+            if `reduce` is over channels and there is one channel, or it changes the size of a grid;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
             at the path belongs to another call, or its progress is damaged.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
-            integers, the model does not return one grid, or out has a dtype to which the result cannot be cast.
-        LookupError: If `pad` is unknown.
+            integers, `reduce` is no function, the model does not return one grid, or out has a dtype to which the
+            result cannot be cast.
+        LookupError: If `pad` or `reduce` is unknown.
         FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists and `overwrite` is False, or is a link or a folder that is not replaced; if
             the folder for the unfinished file was not made by farfield.
@@ -103,11 +109,13 @@ def predict_whole(
     """
     check_volume("predict_whole", "volume", volume)
     refuse_aliasing("predict_whole", out, {"volume": volume})
-    path = Path(out) if isinstance(out, str | Path) else None
+    path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
     if path is not None:
         check_path("predict_whole", path, overwrite)
-        tile = saved_tile("predict_whole", path, overwrite, model, {"volume": volume}) if tile is None else tile
-    plan = make_plan("predict_whole", model, volume.shape, tile, halo, pad)
+        if tiles.size is None:
+            saved = saved_tile("predict_whole", path, overwrite, model, {"volume": volume})
+            tiles = replace(tiles, size=saved)
+    plan = make_plan("predict_whole", model, volume.shape, tiles, pad, reduce)
     if not quiet:
         print(plan, file=sys.stderr)
     source = VolumeSource(
@@ -117,12 +125,12 @@ def predict_whole(
     axes = plan.layout.axes(plan.output.channels, len(plan.kept))
     spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), axes, plan.written)
     output = output_for("predict_whole", out, spec, volume, overwrite)
-    settings = (plan.tile, plan.passes, plan.padding, pad, str(path))
+    settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path))
     identity = partial(compute_identity, model, {"volume": volume}, settings)
     progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
-    return Prediction(
-        model, plan, Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
-    ).run(quiet)
+    stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
+    with function_applied("predict_whole", model, reduce):
+        return Prediction(model, plan, reduce, stream).run(quiet)
 
 
 class Prediction:
@@ -131,11 +139,12 @@ class Prediction:
     Args:
         model: The network.
         plan: Its tiles and passes.
+        reduce: Reduces its output over channels if it is a name.
         stream: Reads the volume, writes the output, and saves the progress.
     """
 
-    def __init__(self, model: nn.Module, plan: StreamingPlan, stream: Stream) -> None:
-        self.model, self.plan, self.stream = model, plan, stream
+    def __init__(self, model: nn.Module, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
+        self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
         if len(plan.passes) > 1:
             stream.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
         self.summaries: dict[int, Any] = {}  # call -> the merged summary
@@ -216,6 +225,7 @@ class Prediction:
         if any(start >= stop for start, stop in part):
             return
         box = output[index_within(part, plan.output.grid.part(self.region, plan.size))]
+        box = reduce_channels("predict_whole", self.reduce, box)
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
         shape = plan.layout.shape(output.shape[0], plan.output.channels, box.shape[2:])
         self.stream.write(box_index(shape, target), box.reshape(shape))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,28 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a volume is cut into tiles, where the size of the tiles alone is not enough.
+
+    Attributes:
+        size: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
+            are not cut; by default the largest that memory allows.
+        halo: Positions of the volume that a tile reads before and after its own: one number, or one per spatial dim;
+            rounded up to multiples of the strides; by default found by running the network on small grids.
+
+    Example:
+        >>> from torch import nn
+        >>> from farfield.streaming import Tiles, plan_whole
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)).eval()
+        >>> plan_whole(net, (100, 100), tile=Tiles(32, halo=5)).passes[-1].halo.before
+        (5, 5)
+    """
+
+    size: int | Sequence[int | None] | None = None
+    halo: int | Sequence[int] | None = None
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
@@ -42,6 +65,19 @@ def check_numbers(caller: str, name: str, volume: Any) -> None:
     if kind not in "bfiu":
         fix = f"the magnitude, abs({name})" if kind == "c" else f'an array of one of these, {name}.astype("float32")'
         raise TypeError(f"{caller}: {name} must hold booleans, integers or floats, got {dtype}; fix: {fix}.")
+
+
+def parse_tiles(caller: str, tile: Any) -> Tiles:
+    """Parse the argument `tile`: a size, or `Tiles`.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ShapeError: If a number is too small.
+    """
+    given = tile if isinstance(tile, Tiles) else Tiles(tile)
+    size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
+    halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
+    return Tiles(size, cast(int | tuple[int, ...] | None, halo))
 
 
 def parse_positions(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from farfield.ops.grid import Pool
 from farfield.streaming.geometry import AxisScale, round_up
 from farfield.streaming.global_layers import NotLocalError, describe_module
+from farfield.streaming.reduction import ReductionError
 from farfield.streaming.replacement import AttentionLayer, GlobalLayer
 from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, record, trace
 
@@ -93,7 +94,7 @@ def trace_or_raise(caller: str, model: nn.Module, channels: int, size: Sequence[
     """
     try:
         return trace(caller, model, (1, channels, *size))
-    except TypeError:
+    except (TypeError, ReductionError):
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
