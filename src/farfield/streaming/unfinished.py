@@ -1,4 +1,4 @@
-"""The folder in which a file is written until it is complete, and what errors of the disk say about it."""
+"""The folder in which a file is written until it is complete, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What is wrong with a disk, and its fix.
 REASONS = {
     errno.ENOSPC: ("the disk is full", "make room"),
-    errno.EDQUOT: ("the disk quota is used up", "make room, or ask for more"),
+    errno.EDQUOT: ("the disk quota is used up", "make room, or raise the quota"),
     errno.EFBIG: ("the file is too large for the disk or for its limit", "make room, or raise the limit"),
     errno.EROFS: ("the disk is read-only", "mount it for writing"),
     errno.EACCES: ("permission is denied", "give write permission there"),
@@ -35,7 +35,7 @@ def unfinished_folder(path: Path) -> Path:
 def was_moved(path: Path) -> bool:
     """Whether a file was moved to its path by a process that was killed before it removed the unfinished folder.
 
-    The folder then has the progress, and no file. The progress says whether what is at the path is that file.
+    The folder then has the progress, and no file. The progress has the checksums by which that file is known.
     """
     folder = unfinished_folder(path)
     return foreign(folder) is None and (folder / STATE).is_file() and not os.path.lexists(folder / path.name)
