@@ -88,8 +88,8 @@ def roofline(module: nn.Module, grid: Tensor, *, backward: bool = False, repeats
         >>> from farfield import cost
         >>> from farfield.nn import GridAttention
         >>> result = cost.roofline(GridAttention(64, "siamese", project=""), torch.randn(1, 64, 64, 64), repeats=1)
-        >>> result.bottleneck, result.bytes == 2 * 64**3 * 4 + 4 * 64
-        ('bytes', True)
+        >>> result.bottleneck in ("bytes", "products"), result.bytes == 2 * 64**3 * 4 + 4 * 64
+        (True, True)
     """
     if repeats < 1:
         raise ValueError(f"cost.roofline: repeats must be at least 1, got {repeats=}; fix: repeats=7.")
