@@ -38,11 +38,15 @@ class Scale(NamedTuple):
         axis_scales: For each step: how its grid scales with each spatial axis of the volume, None if it does not.
         strides: Least common multiple of the strides, along each axis.
         multiple: The same of the strides and the windows of pooled attentions; tiles start at multiples of it.
+        names: Name of each step.
+        flattened: For each step whether several axes of the volume share one of its axes.
     """
 
     axis_scales: list[tuple[AxisScale | None, ...]]
     strides: tuple[int, ...]
     multiple: tuple[int, ...]
+    names: list[str]
+    flattened: list[bool]
 
 
 def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
@@ -79,7 +83,9 @@ def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]
                 pooled += window_ratios(next(called), scales[-1])
         strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
         multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
-    return Scale([drop_shared_axes(each) for each in axis_scales], tuple(strides), tuple(multiple))
+    dropped = [drop_shared_axes(each) for each in axis_scales]
+    flattened = [tuple(each) != kept for each, kept in zip(axis_scales, dropped, strict=True)]
+    return Scale(dropped, tuple(strides), tuple(multiple), [step.name for step in first.steps], flattened)
 
 
 def trace_or_raise(caller: str, model: nn.Module, channels: int, size: Sequence[int], why: str = "") -> Trace:
@@ -186,7 +192,7 @@ class Probe:
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
-        """Return the smallest size that the network takes and that has the remainders of the volume's size.
+        """Return the smallest size on which the network runs the same layers, with the remainders of the volume's size.
 
         Remainders are those modulo the strides. If the network takes none of the sizes that are tried, this is the size
         of the volume.
@@ -195,10 +201,11 @@ class Probe:
             pairs = zip(self.whole, self.scale.multiple, strict=True)
             size = tuple(length % multiple + factor * multiple for length, multiple in pairs)
             try:
-                self.run(self.draw(size))
+                steps = self.run(self.draw(size))
             except (RuntimeError, ValueError):
                 continue
-            return size
+            if [step.name for step in steps] == self.scale.names:
+                return size
         self.run(self.draw(self.whole))
         return self.whole
 
@@ -219,8 +226,10 @@ class Probe:
             grid.narrow(axis + 2, half, multiple).fill_(torch.nan)
             with plain_kernels():
                 steps = self.run(grid)
+            # What happens on a flattened grid shows in the next grid.
             spans = [
-                find_nan_span(step, scales[axis]) for step, scales in zip(steps, self.scale.axis_scales, strict=True)
+                None if flattened else find_nan_span(step, scales[axis])
+                for step, scales, flattened in zip(steps, self.scale.axis_scales, self.scale.flattened, strict=True)
             ]
             lost = any(
                 span is None and scales[axis] is not None and step.dtype.is_floating_point

@@ -314,6 +314,9 @@ def adaptive_maximum(input: Tensor, output_size: Any, return_indices: bool = Fal
     return pooling(input, output_size, reduce, larger)
 
 
+# Norms that keep the grid's size, which may be called on a flattened grid.
+NORMS = (F.group_norm, F.instance_norm, F.batch_norm)
+
 FUNCTIONS: dict[Any, Callable[..., Statistic | None]] = {
     F.group_norm: group_norm,
     F.instance_norm: instance_norm,
