@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.flattening import joined_axes
-from farfield.streaming.softmax import attend
+from farfield.streaming.softmax_layer import attend
 
 
 class Tokens(nn.Module):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from farfield.nn import GridAttention
 from farfield.streaming.flattening import FlattenedGrid
-from farfield.streaming.softmax import GlobalCall, softmax_call
+from farfield.streaming.softmax_layer import GlobalCall, softmax_call
 from farfield.streaming.statistics import FUNCTIONS, NORMS, Statistic, TilePlace, add
 from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, make_streamable, summary_bytes
 

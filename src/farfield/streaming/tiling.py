@@ -17,7 +17,7 @@ from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.receptive_field import Probe, Scale, not_local_error
 from farfield.streaming.replacement import AttentionLayer
-from farfield.streaming.softmax import SoftmaxLayer
+from farfield.streaming.softmax_layer import SoftmaxLayer
 from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
 from farfield.streaming.verification import find_difference
