@@ -30,9 +30,8 @@ class FlattenedGrid:
 
     def note(self, function: Any, args: Sequence[Any], result: Any) -> None:
         """Note the size of a grid if `function` has flattened it."""
-        if function not in RESHAPES or not isinstance(result, Tensor) or args[0].shape[:1] != (self.batch,):
-            return
-        self.size = joined_axes(args[0].shape, result.shape) or self.size
+        if function in RESHAPES and args and args[0].shape[:1] == (self.batch,):  # the grid may be a named argument
+            self.size = joined_axes(args[0].shape, result.shape) or self.size
 
     def matches(self, samples: int, positions: int) -> bool:
         """Whether an axis of this many positions, in a tensor of this many samples, is the flattened grid."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from farfield.nn import GridAttention
 from farfield.streaming.flattening import FlattenedGrid
 from farfield.streaming.softmax_layer import GlobalCall, softmax_call
-from farfield.streaming.statistics import FUNCTIONS, NORMS, Statistic, TilePlace, add
+from farfield.streaming.statistics import FUNCTIONS, NORMS, Statistic, TilePlace, add, mix_channels
 from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, make_streamable, summary_bytes
 
 
@@ -54,7 +54,7 @@ class AttentionLayer(NamedTuple):
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a positionwise function of the grid."""
-        return grid.mean(1, keepdim=True).repeat(1, response_channels(self.attention), *[1] * (grid.dim() - 2))
+        return mix_channels(grid).repeat(1, response_channels(self.attention), *[1] * (grid.dim() - 2))
 
     def start(self, name: str) -> MergedSummary:
         """Return the empty summary."""

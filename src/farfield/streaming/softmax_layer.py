@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.flattening import FlattenedGrid
-from farfield.streaming.statistics import TilePlace
+from farfield.streaming.statistics import TilePlace, mix_channels
 from farfield.streaming.summaries import MergedKeys
 
 # Queries and keys whose scores are computed at once.
@@ -62,7 +62,7 @@ class SoftmaxLayer(NamedTuple):
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a positionwise function of the grid."""
-        return grid.mean(1, keepdim=True).repeat(1, self.heads * self.channels[1], *[1] * (grid.dim() - 2))
+        return mix_channels(grid).repeat(1, self.heads * self.channels[1], *[1] * (grid.dim() - 2))
 
     def start(self, name: str) -> MergedKeys:
         """Return the empty summary."""

@@ -15,8 +15,9 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
 from farfield.streaming.global_layers import NotLocalError
-from farfield.streaming.receptive_field import Probe, Scale, not_local_error
+from farfield.streaming.receptive_field import Probe, not_local_error
 from farfield.streaming.replacement import AttentionLayer
+from farfield.streaming.scale import Scale
 from farfield.streaming.softmax_layer import SoftmaxLayer
 from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
