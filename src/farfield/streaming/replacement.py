@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,6 +21,20 @@ from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, mak
 
 class GlobalLayer(Protocol):
     """One call of a layer that needs the whole grid."""
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the result is a grid of the same size; otherwise it depends on the summary alone."""
+        ...
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments of the call, in which tensors may be replaced for `bind`."""
+        ...
+
+    def bind(self, arguments: Any) -> GlobalLayer:
+        """Return the same layer called with other tensors."""
+        ...
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a tensor of the result's shape in which no position depends on another."""
@@ -47,6 +61,20 @@ class AttentionLayer(NamedTuple):
     """An attention."""
 
     attention: GridAttention
+
+    @property
+    def keeps_size(self) -> bool:
+        """True: there is a response for each position."""
+        return True
+
+    @property
+    def arguments(self) -> None:
+        """None: beside the grid and the mask there are none."""
+        return
+
+    def bind(self, arguments: None) -> AttentionLayer:
+        """Return the layer."""
+        return self
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a positionwise function of the grid."""
@@ -76,9 +104,25 @@ class AttentionLayer(NamedTuple):
 
 
 class StatisticLayer(NamedTuple):
-    """A call of a function of torch, or of a user's module."""
+    """A call of a function of torch, or of a user's module.
+
+    Attributes:
+        statistic: How it runs in tiles.
+        arguments: The function, its arguments and its named arguments; None for a module.
+    """
 
     statistic: Statistic
+    arguments: tuple[Any, Any, Any] | None = None
+
+    @property
+    def keeps_size(self) -> bool:
+        """As the statistic."""
+        return self.statistic.keeps_size
+
+    def bind(self, arguments: Any) -> StatisticLayer:
+        """Return the same call with other tensors; a user's module has none but the grid."""
+        statistic = self.statistic if arguments is None else parse(*arguments)
+        return StatisticLayer(cast(Statistic, statistic), arguments)
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return the statistic's placeholder."""
@@ -130,7 +174,7 @@ class ReplaceFunctions(TorchFunctionMode):
         statistic = None if self.paused else parse(function, args, kwargs)
         if statistic is None:
             return function(*args, **kwargs)
-        return self.forward(None, StatisticLayer(statistic), statistic.grid, None)
+        return self.forward(None, StatisticLayer(statistic, (function, args, kwargs)), statistic.grid, None)
 
 
 def parse(function: Any, args: Any, kwargs: Any) -> Statistic | None:
