@@ -119,6 +119,51 @@ def attention_2d(channels: int, heads: int) -> Peer:
     return twin_of(module, twin)
 
 
+# ---- MONAI and kornia ------------------------------------------------------------------------------------------------
+class OnPositions(nn.Module):
+    """A module on positions, `(batch, positions, channels)`, as one on grids."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Return the module's response, `(batch, channels, *size)`."""
+        return self.module(grid.flatten(2).mT).mT.unflatten(-1, grid.shape[2:])
+
+
+def self_attention_block(channels: int, heads: int) -> Peer:
+    """Softmax attention of MONAI's transformers (ViT, UNETR) by an explicit matrix, which is its default."""
+    from monai.networks.blocks.selfattention import SABlock
+
+    module = SABlock(channels, heads)
+    twin = GridAttention(channels, "softmax", heads=heads, project="qkvo")
+    for linear, weight in zip((twin.query, twin.key, twin.value), module.qkv.weight.detach().chunk(3), strict=True):
+        load(linear, weight, None)
+    load(twin.output, module.out_proj.weight, module.out_proj.bias)
+    return twin_of(OnPositions(module), twin)
+
+
+def kornia_linear(channels: int, heads: int) -> Peer:
+    """Attention of LoFTR, by elu(x) + 1 of queries and keys; farfield's nearest operator is factorized_gaussian."""
+    from kornia.feature.loftr.loftr_module.linear_attention import LinearAttention
+
+    attend = LinearAttention()
+
+    def module(grid: Tensor) -> Tensor:
+        positions = grid.flatten(2).mT.unflatten(-1, (heads, -1))
+        return attend(positions, positions, positions).flatten(2).mT.unflatten(-1, grid.shape[2:])
+
+    def equation(grid: Tensor, chosen: Tensor) -> Tensor:
+        positions = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
+        features = nn.functional.elu(positions) + 1
+        weights = features[:, :, chosen] @ features.mT
+        return (weights @ positions / weights.sum(-1, keepdim=True)).transpose(1, 2).flatten(2)
+
+    rival = trainable(GridAttention(channels, "factorized_gaussian", heads=heads, project=""))
+    return Peer("", Contestant("", module, equation), rival, same=False)
+
+
 # ---- linear attention ------------------------------------------------------------------------------------------------
 def image_linear(channels: int, heads: int) -> Peer:
     """Factorized attention with both softmaxes, with queries and keys scaled by d^(-1/4)."""
@@ -186,6 +231,8 @@ def causal_linear(channels: int, heads: int) -> Peer:
 PEERS: list[tuple[str, str, Callable[[int, int], Peer]]] = [
     ("timm NonLocalAttn", "timm", non_local),
     ("timm Attention2d", "timm", attention_2d),
+    ("MONAI SABlock", "monai", self_attention_block),
+    ("kornia LinearAttention", "kornia", kornia_linear),
     ("ImageLinearAttention", "linear-attention-transformer", image_linear),
     ("AxialAttention", "axial-attention", axial),
     ("flash-linear-attention", "flash-linear-attention", causal_linear),

@@ -42,9 +42,34 @@ IN_3D, IN_2D, TILE_3D, TILE_2D = (1, 32, 48, 80), (1, 96, 176), (32, 32, 32), (6
 LONG, TILE_LONG = (1, 64, 1280), (64, 128)
 
 
+class Encode(nn.Module):
+    """The encoder of an autoencoder of diffusers, without the random draw."""
+
+    def __init__(self, autoencoder: nn.Module) -> None:
+        super().__init__()
+        self.autoencoder = autoencoder
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Return the mode of the latent distribution."""
+        return self.autoencoder.encode(grid).latent_dist.mode()
+
+
+class Decode(nn.Module):
+    """The decoder of an autoencoder of diffusers."""
+
+    def __init__(self, autoencoder: nn.Module) -> None:
+        super().__init__()
+        self.autoencoder = autoencoder
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Return the decoded image."""
+        return self.autoencoder.decode(grid).sample
+
+
 def settings() -> dict[str, Setting]:
     """Return the networks by name."""
     import segmentation_models_pytorch as smp
+    from diffusers import AutoencoderKL
     from monai.networks import nets
 
     def unet(dims: int, norm: Any) -> nn.Module:
@@ -55,6 +80,14 @@ def settings() -> dict[str, Setting]:
 
     def plain(name: str, encoder: str) -> nn.Module:
         return getattr(smp, name)(encoder, encoder_weights=None, in_channels=1, classes=2)
+
+    def autoencoder() -> nn.Module:
+        return AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(16, 32),
+            norm_num_groups=4,
+        )
 
     return {
         "MONAI UNet, 3-D, instance norm": Setting(lambda: unet(3, "instance"), IN_3D, TILE_3D),
@@ -67,6 +100,8 @@ def settings() -> dict[str, Setting]:
             lambda: nets.SegResNet(3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), IN_3D, TILE_3D
         ),
         "MONAI AttentionUnet, 2-D": Setting(lambda: nets.AttentionUnet(2, 1, 2, (8, 16, 32), (2, 2)), IN_2D, TILE_2D),
+        "diffusers AutoencoderKL, encode": Setting(lambda: Encode(autoencoder()), (3, 40, 176), (32, 32)),
+        "diffusers AutoencoderKL, decode": Setting(lambda: Decode(autoencoder()), (4, 20, 88), (16, 16)),
         "smp Unet, efficientnet-b0": Setting(lambda: plain("Unet", "timm-efficientnet-b0"), LONG, TILE_LONG),
         "smp Unet, resnet18": Setting(lambda: plain("Unet", "resnet18"), LONG, TILE_LONG),
         "smp DeepLabV3Plus, resnet18": Setting(lambda: plain("DeepLabV3Plus", "resnet18"), LONG, TILE_LONG),

@@ -144,7 +144,8 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     main(monkeypatch, "operators.py", *arguments)
     text = capsys.readouterr().out
     rows = json.loads(file.read_text(encoding="utf-8"))
-    peers = ["timm NonLocalAttn", "timm Attention2d", "ImageLinearAttention", "AxialAttention"]
+    peers = ["timm NonLocalAttn", "timm Attention2d", "MONAI SABlock", "kornia LinearAttention"]
+    peers += ["ImageLinearAttention", "AxialAttention"]
     for size in ([4, 5], [8, 8]):
         for direction in ("forward", "forward and backward"):
             group = {row["name"]: row for row in rows if (row["size"], row["direction"]) == (size, direction)}
@@ -162,7 +163,7 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
                 (peer,) = (row for key, row in group.items() if key.startswith(f"{name} "))
                 rival = group[peer["rival"]]
                 assert peer["rival_times"] == pytest.approx(peer["seconds"] / rival["seconds"])
-                assert peer["same"] == (name != "AxialAttention")
+                assert peer["same"] == (name not in ("AxialAttention", "kornia LinearAttention"))
                 assert peer["plain_times"] is None
     assert text.count("flash-linear-attention") == (0 if torch.cuda.is_available() else 1)
     assert "kronecker_kv (another function)" in text

@@ -17,7 +17,14 @@ def script(benchmarks_on_path: None) -> ModuleType:
 
 @pytest.mark.parametrize(
     "name",
-    ["MONAI UNet, 2-D, group norm", "MONAI SegResNet, 3-D", "MONAI AttentionUnet, 2-D", "smp Unet, efficientnet-b0"],
+    [
+        "MONAI UNet, 2-D, group norm",
+        "MONAI SegResNet, 3-D",
+        "MONAI AttentionUnet, 2-D",
+        "diffusers AutoencoderKL, encode",
+        "diffusers AutoencoderKL, decode",
+        "smp Unet, efficientnet-b0",
+    ],
 )
 def test_tiles_give_what_the_whole_gives(name: str, script: ModuleType) -> None:
     result = script.measure(script.settings()[name])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole
-from farfield.streaming.global_layers import NotLocalError
 from helpers.partly import UNLIKE, partly
 from helpers.streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
@@ -287,21 +286,3 @@ def test_convnext_of_torchvision_with_an_attention() -> None:
     net = settled(nn.Sequential(first, attention("kronecker_qkv", 96), nn.Conv2d(96, 1, 1)))
     grid = torch.randn(1, 3, 160, 132)
     assert relative(predict_whole(net, grid, tile=80, quiet=True), whole(net, grid)) < TOLERANCE
-
-
-class Rows(nn.Module):
-    """All positions in one row for a layer that acts at each alone: no side of the volume is an axis of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(4)
-
-    def forward(self, grid: Tensor) -> Tensor:
-        grid = self.first(grid)
-        return self.norm(grid.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, grid.shape[2:])
-
-
-def test_positions_in_one_row_are_refused_or_right() -> None:
-    net, grid = settled(Rows()), torch.randn(1, 1, 30, 30)
-    with pytest.raises(NotLocalError, match='LayerNorm at "norm" sees further'):
-        predict_whole(net, grid, tile=8, quiet=True)

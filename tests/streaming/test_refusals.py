@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError
 from farfield.streaming import Tiles, plan_whole, predict_whole
-from farfield.streaming.receptive_field import DIVISIBLE
+from farfield.streaming.scale import DIVISIBLE
 from helpers.streamed_nets import Hourglass, attention, settled
 
 
@@ -236,7 +236,7 @@ FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
         ),
         (lambda: nn.Conv2d(3, 1, 3).eval(), (2, 8, 8), {}, "Conv2d does not take a grid of size"),
         (lambda: FLAT, (8, 8), {}, "Sequential returns a tensor of 2 axes, not one grid"),
-        (lambda: Branching().eval(), (8, 8), {}, "the network runs other layers on a longer grid"),
+        (lambda: Branching().eval(), (8, 8), {}, "the network runs other layers on grids of other sizes"),
         (lambda: net_with(Gate()), (32, 32), {"tile": 8}, 'Conv2d at "1.1.reduce" sees further than'),
         (lambda: net_with(Ramp()), (32, 32), {"tile": 8}, 'Ramp at "1.1" gives other results in tiles'),
         (

@@ -15,9 +15,9 @@ from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
-from farfield.streaming.receptive_field import Scale, find_scale, trace_or_raise
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
+from farfield.streaming.scale import Scale, find_scale, refuse_other_layers, trace_or_raise
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
 from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
@@ -247,6 +247,7 @@ def make_checked_plan(
     padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
     whole = trace_volume(caller, model, batch, channels, size, scale)
+    refuse_other_layers(caller, scale.steps, whole.steps)
     grids = [
         NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)

@@ -17,6 +17,7 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, check_volume, parse_tiles
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import count_positions, enlarge_region, index_within
+from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.reduction import Reduction, describe, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
@@ -28,6 +29,7 @@ from farfield.streaming.statistics import TilePlace
 from farfield.streaming.stored_grids import StoredGrids, store_grids
 from farfield.streaming.summaries import Merged
 from farfield.streaming.trace import device_of, dtype_of
+from farfield.streaming.volume import describe_output, split_volume
 
 
 def predict_whole(
@@ -110,6 +112,7 @@ def predict_whole(
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
         True
     """
+    known, volume = split_volume(volume)
     check_volume("predict_whole", "volume", volume)
     refuse_aliasing("predict_whole", out, {"volume": volume})
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
@@ -125,8 +128,8 @@ def predict_whole(
         volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect"
     )
     shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
-    axes = plan.layout.axes(plan.output.channels, len(plan.kept))
-    spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), axes, plan.written)
+    metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
+    spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
     output = output_for("predict_whole", out, spec, volume, overwrite)
     settings = (
         plan.tile,
@@ -228,10 +231,12 @@ class Prediction:
 
         Raises:
             EnoughError: When the last layer in `calls` is summarized.
+            NotLocalError: If the network calls other layers than on the whole volume.
         """
 
         def forward(path: str | None, layer: GlobalLayer, own: Tensor, mask: Tensor | None) -> Tensor:
             call, self.call = self.call, self.call + 1
+            self.check_call(call, layer, own)
             if call in calls:
                 self.summarize(call, layer, own, mask)
                 if call == calls[-1]:
@@ -241,7 +246,32 @@ class Prediction:
             return layer.placeholder(own)
 
         with replace_layers(self.model, forward):
-            return self.model(grid)
+            output = self.model(grid)
+        self.check_call(self.call, None, None)
+        return output
+
+    def check_call(self, call: int, layer: GlobalLayer | None, own: Tensor | None) -> None:
+        """Refuse a network that calls another layer, or ends earlier or later, on a tile than on the whole volume.
+
+        Args:
+            call: Index of the call.
+            layer: The layer that is called; None at the end of the network.
+            own: Its input.
+
+        Raises:
+            NotLocalError: If another layer, or none, is called with that index on the whole volume.
+        """
+        planned = self.plan.calls[call] if call < len(self.plan.calls) else None
+        if planned is None or layer is None or own is None:
+            same = planned is None and layer is None
+        else:
+            same = type(layer) is type(planned.layer) and own.shape[:2] == planned.grid.shape[:2]
+        if not same:
+            raise NotLocalError(
+                f"predict_whole: {type(self.model).__name__} runs other layers on a tile of {self.region} than on the "
+                f"whole volume, so tiles would not give its result; fix: another size of tiles, or model(volume) where "
+                f"the volume fits in memory."
+            )
 
     def summarize(self, call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> None:
         """Add a tile's own positions, without the halo, to the summary of a call."""

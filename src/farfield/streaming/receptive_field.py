@@ -1,4 +1,4 @@
-"""Run a network on small grids to find its strides, its receptive field and the order of its attentions.
+"""Run a network on small grids to find its receptive field and the order of its attentions.
 
 Meanwhile a positionwise function replaces attention: then the receptive field is the overlap that tiles need.
 """
@@ -16,140 +16,18 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from farfield.ops.grid import Pool
 from farfield.streaming.geometry import AxisScale, round_up
 from farfield.streaming.global_layers import NotLocalError, describe_module
-from farfield.streaming.reduction import ReductionError
-from farfield.streaming.replacement import AttentionLayer, GlobalLayer
-from farfield.streaming.trace import OUTPUT, Step, Trace, device_of, dtype_of, record, trace
+from farfield.streaming.replacement import GlobalLayer
+from farfield.streaming.scale import Scale, refuse_other_layers, replace_length
+from farfield.streaming.trace import Step, device_of, dtype_of, record
 
-# A length that all common strides divide: 2^6 · 3^3 · 5 · 7.
-DIVISIBLE = 60480
 # Largest half of the length of a small grid along the axis that is probed, in positions.
 LONGEST = 4096
 # Largest product of the lengths of a small grid along the other axes.
 WIDEST = 2**14
 
 
-class Scale(NamedTuple):
-    """How the grids of a network scale with the volume.
-
-    Attributes:
-        axis_scales: For each step: how its grid scales with each spatial axis of the volume, None if it does not.
-        strides: Least common multiple of the strides, along each axis.
-        multiple: The same of the strides and the windows of pooled attentions; tiles start at multiples of it.
-    """
-
-    axis_scales: list[tuple[AxisScale | None, ...]]
-    strides: tuple[int, ...]
-    multiple: tuple[int, ...]
-
-
-def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]) -> Scale:
-    """Find the strides of a network from how the shapes of its grids change when the volume grows along one axis.
-
-    Raises:
-        ValueError: If the network takes neither a large grid nor one of this size, or none that is longer on one axis.
-        NotLocalError: If other layers run on the longer grid.
-        TypeError: If the network does not return one grid.
-    """
-    spatial_dims = len(size)
-    try:
-        base = (DIVISIBLE,) * spatial_dims
-        first = trace(caller, model, (1, channels, *base))
-    except (RuntimeError, ValueError, NotImplementedError):
-        base = tuple(size)
-        first = trace_or_raise(caller, model, channels, base)
-    axis_scales: list[list[AxisScale | None]] = [[] for _ in first.steps]
-    strides, multiple = [], []
-    for axis in range(spatial_dims):
-        longer = replace_length(base, axis, base[axis] + DIVISIBLE)
-        grown = trace_or_raise(caller, model, channels, longer, f", the volume's {tuple(size)} longer on axis {axis}")
-        if [step.name for step in grown.steps] != [step.name for step in first.steps]:
-            raise NotLocalError(
-                f"{caller}: the network runs other layers on a longer grid, so tiles would not give the result of "
-                "the whole; fix: model(volume) where the volume fits in memory."
-            )
-        ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.layers)
-        for scales, before, after in zip(axis_scales, first.steps, grown.steps, strict=True):
-            scales.append(find_axis_scale(before, after))
-            if scales[-1] is not None:
-                ratios.append(scales[-1].ratio)
-            if before.summarized:
-                pooled += window_ratios(next(called), scales[-1])
-        strides.append(math.lcm(*(ratio.denominator for ratio in ratios)))
-        multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
-    return Scale([drop_shared_axes(each) for each in axis_scales], tuple(strides), tuple(multiple))
-
-
-def trace_or_raise(caller: str, model: nn.Module, channels: int, size: Sequence[int], why: str = "") -> Trace:
-    """Trace the network on one sample of this size; raise ValueError if the network does not take it.
-
-    Args:
-        caller: The function that errors name.
-        model: The network.
-        channels: Channels of the sample.
-        size: Size of the sample.
-        why: For a size that is not the volume's: where it comes from.
-    """
-    try:
-        return trace(caller, model, (1, channels, *size))
-    except (TypeError, ReductionError):
-        raise
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"{caller}: {type(model).__name__} does not take a grid of size {tuple(size)}{why}: {error}"
-            + (
-                "\n  fix: a network for grids of any size, or model(volume) where the volume fits in memory."
-                if why
-                else ""
-            )
-        ) from error
-
-
-def replace_length(size: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
-    """Replace the length of one axis in a size."""
-    return tuple(length if other == axis else own for other, own in enumerate(size))
-
-
-def find_axis_scale(before: Step, after: Step) -> AxisScale | None:
-    """Return how a grid scales with the axis of the volume that has grown; None unless exactly one of its axes does."""
-    changed = [axis for axis, (one, other) in enumerate(zip(before.shape, after.shape, strict=True)) if one != other]
-    if len(changed) != 1 or changed[0] == 0:
-        return None
-    return AxisScale(changed[0], Fraction(after.shape[changed[0]] - before.shape[changed[0]], DIVISIBLE))
-
-
-def drop_shared_axes(axis_scales: Sequence[AxisScale | None]) -> tuple[AxisScale | None, ...]:
-    """Set the scales of axes of the volume that share an axis of the grid to None, as of all in a flattened grid."""
-    axes = [axis_scale.axis for axis_scale in axis_scales if axis_scale is not None]
-    return tuple(
-        None if axis_scale is None or axes.count(axis_scale.axis) > 1 else axis_scale for axis_scale in axis_scales
-    )
-
-
-def all_ratios(first: Trace, grown: Trace) -> Iterator[Fraction]:
-    """Yield by how much each axis of each operation's output grows, per position by which the volume has grown.
-
-    Yield nothing if the two runs have different numbers of operations.
-    """
-    if len(first.shapes) == len(grown.shapes):
-        for before, after in zip(first.shapes, grown.shapes, strict=True):
-            if len(before) == len(after):
-                yield from (Fraction(other - one, DIVISIBLE) for one, other in zip(before, after, strict=True))
-
-
-def window_ratios(layer: GlobalLayer, axis_scale: AxisScale | None) -> list[Fraction]:
-    """Return the windows per position of the volume of an attention that pools its keys and values; else nothing."""
-    if axis_scale is None or not isinstance(layer, AttentionLayer):
-        return []
-    pool = layer.attention.operator.keys_from.gather
-    if not isinstance(pool, Pool):
-        return []
-    return [axis_scale.ratio / (pool.size if isinstance(pool.size, int) else pool.size[axis_scale.axis - 2])]
-
-
-# ---- with numbers ----------------------------------------------------------------------------------------------------
 class Probe:
     """Runs a network on small random grids.
 
@@ -169,10 +47,18 @@ class Probe:
         self.caller, self.model, self.channels, self.whole, self.scale = caller, model, channels, tuple(size), scale
         self.generator = torch.Generator().manual_seed(0)
         self.small = self.least = self.smallest()
+        if scale.joins:
+            self.small = self.separate(self.least)
 
     def run(self, grid: Tensor, last_call: int | None = None) -> list[Step]:
-        """Run the network with positionwise functions in place of its global layers; return its steps, see `record`."""
-        return record(self.caller, self.model, partial(self.model, grid), last_call=last_call)
+        """Run the network with positionwise functions in place of its global layers; return its steps, see `record`.
+
+        Raises:
+            NotLocalError: If it runs other layers than on the volume.
+        """
+        steps = record(self.caller, self.model, partial(self.model, grid), last_call=last_call)
+        refuse_other_layers(self.caller, self.scale.steps[: len(steps)], steps)
+        return steps
 
     @cached_property
     def labels(self) -> bool:
@@ -186,7 +72,7 @@ class Probe:
         return grid.to(device_of(self.model), dtype_of(self.model))
 
     def smallest(self) -> tuple[int, ...]:
-        """Return the smallest size that the network takes and that has the remainders of the volume's size.
+        """Return the smallest size on which the network runs the same layers, with the remainders of the volume's size.
 
         Remainders are those modulo the strides. If the network takes none of the sizes that are tried, this is the size
         of the volume.
@@ -201,6 +87,17 @@ class Probe:
             return size
         self.run(self.draw(self.whole))
         return self.whole
+
+    def separate(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a size with several positions along each axis of the network's smallest grid, at most the volume's.
+
+        In a single row the positions of a flattened grid are those of its row, and those of unequal axes in another
+        order would be the same for equal ones.
+        """
+        return tuple(
+            max(own, min(own + (axis + 1) * multiple, length))
+            for axis, (own, multiple, length) in enumerate(zip(size, self.scale.multiple, self.whole, strict=True))
+        )
 
     def reach(self, axis: int) -> list[tuple[int, int]]:
         """Find the positions that each step needs before and after a tile's own along an axis, by how far NaN spreads.
@@ -219,8 +116,10 @@ class Probe:
             grid.narrow(axis + 2, half, multiple).fill_(torch.nan)
             with plain_kernels():
                 steps = self.run(grid)
+            # What happens on a flattened grid shows in the next grid.
             spans = [
-                find_nan_span(step, scales[axis]) for step, scales in zip(steps, self.scale.axis_scales, strict=True)
+                None if flattened else find_nan_span(step, scales[axis])
+                for step, scales, flattened in zip(steps, self.scale.axis_scales, self.scale.flattened, strict=True)
             ]
             lost = any(
                 span is None and scales[axis] is not None and step.dtype.is_floating_point
@@ -327,7 +226,9 @@ def find_nan_span(step: Step, axis_scale: AxisScale | None) -> NanSpan | None:
 
 def not_local_error(caller: str, model: nn.Module, name: str, axis: int, what: str) -> NotLocalError:
     """Return the error for a layer other than attention that is not local; `what` describes what it does."""
-    layer = describe_module(name, model.get_submodule(name)) if name != OUTPUT else type(model).__name__
+    # A function that the model calls in its own forward has the name of its class.
+    modules = dict(model.named_modules())
+    layer = describe_module(name, modules[name]) if name in modules else type(model).__name__
     return NotLocalError(
         f"{caller}: {layer} {what}, along spatial axis {axis} of the volume, so tiles would not give the result "
         f"of the whole; fix: tile=None on that axis, which is then not cut, or another layer."

@@ -11,11 +11,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from farfield.nn import GridAttention
-from farfield.streaming.statistics import FUNCTIONS, Statistic, TilePlace, add
+from farfield.streaming.flattening import FlattenedGrid
+from farfield.streaming.softmax_layer import GlobalCall, softmax_call
+from farfield.streaming.statistics import FUNCTIONS, NORMS, Statistic, TilePlace, add, mix_channels
 from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, make_streamable, summary_bytes
 
 
@@ -78,7 +82,7 @@ class AttentionLayer(NamedTuple):
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a positionwise function of the grid."""
-        return grid.mean(1, keepdim=True).repeat(1, response_channels(self.attention), *[1] * (grid.dim() - 2))
+        return mix_channels(grid).repeat(1, response_channels(self.attention), *[1] * (grid.dim() - 2))
 
     def start(self, name: str) -> MergedSummary:
         """Return the empty summary."""
@@ -121,8 +125,10 @@ class StatisticLayer(NamedTuple):
 
     def bind(self, arguments: Any) -> StatisticLayer:
         """Return the same call with other tensors; a user's module has none but the grid."""
-        statistic = self.statistic if arguments is None else parse(*arguments)
-        return StatisticLayer(cast(Statistic, statistic), arguments)
+        if arguments is None:
+            return self
+        function, args, kwargs = arguments
+        return StatisticLayer(cast(Statistic, FUNCTIONS[function](*args, **kwargs)), arguments)
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return the statistic's placeholder."""
@@ -162,29 +168,57 @@ class ReplaceFunctions(TorchFunctionMode):
 
     Attributes:
         paused: Whether functions run as they are: inside an attention, which is replaced as one layer.
+        flattened: The grid that the network has flattened last.
     """
 
     def __init__(self, forward: LayerForward) -> None:
         super().__init__()
-        self.forward, self.paused = forward, False
+        self.forward, self.paused, self.flattened = forward, False, FlattenedGrid()
+
+    def begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note the batch size before the network runs."""
+        self.flattened.batch = inputs[0].shape[0]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, or what replaces it; within it no function is replaced."""
         kwargs = kwargs or {}
-        statistic = None if self.paused else parse(function, args, kwargs)
-        if statistic is None:
-            return function(*args, **kwargs)
-        return self.forward(None, StatisticLayer(statistic, (function, args, kwargs)), statistic.grid, None)
+        call = None if self.paused else parse(self.flattened, function, args, kwargs)
+        if call is None:
+            result = function(*args, **kwargs)
+            self.flattened.note(function, args, result)
+            return result
+        return call.restore(self.forward(None, call.layer, call.grid, None))
 
 
-def parse(function: Any, args: Any, kwargs: Any) -> Statistic | None:
-    """Return the statistic of a call; None if it is local, or in a form that is not known, which is checked later."""
-    if function not in FUNCTIONS:
-        return None
+def parse(flattened: FlattenedGrid, function: Any, args: Any, kwargs: Any) -> GlobalCall | None:
+    """Return the call of a function; None if it is local, or in a form that is not known, which is checked later.
+
+    Args:
+        flattened: The grid that the network has flattened, on which functions may be called.
+        function: The function.
+        args: Its arguments.
+        kwargs: Its named arguments.
+    """
+    restore: Callable[[Tensor], Tensor] = same
     try:
-        return FUNCTIONS[function](*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            return softmax_call(flattened, *args, **kwargs)
+        if function not in FUNCTIONS:
+            return None
+        if function in NORMS and args and args[0].dim() == 3 and flattened.matches(args[0].shape[0], args[0].shape[2]):
+            args = (flattened.unflatten(args[0]), *args[1:])
+            restore = partial(torch.flatten, start_dim=2)
+        statistic = FUNCTIONS[function](*args, **kwargs)
     except TypeError:  # arguments such as `out`
         return None
+    if statistic is None:
+        return None
+    return GlobalCall(StatisticLayer(statistic, (function, args, kwargs)), statistic.grid, restore)
+
+
+def same(grid: Tensor) -> Tensor:
+    """Return the grid."""
+    return grid
 
 
 @contextmanager
@@ -196,6 +230,7 @@ def replace_layers(model: nn.Module, forward: LayerForward) -> Iterator[None]:
     """
     with ExitStack() as stack:
         functions = ReplaceFunctions(forward)
+        stack.enter_context(model.register_forward_pre_hook(functions.begin))
         for path, module in model.named_modules():
             name = path or type(module).__name__
             if isinstance(module, GridAttention):

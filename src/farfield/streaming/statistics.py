@@ -57,9 +57,15 @@ class Statistic(NamedTuple):
         for each element, all different, so that a later layer which depends on the grid's size is noticed.
         """
         if self.keeps_size:
-            return grid.mean(1, keepdim=True).expand(self.shape).clone()
+            return mix_channels(grid).expand(self.shape).clone()
         fixed = torch.linspace(0.5, 1.5, math.prod(self.shape[1:]), device=grid.device, dtype=grid.dtype)
         return fixed.reshape(1, *self.shape[1:]).expand(grid.shape[0], *self.shape[1:]).clone()
+
+
+def mix_channels(grid: Tensor) -> Tensor:
+    """Return a sum of a grid's channels, `(batch, 1, *size)`, that is not 0 where their mean is, as after a norm."""
+    weights = torch.linspace(0.5, 1.5, grid.shape[1], device=grid.device, dtype=grid.dtype)
+    return (grid * weights.view(-1, *[1] * (grid.dim() - 2))).mean(1, keepdim=True)
 
 
 def add(first: Parts, second: Parts) -> Parts:
@@ -313,6 +319,9 @@ def adaptive_maximum(input: Tensor, output_size: Any, return_indices: bool = Fal
 
     return pooling(input, output_size, reduce, larger)
 
+
+# Norms that keep the grid's size, which may be called on a flattened grid.
+NORMS = (F.group_norm, F.instance_norm, F.batch_norm)
 
 FUNCTIONS: dict[Any, Callable[..., Statistic | None]] = {
     F.group_norm: group_norm,

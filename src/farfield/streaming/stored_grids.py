@@ -125,7 +125,7 @@ class StoredFile:
                 (max(start, first), min(stop, last)) for (start, stop), (first, last) in zip(part, region, strict=True)
             )
             result[index_within(both, region)] = self.block(array, block)[index_within(both, part)]
-        release(array)
+            release(array)  # after each block, or all neighbors of a tile would be resident at once
         return result
 
     def block(self, array: Any, index: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,48 @@ class MergedParts:
     def whole(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the merged summary in float64."""
         return tuple(part.to(device) for part in self.parts[0])
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that `load` resumes from."""
+        return {"parts": self.parts}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+        self.parts = [tuple(part) for part in state["parts"]]
+
+
+class MergedKeys:
+    """Keys and values of all tiles of one softmax attention, in the order of the tiles.
+
+    Args:
+        name: What errors begin with.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, parts: tuple[Tensor, Tensor], origin: tuple[int, ...]) -> None:
+        """Add keys and values `(batch, heads, positions, channels)` of the tile at `origin`.
+
+        Raises:
+            ValueError: If they are not finite.
+        """
+        if not all(part.isfinite().all() for part in parts):
+            raise not_finite(self.name, origin)
+        key, value = (part.cpu().contiguous() for part in parts)
+        self.parts.append((key, value))
+
+    def whole(self, device: torch.device) -> MergedKeys:
+        """Return this summary, whose blocks are moved one by one."""
+        self.device = device
+        return self
+
+    def blocks(self, positions: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values in blocks of at most so many positions."""
+        for parts in self.parts:
+            key, value = (part.split(positions, 2) for part in parts)
+            yield from ((one.to(self.device), other.to(self.device)) for one, other in zip(key, value, strict=True))
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""

@@ -15,8 +15,10 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
 from farfield.streaming.global_layers import NotLocalError
-from farfield.streaming.receptive_field import Probe, Scale, not_local_error
+from farfield.streaming.receptive_field import Probe, not_local_error
 from farfield.streaming.replacement import AttentionLayer
+from farfield.streaming.scale import Scale
+from farfield.streaming.softmax_layer import SoftmaxLayer
 from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
 from farfield.streaming.verification import find_difference
@@ -307,11 +309,11 @@ class Draft:
         free = free_bytes(device_of(self.model))
         names = [grid.name for grid in self.grids if grid.summarized]
         for layer, name, size in zip(self.whole.layers, names, self.whole.summaries, strict=True):
-            if not isinstance(layer, AttentionLayer):
-                continue
-            if has_grid_summary(layer.attention) and size > SUMMARY_SHARE * free:
+            attends = isinstance(layer, AttentionLayer) and has_grid_summary(layer.attention)
+            if (attends or isinstance(layer, SoftmaxLayer)) and size > SUMMARY_SHARE * free:
+                operator = layer.attention.operator_name if isinstance(layer, AttentionLayer) else "softmax attention"
                 raise ValueError(
-                    f"{self.caller}: the summary of {layer.attention.operator_name} at {name} is its grid, {size:,} "
+                    f"{self.caller}: the summary of {operator} at {name} is its grid, {size:,} "
                     f"bytes, and may take half of the {free:,} bytes that are free; fix: an operator that compresses, "
                     f"such as factorized_gaussian."
                 )

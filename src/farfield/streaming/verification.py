@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from farfield.streaming.geometry import AxisScale, Halo, NetworkGrid, enlarge_region, round_up
-from farfield.streaming.receptive_field import Probe, replace_length
+from farfield.streaming.receptive_field import Probe
+from farfield.streaming.scale import replace_length
 from farfield.streaming.trace import Step
 
 # Labels may differ at up to this share of the positions with the same index on an axis, because two classes can have

@@ -1,0 +1,191 @@
+"""Networks that flatten the grid for norms and softmax attention run in tiles as on the whole volume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming.flattening import joined_axes
+from farfield.streaming.global_layers import NotLocalError
+from farfield.streaming.softmax_layer import attend
+from helpers.streamed_nets import relative, settled
+
+
+class Tokens(nn.Module):
+    """A convolution, a norm and softmax attention on a flattened grid, a convolution."""
+
+    def __init__(self, spatial_dims: int = 2, heads: int = 2) -> None:
+        super().__init__()
+        kind = nn.Conv2d if spatial_dims == 2 else nn.Conv3d
+        self.before, self.after = kind(1, 8, 3, 2, 1), kind(8, 2, 3, padding=1)
+        self.norm, self.project, self.heads = nn.GroupNorm(2, 8), nn.Linear(8, 24), heads
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.before(grid)
+        tokens = self.norm(grid.flatten(2)).mT
+        query, key, value = self.project(tokens).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        response = F.scaled_dot_product_attention(3 * query, key, value)
+        return self.after(grid + response.transpose(1, 2).flatten(2).mT.reshape(grid.shape))
+
+
+class CausalTokens(Tokens):
+    """Attention in which a position attends to those before it."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.before(grid)
+        query = grid.flatten(2).mT
+        response = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        return self.after(response.mT.reshape(grid.shape))
+
+
+@pytest.mark.parametrize(("size", "tile", "heads"), [((37, 50), (16, 24), 2), ((19, 23, 31), (16, None, 12), 4)])
+def test_tiles_give_what_the_whole_gives(size: tuple[int, ...], tile: tuple[int | None, ...], heads: int) -> None:
+    torch.manual_seed(0)
+    net = Tokens(len(size), heads).double().eval()
+    volume = torch.randn(2, 1, *size, dtype=torch.float64) + torch.linspace(0, 3, size[-1], dtype=torch.float64)
+    assert [len(each.calls) for each in plan_whole(net, volume.shape, tile=tile).passes] == [1, 1, 0]
+    with torch.no_grad():
+        expected = net(volume)
+    result = predict_whole(net, volume, tile=tile, quiet=True)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+
+
+class Rows(nn.Module):
+    """All positions in one row for a function of it: no axis of the volume is an axis of the row."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.first, self.norm, self.function = nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(4), function
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.first(grid)
+        row = self.norm(grid.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return (row + self.function(row)).unflatten(2, grid.shape[2:])
+
+
+def near(row: Tensor) -> Tensor:
+    """The sum of neighbours, by a function of torch: the last position of a line is beside the first of the next."""
+    return F.conv1d(row, torch.ones(4, 1, 3), padding=1, groups=4)
+
+
+def attend_to(change: Callable[[Tensor], Tensor], row: Tensor) -> Tensor:
+    """Softmax attention whose keys and values are at other places than the queries."""
+    query, key = row.mT, change(row).mT
+    return F.scaled_dot_product_attention(query, key, key).mT
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "convolution": near,
+    "sums before": lambda row: 0.01 * row.cumsum(2),
+    "shift by one": lambda row: row.roll(1, 2),
+    "shift by seven": lambda row: row.roll(7, 2),
+    "reversed": lambda row: row.flip(2),
+    "mean": lambda row: row.mean(2, keepdim=True),
+    "softmax": lambda row: row.softmax(2),
+    "sorted": lambda row: row.sort(2)[0],
+    "index": lambda row: torch.arange(row.shape[2]).sin(),
+    "attention by products": lambda row: row @ (row.mT @ row),
+    "attention to reversed": partial(attend_to, partial(torch.flip, dims=(2,))),
+    "attention to shifted": partial(attend_to, partial(torch.roll, shifts=3, dims=2)),
+    "norm of shifted": lambda row: F.group_norm(row.roll(3, 2), 2),
+    "norm of sorted": lambda row: F.group_norm(row.sort(2)[0], 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_functions_that_mix_the_positions_of_a_row_are_refused(name: str) -> None:
+    with pytest.raises(NotLocalError, match=r"Rows (gives other results in tiles|sees further).*along spatial axis 1"):
+        predict_whole(settled(Rows(MIXING[name])), torch.randn(1, 1, 30, 30), tile=(None, 8), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "tile"),
+    [(torch.tanh, (8, 7)), (near, (8, None)), (partial(attend_to, torch.Tensor.clone), (8, 7))],
+    ids=["positionwise", "convolution within rows", "attention"],
+)
+def test_functions_of_a_row_that_tiles_give(function: Callable[[Tensor], Tensor], tile: tuple[int | None, ...]) -> None:
+    net, grid = settled(Rows(function)), torch.randn(1, 1, 30, 30)
+    with torch.no_grad():
+        assert relative(predict_whole(net, grid, tile=tile, quiet=True), net(grid)) < 1e-5
+
+
+class Named(Rows):
+    """The grid is a named argument of the function that flattens it."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(torch.flatten(input=grid, start_dim=2).unflatten(2, grid.shape[2:]))
+
+
+def test_a_flattened_grid_as_a_named_argument() -> None:
+    net, grid = settled(Named()), torch.randn(1, 1, 30, 30)
+    with torch.no_grad():
+        assert relative(predict_whole(net, grid, tile=8, quiet=True), net(grid)) < 1e-5
+
+
+class Sometimes(nn.Module):
+    """A norm for grids of some sizes, which no small grid of the check has."""
+
+    def __init__(self, but: int) -> None:
+        super().__init__()
+        self.first, self.but = nn.Conv2d(1, 4, 3, padding=1), but
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = F.instance_norm(self.first(grid))
+        return grid if grid.shape[2] == self.but else F.instance_norm(grid.relu())
+
+
+def test_other_layers_on_a_tile_are_refused() -> None:
+    with pytest.raises(NotLocalError, match=r"Sometimes runs other layers on a tile of .* than on the whole volume"):
+        predict_whole(Sometimes(10).eval(), torch.randn(1, 1, 40, 40), tile=8, quiet=True)
+
+
+@pytest.mark.parametrize("but", [9, 40], ids=["small", "the volume"])
+def test_other_layers_on_a_grid_of_one_size_are_refused(but: int) -> None:
+    with pytest.raises(NotLocalError, match="the network runs other layers on grids of other sizes"):
+        plan_whole(Sometimes(but).eval(), (40, 40), tile=8)
+
+
+def test_causal_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="CausalTokens does not take a grid"):
+        predict_whole(CausalTokens().eval(), torch.randn(40, 40), tile=16, quiet=True)
+
+
+def test_attention_in_blocks_is_attention() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 50, 8)
+    parts = [30 * part for part in key.split([1, 20, 29], 2)]
+    blocks = zip(parts, value.split([1, 20, 29], 2), strict=True)
+    expected = F.scaled_dot_product_attention(query.double(), 30 * key.double(), value.double(), scale=2.0)
+    torch.testing.assert_close(attend(query, blocks, 2.0).double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_number_that_is_not_finite_is_refused() -> None:
+    net = Tokens().eval()
+    net.norm = nn.Identity().eval()
+    volume = torch.zeros(40, 40)
+    volume[33, 3] = torch.inf
+    with pytest.raises(ValueError, match="not finite in the tile at"):
+        predict_whole(net, volume, tile=16, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((1, 8, 4, 6), (1, 8, 24), (4, 6)),
+        ((1, 4, 6, 8), (1, 24, 8), (4, 6)),
+        ((2, 8, 3, 4, 5), (2, 8, 60), (3, 4, 5)),
+        ((2, 8, 4, 6), (2, 2, 4, 24), (4, 6)),
+        ((2, 8, 4, 6), (2, 192), ()),
+        ((1, 2, 7, 3, 7, 8), (6, 49, 8), ()),
+        ((2, 24, 8), (2, 24, 2, 4), ()),
+        ((2, 8, 24), (2, 8, 4, 6), ()),
+    ],
+)
+def test_joined_axes(before: tuple[int, ...], after: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert joined_axes(before, after) == expected
