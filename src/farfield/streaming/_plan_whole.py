@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,14 +13,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
+from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.scale import Scale, find_scale, refuse_other_layers, trace_or_raise
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
+from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
+
+# Work, in MACs of the network, above which a plan says how to do less.
+WORK = 4
 
 
 class PlannedCall(NamedTuple):
@@ -65,6 +70,8 @@ class StreamingPlan:
         output: The network's output.
         macs: MACs of the network on the whole volume.
         tile_bytes: Memory of a tile, about: bytes of the grids held at once.
+        spill: How passes start from grids that are stored on disk; None if each starts from the volume.
+        not_spilled: Why none are stored, although `Tiles.disk` allows it.
     """
 
     layout: AxisLayout
@@ -77,6 +84,13 @@ class StreamingPlan:
     output: Output
     macs: int
     tile_bytes: int
+    spill: SpillPlan | None = None
+    not_spilled: str = ""
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most bytes of disk that stored grids take at once; the output is not counted."""
+        return 0 if self.spill is None else self.spill.peak
 
     @property
     def cores(self) -> list[Region]:
@@ -112,9 +126,9 @@ class StreamingPlan:
 
     def lines(self) -> list[str]:
         """Return the lines of text that `predict_whole` prints."""
-        last = self.passes[-1].halo
+        largest = functools.reduce(Halo.join, (each.halo for each in self.passes))
         size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
-        halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
+        halo = " × ".join(f"{before}+{after}" for before, after in zip(*largest, strict=True))
         text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
@@ -124,10 +138,22 @@ class StreamingPlan:
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
             what = f"summarize {names}" if names else "write"
             work = each.share * read_ratio(self.size, self.tile, each.halo)
-            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+            stored = "" if self.spill is None else self.spill.describe(index)
+            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs{stored}")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
-        return text
+        return text + self.disk_lines()
+
+    def disk_lines(self) -> list[str]:
+        """Return the lines of text about stored grids."""
+        if self.spill is not None:
+            grids = f"{len(self.spill.stored)} grids, {self.spill.written:,} bytes, are stored on disk between passes"
+            return [f"{grids}, at most {self.spill.peak:,} bytes at once"]
+        if self.not_spilled:
+            return [f"each pass starts from the volume: {self.not_spilled}"]
+        if self.recomputed > WORK:
+            return ["to do less work: tile=Tiles(…, disk=bytes) stores grids inside the network between passes"]
+        return []
 
 
 def plan_whole(
@@ -227,7 +253,8 @@ def make_checked_plan(
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
     draft = Draft(caller, model, batch, channels, size, scale, grids, whole)
-    positions, passes = draft.cut(tiles.size, tiles.halo)
+    spilled, reason = plan_spill(draft, tiles)
+    positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
     plan = StreamingPlan(
         layout=layout,
         size=size,
@@ -238,7 +265,9 @@ def make_checked_plan(
         passes=passes,
         output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],
-        tile_bytes=draft.tile_bytes(positions, passes[-1].halo),
+        tile_bytes=spilled[2].tile_bytes if spilled else draft.tile_bytes(positions, passes[-1].halo),
+        spill=spilled[2] if spilled else None,
+        not_spilled=reason,
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(

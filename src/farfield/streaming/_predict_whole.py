@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -24,7 +24,10 @@ from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import Region, VolumeSource
+from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.statistics import TilePlace
+from farfield.streaming.stored_grids import StoredGrids, store_grids
+from farfield.streaming.summaries import Merged
 from farfield.streaming.trace import device_of, dtype_of
 from farfield.streaming.volume import describe_output, split_volume
 
@@ -128,7 +131,15 @@ def predict_whole(
     metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
     spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
     output = output_for("predict_whole", out, spec, volume, overwrite)
-    settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path))
+    settings = (
+        plan.tile,
+        plan.passes,
+        plan.padding,
+        pad,
+        describe(reduce),
+        str(path),
+        *(plan.spill.stored if plan.spill else ()),
+    )
     identity = partial(compute_identity, model, {"volume": volume}, settings)
     progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
     stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
@@ -148,15 +159,49 @@ class Prediction:
 
     def __init__(self, model: nn.Module, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
         self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
+        self.merged: list[Merged] = []
         if len(plan.passes) > 1:
-            stream.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+            self.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+        stream.merged = self.merged
+        self.stored = store_grids("predict_whole", plan.spill, plan.size, plan.tile, stream) if plan.spill else None
         self.summaries: dict[int, Any] = {}  # call -> the merged summary
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
     def run(self, quiet: bool) -> Any:
         """Run the remaining passes, and return the finished output."""
         passes = [("volume", partial(self.run_tile, each.calls, each.halo)) for each in self.plan.passes]
+        if self.stored is not None:
+            passes = [("volume", partial(self.run_part, index)) for index in range(len(passes))]
         return self.stream.run(passes, quiet)
+
+    def run_part(self, stage: int, index: int, core: Region) -> None:
+        """Run the part of the network that a pass needs on a tile, from stored grids; store grids or write the result.
+
+        Args:
+            stage: Index of the pass.
+            index: Index of the tile.
+            core: The tile's own positions.
+        """
+        spill, stored = cast(SpillPlan, self.plan.spill), cast(StoredGrids, self.stored)
+        each, grids, size = spill.parts[stage], spill.network.grids, self.plan.size
+        stored.begin(stage)
+        self.core, self.region = core, self.plan.passes[stage].halo.around(core, size)
+        given: dict[int | None, Tensor] = {}
+        if each.part.volume:
+            given[None] = self.stream.read("volume", index, self.region)
+        own = {step: grids[step].part(core, size) for step in each.part.wanted}
+        if not any(map(count_positions, own.values())):
+            stored.skip(each.writes, index)
+            return
+        for step in each.part.reads:
+            given[step] = stored.read(step, index, grids[step].part(self.region, size)).to(spill.network.device)
+        found = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
+        for call, step in zip(each.calls, each.inputs, strict=True):
+            self.summarize(call, self.plan.calls[call].layer, found[step], None)
+        for step in each.writes:
+            stored.write(step, index, found[step][index_within(own[step], grids[step].part(self.region, size))])
+        if not each.calls:
+            self.write(found[each.part.wanted[0]])
 
     def run_tile(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.
@@ -174,7 +219,7 @@ class Prediction:
         if not any(count_positions(network_grid.part(core, self.plan.size)) for network_grid in read):
             return
         try:
-            self.write(self.run_with_summaries(grid, calls) if self.stream.merged else self.model(grid))
+            self.write(self.run_with_summaries(grid, calls) if self.merged else self.model(grid))
         except EnoughError:
             return
 
@@ -196,7 +241,7 @@ class Prediction:
                 self.summarize(call, layer, own, mask)
                 if call == calls[-1]:
                     raise EnoughError
-            elif not calls or self.stream.merged[call].parts:
+            elif not calls or self.merged[call].parts:
                 return self.respond(call, layer, own, mask)
             return layer.placeholder(own)
 
@@ -237,13 +282,13 @@ class Prediction:
         positions = index_within(part, network_grid.part(self.region, self.plan.size))
         own, valid = grid[positions], None if mask is None else mask[positions]
         place = TilePlace(tuple(start for start, _ in part), network_grid.size)
-        layer.add(self.stream.merged[call], own, valid, place)
+        layer.add(self.merged[call], own, valid, place)
 
     def respond(self, call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Return the result for all positions that a tile reads, halo included, from the summary of the whole."""
         network_grid = self.plan.calls[call].grid
         if call not in self.summaries:
-            self.summaries[call] = self.stream.merged[call].whole(grid.device)
+            self.summaries[call] = self.merged[call].whole(grid.device)
         origin = tuple(start for start, _ in network_grid.part(self.region, self.plan.size))
         return layer.respond(self.summaries[call], grid, mask, TilePlace(origin, network_grid.size))
 
