@@ -36,7 +36,7 @@ PACKAGES = {
     "segmentation_models_pytorch": "the tests that import it",
     "timm": "two peers and the tests that import it",
     "xdist": "tests side by side",
-    **dict.fromkeys(("linear_attention_transformer", "axial_attention", "fla"), "one peer"),
+    **dict.fromkeys(("linear_attention_transformer", "axial_attention", "kornia", "monai", "fla"), "one peer"),
 }
 # The tests that compute on the device of `pytest --device`, and not in other processes or with files.
 TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/models", "tests/insertion", "tests/test_fuzz.py"]

@@ -177,7 +177,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
             [version] = folder.glob("version_*")
             network = models.from_pretrained(version).eval()
             whole = restore(network, stack, tile=max(stack.shape))
-            scaled = ScaledNetwork(network, *grey_levels(stack)).eval()
+            scaled = ScaledNetwork(network, [grey_levels(stack)]).eval()
             window = sliding(scaled, stack, plan_whole(scaled, stack.shape, tile=tile, pad="reflect"))
             percent = 100 / np.ptp(whole)
             exact = percent * np.abs(restore(network, stack, tile=tile) - whole).max()

@@ -153,7 +153,7 @@ def picture(runs: Mapping[str, list[dict[str, Any]]], title: str, file: Path) ->
     """Draw validation accuracy against epochs, one colour per network, one style of line per seed."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
     for colour, (network, seeds) in enumerate(runs.items()):
         for index, line in enumerate(seeds):
             percents = [100 * value for value in line["accuracies"]]
@@ -164,7 +164,7 @@ def picture(runs: Mapping[str, list[dict[str, Any]]], title: str, file: Path) ->
         axes.plot([], [], LINES[(seed - 1) % len(LINES)], color="gray", label=f"seed {seed}")
     axes.set(xlabel="epoch", ylabel="validation accuracy, %", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(file, dpi=150)
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from farfield import cli
+from farfield._checks import install_command
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,21 @@ def test_a_command_whose_imports_take_seconds_says_that_it_started(
     monkeypatch.setattr(cli, "dispatch", lambda name, arguments: called.append(capsys.readouterr().err))
     cli.main(words)
     assert called == ([f"farfield {words[0]}: loading\n"] if said else [""])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [("PIL", "Pillow", "demo"), ("sklearn", "scikit-learn", "demo"), ("matplotlib", "matplotlib", "demo")],
+)
+def test_a_missing_package_is_named_as_pip_names_it(
+    module: str, name: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.part")
+
+    monkeypatch.setattr(cli.importlib, "import_module", lacking)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["maps"])
+    # torch may warn on stderr while it loads.
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text == f"farfield maps: {name} is not installed; fix: {install_command(extra)}"

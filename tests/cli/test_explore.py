@@ -18,7 +18,7 @@ from farfield import maps, models, replace_attention
 from farfield.cli import explore
 from farfield.cli.explore import page, panels
 from farfield.cli.explore.features import SHARPNESS, features
-from farfield.cli.maps.network import LoadedNetwork, load
+from farfield.cli.loaded_network import LoadedNetwork, load
 from farfield.cli.maps.views import select_layer
 from farfield.maps import attention_row, basis_masks
 from farfield.nn import GridAttention

@@ -237,6 +237,23 @@ def test_panels_draw_their_rows_and_can_be_hovered(browser: Browser) -> None:
             assert image[row.argmax()].sum() == image.sum(1).max()
 
 
+def test_a_row_in_one_colour_is_explained(browser: Browser) -> None:
+    for masked in (False, True):
+        browser.evaluate(f"set('masked', {str(masked).lower()})")
+        browser.drawn()
+        said = browser.evaluate("DATA.panels.map((_, index) => $(`panel${index}`).querySelector('.even').textContent)")
+        valid = browser.evaluate("[...valid]")
+        for name, text, row in zip(NAMES, said, rows_of(browser), strict=True):
+            weights = [weight for weight, shown in zip(row, valid, strict=True) if shown]
+            # siamese_ones weighs by sums that are 0 but for rounding.
+            if name == "siamese_local":
+                said_first, _, number = text.rpartition(" ")
+                assert said_first == "every position has the weight"
+                assert float(number) == pytest.approx(weights[0], rel=0.005)  # three digits
+            elif name != "siamese_ones":
+                assert text == ""
+
+
 def test_keys(browser: Browser) -> None:
     before = browser.evaluate("state.position")
     moves = {"ArrowDown": (40, 56), "ArrowRight": (39, 1), "ArrowUp": (38, -56), "ArrowLeft": (37, -1)}

@@ -20,7 +20,7 @@ from torch import nn
 import farfield.cli
 from farfield import maps, models, replace_attention
 from farfield.cli import train
-from farfield.cli.maps.network import load
+from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph
 from farfield.data.classify import Digits, ImageFolders
 from farfield.nn import GridAttention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,8 @@ def test_a_network_without_places(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     ("module", "network", "extra"),
     [
         ("timm", "timm.models.resnet18", "timm"),
-        ("torchvision", "torchvision.models.resnet18", "demo"),
+        ("torchvision", "torchvision.models.resnet18", "train"),
         ("transformers", "transformers.ViTModel", "transformers"),
-        ("matplotlib", "kanet_qkv", "demo"),
     ],
 )
 def test_a_package_that_is_missing_names_the_extra_that_has_it(
@@ -88,6 +88,22 @@ def test_a_package_that_is_missing_names_the_extra_that_has_it(
     assert capsys.readouterr().err == f"farfield places: {module} is not installed; fix: {install_command(extra)}\n"
     required = importlib.metadata.metadata("farfield").get_all("Requires-Dist")
     assert machine.DISTRIBUTIONS.get(module, module) in machine.packages(required, extra)
+
+
+def test_a_network_of_the_core_needs_no_extra() -> None:
+    """A fresh process without the packages of any extra, as after `pip install farfield`."""
+    absent = ["matplotlib", "torchvision", "lightning", "PIL", "sklearn", "skimage", "jsonargparse", "rich", "timm"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); from farfield.cli import main; main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, "places", "--network"]
+    places = subprocess.run([*command, "kanet_qkv", "--json"], capture_output=True, text=True)
+    assert places.returncode == 0, places.stderr
+    assert len(json.loads(places.stdout)) > 50
+    # What a run of farfield fit needs is named.
+    run = subprocess.run([*command[:-1], "--model", "runs"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "is not installed; fix: pip install" in run.stderr
 
 
 def test_a_package_that_no_extra_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

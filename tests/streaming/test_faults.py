@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from torch import nn
 
-from farfield.streaming import _predict_whole, predict_whole
+from farfield.streaming import _predict_whole, ome_zarr, predict_whole
 from helpers import faults
 from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
 # Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
 STEP = 7
-SUFFIXES = (".npy", ".tif", ".zarr")
+SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 
 
@@ -38,6 +38,11 @@ def planned_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_predict_whole, "make_plan", cached)
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_images_have_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ome_zarr, "SMALLEST", 8)
 
 
 @pytest.fixture(scope="module")

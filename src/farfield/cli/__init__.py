@@ -34,7 +34,7 @@ COMMANDS = {
     "maps": Command(
         "maps", "demo", "what a trained network attends to in a photograph: attention rows, basis masks, norms"
     ),
-    "places": Command("places", "demo", "where attention can be inserted into a network, and what it costs there"),
+    "places": Command("places", "", "where attention can be inserted into a network, and what it costs there"),
     "explore": Command("explore", "demo", "one HTML page: every operator at the position under the pointer"),
     "info": Command("tables", "", "versions, devices, threads, extras, kernels"),
     "kernels": Command("kernels", "", "CPU kernels: whether they run, and if not, why"),
@@ -123,9 +123,10 @@ def dispatch(name: str, arguments: list[str]) -> None:
         package = (error.name or "").partition(".")[0]
         if package == "farfield":
             raise
-        from farfield.cli.machine import install_fix
+        from farfield.cli.machine import distribution_name, install_fix
 
-        raise RuntimeError(f"{package} is not installed; fix: {install_fix(package, command.extra)}") from error
+        fix = install_fix(package, command.extra)
+        raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
 
 
 def stop(status: int, message: str = "") -> None:

@@ -15,8 +15,10 @@ from farfield.cli import kernels
 from farfield.cli.output import Row
 from farfield.cost.measuring import processor_name
 
-# Names in imports -> names of packages, where they differ; Pillow and YAML come with torchvision and jsonargparse.
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "torchvision", "yaml": "jsonargparse"}
+# Names in imports -> names of packages, where they differ.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
+# Packages that no extra lists -> those that bring them.
+BROUGHT_BY = {"Pillow": "torchvision", "PyYAML": "jsonargparse"}
 
 
 def machine_rows() -> list[Row]:
@@ -68,7 +70,17 @@ def install_fix(module: str, extra: str) -> str:
         extra: The extra of the command that runs, preferred if it has the package; "" for none.
     """
     match = find_extra(module, extra)
-    return install_command(match) if match else f"pip install {DISTRIBUTIONS.get(module, module)}"
+    return install_command(match) if match else f"pip install {distribution_name(module)}"
+
+
+def distribution_name(module: str) -> str:
+    """Return the name of the package to install for a module.
+
+    Example:
+        >>> distribution_name("PIL"), distribution_name("torchvision")
+        ('Pillow', 'torchvision')
+    """
+    return DISTRIBUTIONS.get(module, module)
 
 
 def find_extra(module: str, preferred: str = "") -> str | None:
@@ -82,7 +94,8 @@ def find_extra(module: str, preferred: str = "") -> str | None:
         metadata = importlib.metadata.metadata("farfield")
     except importlib.metadata.PackageNotFoundError:
         return preferred or None
-    required, name = metadata.get_all("Requires-Dist") or [], DISTRIBUTIONS.get(module, module)
+    required, name = metadata.get_all("Requires-Dist") or [], distribution_name(module)
+    name = BROUGHT_BY.get(name, name)
     extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
     return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 

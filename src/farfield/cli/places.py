@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch import nn
 
 from farfield import cost
 from farfield._checks import unknown
 from farfield.cli.command_parser import CommandParser
-from farfield.cli.maps.network import build_untrained, load
+from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions, show
 from farfield.cli.tables import grid_size, number
 from farfield.insertion import InsertionPlace, places
@@ -70,10 +71,17 @@ def main(argv: Sequence[str]) -> None:
     show(places_table(arguments), arguments)
 
 
+def load_trained(arguments: argparse.Namespace) -> nn.Module:
+    """Load a trained network; this needs the packages of training, which a network that is named does not."""
+    from farfield.cli.loaded_network import load
+
+    return load(arguments.model, arguments.network).network
+
+
 def places_table(arguments: argparse.Namespace) -> Table:
     """Show where `insert` can add attention to a network, and what it costs there."""
-    trained = load(arguments.model, arguments.network) if arguments.model else build_untrained(arguments.network)
-    listed = places(trained.network, torch.zeros(1, arguments.channels, *arguments.size))
+    network = load_trained(arguments) if arguments.model else build_named(arguments.network, {})
+    listed = places(network, torch.zeros(1, arguments.channels, *arguments.size))
     columns = [Column("path", "path", lambda path: path or "(the network)", left=True)]
     columns += [Column("kind", "module", left=True), Column("channels", "channels"), Column("size", "size", joined)]
     columns += [Column("positions", "positions", "{:,}".format), Column("layout", "layout", left=True)]

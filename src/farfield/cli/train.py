@@ -140,7 +140,9 @@ class Training(LightningCLI):
             # The norms of the averaged generator are measured at the end of the epoch, after its validation.
             parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
         if self.task == "restore":
-            parser.add_argument("--output", type=str | None, help="for predict: a .tif or .zarr file, or a folder")
+            parser.add_argument(
+                "--output", type=str | None, help="for predict: a .tif, .ome.tif, .zarr or .ome.zarr, or a folder"
+            )
             text = "for predict: replace existing outputs (true), or skip them"
             parser.add_argument("--overwrite", type=Literal["skip"] | bool, default=False, help=text)
             text = "size of a tile, one number or one per axis; null: chosen by the available memory"

@@ -14,7 +14,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from farfield.data.base import Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import check_depths, checked, load_npz, pairs_in, several_of, stack_of, stacks_in
+from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, stack_of, stacks_in
+from farfield.data.readers.volumes import is_zarr, volume_of, volumes_in
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 HELD_OUT = 0.1
@@ -50,7 +51,8 @@ class StackPairs(Loading):
     Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
     Args:
-        root: The folder, or an npz file; to predict also a TIFF file, or a folder of them.
+        root: The folder, or an npz file; to predict also a TIFF file, a zarr array, an image of OME-Zarr, or a folder
+            of these.
         patch: Size of a training patch, `[z, y, x]`, or `[y, x]` for images.
         batch_size: Patches per batch, on each device.
         steps_per_epoch: Batches per epoch, on each device; None for every patch once.
@@ -58,7 +60,8 @@ class StackPairs(Loading):
         sources: Names of the folders of the stacks to be restored, one per condition.
         target: Name of the folder of the clean stacks.
         axes: Axes of the TIFF files, e.g. "ZYX", where the files give none or wrong ones.
-        channel: Index of the channel to read from TIFF files of several; files of one channel are read as they are.
+        channel: Index of the channel to read from files of several; files of one channel are read as they are. To
+            predict also a list: each of these channels is restored by itself.
         workers: Loader processes; 0 loads in the main process.
 
     Raises:
@@ -77,7 +80,7 @@ class StackPairs(Loading):
         sources: Sequence[str] = ("low",),
         target: str = "GT",
         axes: str | None = None,
-        channel: int | None = None,
+        channel: list[int] | int | None = None,
         workers: int = 2,
     ) -> None:
         super().__init__(batch_size, workers, DRAW)
@@ -164,10 +167,13 @@ class StackPairs(Loading):
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
         """Read and check a stack and its clean counterpart, which has the same size, or one plane."""
-        spatial_dims = len(self.patch)
+        spatial_dims, channel = len(self.patch), self.channel
+        if isinstance(channel, list):
+            fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
+            raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
         stack, truth = (
-            checked(source, stack_of(source, spatial_dims, self.axes, self.channel)),
-            target_of(target, spatial_dims, self.axes, self.channel),
+            checked(source, stack_of(source, spatial_dims, self.axes, channel)),
+            target_of(target, spatial_dims, self.axes, channel),
         )
         return stack, checked(target, fitting(name, stack, truth))
 
@@ -194,19 +200,21 @@ class StackPairs(Loading):
 
     def _predictions(self) -> Dataset[Any]:
         """Return the stacks to restore, read on access, each with its path and its name."""
-        files = [self.root] if self.root.is_file() else stacks_in(self.root)
+        single = self.root.is_file() or is_zarr(self.root)
+        files = [self.root] if single else volumes_in(self.root)
         test = None if files else self._folder("test", "test_data")
         if test is not None:
-            files = [path for source in self.sources for path in stacks_in(test / source)]
+            files = [path for source in self.sources for path in volumes_in(test / source)]
         if not files:
-            raise FolderError(f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff.")
-        check_depths(files)
-        above = test or (self.root.parent if self.root.is_file() else self.root)
+            raise FolderError(
+                f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
+            )
+        above = test or (self.root.parent if single else self.root)
         return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
-        return stack_of(path, len(self.patch), self.axes, self.channel), str(path), name
+        return volume_of(path, len(self.patch), self.axes, self.channel), str(path), name
 
 
 class Listed(Dataset[Any]):

@@ -9,5 +9,16 @@ from farfield.streaming._plan_whole import StreamingPlan, plan_whole
 from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.arguments import Tiles
+from farfield.streaming.image_metadata import ImageMetadata
+from farfield.streaming.volume import Volume, open_volume
 
-__all__ = ["StreamingPlan", "Tiles", "plan_whole", "predict_whole", "respond_whole"]
+__all__ = [
+    "ImageMetadata",
+    "StreamingPlan",
+    "Tiles",
+    "Volume",
+    "open_volume",
+    "plan_whole",
+    "predict_whole",
+    "respond_whole",
+]

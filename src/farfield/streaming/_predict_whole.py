@@ -26,6 +26,7 @@ from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_f
 from farfield.streaming.source import Region, VolumeSource
 from farfield.streaming.statistics import TilePlace
 from farfield.streaming.trace import device_of, dtype_of
+from farfield.streaming.volume import describe_output, split_volume
 
 
 def predict_whole(
@@ -108,6 +109,7 @@ def predict_whole(
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
         True
     """
+    known, volume = split_volume(volume)
     check_volume("predict_whole", "volume", volume)
     refuse_aliasing("predict_whole", out, {"volume": volume})
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
@@ -123,8 +125,8 @@ def predict_whole(
         volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect"
     )
     shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
-    axes = plan.layout.axes(plan.output.channels, len(plan.kept))
-    spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), axes, plan.written)
+    metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
+    spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
     output = output_for("predict_whole", out, spec, volume, overwrite)
     settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path))
     identity = partial(compute_identity, model, {"volume": volume}, settings)

@@ -26,6 +26,7 @@ from farfield.streaming.source import AxisLayout, Region, VolumeSource, parse_la
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
 from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
 from farfield.streaming.trace import device_of, dtype_of
+from farfield.streaming.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
 TILE = 2**24
@@ -97,6 +98,7 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
+    known, grid = split_volume(grid)
     inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
     if not isinstance(layer, GridAttention):
         raise TypeError(
@@ -115,11 +117,11 @@ def respond_whole(
         tile = saved_tile("respond_whole", path, None, layer, given) if tile is None else tile
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
-    query_volume = Volume(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")
+    query_volume = MaskedGrid(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")
     key_volume = query_volume
     if context is not None:
         spatial_dims = len(context.shape) - (len(grid.shape) - query_volume.layout.spatial_dims)
-        key_volume = Volume(
+        key_volume = MaskedGrid(
             layer, context, context_mask, parse_layout("respond_whole", context.shape, spatial_dims), None, "context"
         )
         if key_volume.source.batch != query_volume.source.batch:
@@ -137,12 +139,8 @@ def respond_whole(
         )
     channels, dtype = response_channels(layer), dtype_of(layer)
     shape = query_volume.layout.shape(query_volume.source.batch, channels, query_volume.source.size)
-    spec = OutputSpec(
-        shape,
-        numpy_dtype(dtype),
-        query_volume.layout.axes(channels, query_volume.layout.spatial_dims),
-        query_volume.positions,
-    )
+    metadata = describe_output(known, query_volume.layout, query_volume.source.channels, channels)
+    spec = OutputSpec(shape, numpy_dtype(dtype), query_volume.positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
     identity = partial(compute_identity, layer, given, (query_volume.positions, key_volume.positions, str(path)))
     progress = make_progress("respond_whole", output, identity, query_volume.positions, None)
@@ -171,7 +169,7 @@ def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     )
 
 
-class Volume:
+class MaskedGrid:
     """A grid that is read in tiles, with its mask.
 
     Args:
@@ -265,7 +263,7 @@ class Response:
         merged: The summary of the layer, which is the stream's only one.
     """
 
-    def __init__(self, query_volume: Volume, key_volume: Volume, stream: Stream, merged: MergedSummary) -> None:
+    def __init__(self, query_volume: MaskedGrid, key_volume: MaskedGrid, stream: Stream, merged: MergedSummary) -> None:
         self.query_volume, self.key_volume, self.stream, self.merged = query_volume, key_volume, stream, merged
         self.whole: tuple[Summary, Gathered | None] | None = None
 
@@ -276,7 +274,7 @@ class Response:
             passes.append((self.query_volume.name, self.add_query_sums))
         return self.stream.run([*passes, (self.query_volume.name, self.respond)], quiet)
 
-    def read(self, volume: Volume, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
+    def read(self, volume: MaskedGrid, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
         tile = self.stream.read(volume.name, index, core)
         mask = None if volume.mask is None else self.stream.read(f"mask of the {volume.name}", index, core)[:, 0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from farfield.streaming.axes_view import AxesView
 from farfield.streaming.sink import unfinished_folder
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
@@ -83,6 +84,8 @@ def parts_overlap(one: Any, other: Any) -> bool:
 
 def places(array: Any) -> Iterator[StorageLocation]:
     """Yield where the numbers of an array are stored; nothing for unknown kinds of arrays."""
+    while isinstance(array, AxesView):
+        array = array.array
     kinds = {"h5py": ("Dataset", hdf5_places), "zarr": ("Array", zarr_places)}
     for package, (kind, find) in kinds.items():
         module = sys.modules.get(package)  # if it is not imported, there are no such arrays

@@ -50,7 +50,7 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
     if isinstance(volume, nn.Module):
         fix = f"the network first, {caller}(model, volume)"
     elif isinstance(volume, str | bytes) or hasattr(volume, "__fspath__"):
-        fix = 'open it first, e.g. numpy.load(path, mmap_mode="r"), zarr.open_array(path) or tifffile.memmap(path)'
+        fix = "open it first, farfield.streaming.open_volume(path)"
     else:
         fix = "numpy.asarray(…)"
     raise TypeError(

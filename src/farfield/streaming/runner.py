@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import index_within
+from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.resume import Progress, Written, begin
 from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
 from farfield.streaming.source import Region, VolumeSource, checksum
@@ -163,10 +164,10 @@ def make_progress(
     return Progress(None, {}, tuple(tile))
 
 
-def write_whole(caller: str, path: Path, array: np.ndarray, axes: str, overwrite: bool) -> Any:
+def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetadata, overwrite: bool) -> Any:
     """Write an array in memory to a path, completely or not at all, and return it opened."""
     check_path(caller, path, overwrite)
-    output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, axes, array.shape), overwrite)
+    output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
     with explain_disk_errors(caller, path):
         begin(caller, output, {"model": "in one piece"}, array.shape, overwrite)
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
-from farfield.streaming.file_formats import FORMATS, OutputSpec
+from farfield.streaming.file_formats import FORMATS, Format, OutputSpec, find_format
 from farfield.streaming.source import Region, release
 from farfield.streaming.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 
@@ -35,11 +35,10 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
         PermissionError: If the folder of the path is not writable.
         FileExistsError: If the path exists and `overwrite` is not True, unless it was moved there by a call that was
             killed before it removed its unfinished folder; if the path is a link, a folder other than one zarr array
-            and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file was not made
-            by farfield.
+            or image and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file was
+            not made by farfield.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
+    known_format(caller, path)
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
             f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make that folder first.'
@@ -54,11 +53,11 @@ def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
         raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite and not was_moved(path):
         raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
-    is_one_file = FORMATS[path.suffix.lower()].mapped
-    if path.exists() and not (path.is_file() if is_one_file else is_zarr_array(path)):
+    is_one_file = known_format(caller, path).mapped
+    if path.exists() and not (path.is_file() if is_one_file else is_own_zarr(path)):
         what = "a folder" if path.is_dir() else "not a file" if is_one_file else "not a zarr array"
         if path.is_dir() and not is_one_file:
-            what = "a folder that is not one zarr array and nothing else"
+            what = "a folder that is not one zarr array or image and nothing else"
         raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
     OwnedFolder(caller, unfinished_folder(path), path).check()
 
@@ -68,18 +67,39 @@ def overwrite_fix(overwrite: bool | None) -> str:
     return "" if overwrite is None else ", or overwrite=True"
 
 
-def is_zarr_array(path: Path) -> bool:
-    """Whether a path is a folder that is empty, or is one zarr array as farfield writes it and nothing else."""
+def known_format(caller: str, path: Path) -> Format:
+    """Return the format of a path.
+
+    Raises:
+        ValueError: If the path's suffix is of no known format.
+    """
+    by_suffix = find_format(path)
+    if by_suffix is None:
+        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
+    return by_suffix
+
+
+def is_own_zarr(path: Path) -> bool:
+    """Whether a folder is empty, or one array of zarr or image of OME-Zarr as farfield writes it, and nothing else."""
     if not path.is_dir():
         return False
     names = set(os.listdir(path))
-    if not names or not names <= {"zarr.json", "c"}:
-        return not names
+    if not names:
+        return True
     try:
-        description = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        described = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
+        kind, attributes = described["node_type"], described.get("attributes", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    return isinstance(description, dict) and description.get("node_type") == "array"
+    if kind == "array":
+        return names <= {"zarr.json", "c"}
+    levels = sorted(names - {"zarr.json"})
+    return (
+        kind == "group"
+        and "multiscales" in attributes.get("ome", {})
+        and levels == sorted(map(str, range(len(levels))))
+        and all(is_own_zarr(path / level) and any((path / level).iterdir()) for level in levels)
+    )
 
 
 class FileOutput:
@@ -88,7 +108,7 @@ class FileOutput:
     Args:
         caller: The function that errors name.
         path: Path of the finished file.
-        spec: Shape, dtype, axes and tile of the array in the file.
+        spec: Shape, dtype, tile, axes and voxel size of the array in the file.
         overwrite: Whether what exists at the path when the file is complete is replaced; None is no.
     """
 
@@ -96,7 +116,7 @@ class FileOutput:
         self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
         self.owned = OwnedFolder(caller, unfinished_folder(path), path)
         self.folder = self.owned.path
-        self.format = FORMATS[path.suffix.lower()]
+        self.format = known_format(caller, path)
         self.growing = self.folder / path.name
         self.array: Any = None
 
@@ -119,8 +139,7 @@ class FileOutput:
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
-            size = np.prod(self.spec.shape, dtype=np.int64) * self.spec.dtype.itemsize
-            problem = f'the disk has no room for the {size:,} bytes of "{self.path}"'
+            problem = f'the disk has no room for the {self.spec.nbytes:,} bytes of "{self.path}"'
             raise OSError(error.errno, f"{self.caller}: {problem}; fix: make room, or another disk.") from error
 
     def reserve(self) -> None:
@@ -139,9 +158,9 @@ class FileOutput:
             return False
         try:
             if was_moved(self.path):
-                self.array = self.format.open(self.path, "r")
+                self.array = self.format.open(self.path, self.spec, "r")
             else:
-                self.array = self.format.open(self.growing, "r+")
+                self.array = self.format.open(self.growing, self.spec, "r+")
                 self.reserve()  # opening a truncated file extends it again
         except FileNotFoundError:
             return False
@@ -184,6 +203,7 @@ class FileOutput:
         check_path(self.caller, self.path, self.overwrite)
         self.array = None
         if not was_moved(self.path):
+            self.format.complete(self.growing, self.spec)
             self.move()
         try:
             self.owned.empty(keep=(STATE,))  # the progress last: until then a repeated call takes the file as it is
@@ -194,7 +214,7 @@ class FileOutput:
                 f"({error.strerror or error}); fix: remove that folder.",
                 stacklevel=2,
             )
-        return self.format.open(self.path, "r")
+        return self.format.open(self.path, self.spec, "r")
 
     def move(self) -> None:
         """Move the file to its path; what it replaces is there until then, and again if that fails."""
@@ -251,15 +271,21 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
     Args:
         caller: The function that errors name.
         out: The argument.
-        spec: Shape, dtype, axes and tile of the output.
+        spec: Shape, dtype, tile, axes and voxel size of the output.
         like: The volume that is read. The new array is a tensor on the same device if this is a tensor, else NumPy's.
         overwrite: As in `FileOutput`.
 
     Raises:
-        TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast.
+        TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast, or is the path of a
+            format that does not hold it.
         ShapeError: If `out` is an array of another shape than the output.
     """
     if isinstance(out, str | Path):
+        refused = known_format(caller, Path(out)).refuse(Path(out), spec)
+        if refused is not None:
+            raise TypeError(
+                f'{caller}: "{out}" cannot be written: {refused}; fix: "{Path(out).stem.removesuffix(".ome")}.zarr".'
+            )
         return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
         empty = np.empty(spec.shape, spec.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield.streaming.axes_view import AxesView
 
 Span = tuple[int, int]  # first index and the index after the last
 Region = tuple[Span, ...]  # one span per spatial dim
@@ -181,6 +182,8 @@ def check_mapping(caller: str, array: Any) -> None:
 
 def find_memmap(array: Any) -> Any:
     """Return the NumPy memory map that an array is, or is a view of; None if it is neither."""
+    while isinstance(array, AxesView):
+        array = array.array
     while array is not None and not isinstance(getattr(array, "_mmap", None), mmap.mmap):
         array = getattr(array, "base", None) if isinstance(array, np.ndarray) else None
     return array

@@ -44,8 +44,9 @@ class Restore(LightningModule):
         betas: Betas of Adam.
         factor: Factor of the learning rate when `val/loss` does not fall.
         patience: Number of epochs to wait for `val/loss` to fall.
-        output: Output path of `predict`, .tif or .zarr; for several stacks, or without a suffix, it is a folder. None
-            writes `<name>-restored.tif` beside each stack.
+        output: Output path of `predict`: .tif, .ome.tif, .zarr or .ome.zarr, with the voxel size of the input; for
+            several stacks, or without a suffix, it is a folder. None writes `<name>-restored.tif` beside each stack,
+            and `<name>-restored.zarr` beside a zarr folder; names with `.ome` keep that.
         overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
         tile: Size of the tiles that are restored at a time, one number or one per spatial dim; None for the largest
             that memory allows. The result does not depend on it.
@@ -139,7 +140,9 @@ class Restore(LightningModule):
     def place(self, path: Path, name: str) -> Path:
         """Return the output path of the stack at `path`; `name` is its path below the folder that is predicted."""
         if self.output is None:
-            return path.with_name(f"{path.stem}-restored.tif")
+            ome = ".ome" if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.zarr")) else ""
+            suffix = f"{ome}.zarr" if path.is_dir() else f"{ome}.tif"
+            return path.with_name(f"{path.stem.removesuffix(ome)}-restored{suffix}")
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
         return output_path(self.output, name) if several or not self.output.suffix else self.output
 

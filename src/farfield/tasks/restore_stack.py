@@ -13,10 +13,12 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole
+from farfield.streaming import ImageMetadata, predict_whole
 from farfield.streaming.aliasing import refuse_aliasing
+from farfield.streaming.axes_view import AxesView
 from farfield.streaming.runner import write_whole
 from farfield.streaming.sink import check_path
+from farfield.streaming.volume import split_volume
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
@@ -25,22 +27,36 @@ COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
-    """A network on the grey levels of a stack: `network((x - low) / (high - low)) · (high - low) + low`.
+    """A network on the grey levels of each channel: `network((x - low) / (high - low)) · (high - low) + low`.
 
     Args:
-        network: From normalised to restored grids; the scales of a probabilistic network are dropped.
-        low: Grey level that becomes 0.
-        high: Grey level that becomes 1.
+        network: From normalised grids of one channel to restored ones; the scales of a probabilistic network are
+            dropped.
+        levels: For each channel the grey levels that become 0 and 1.
     """
 
-    def __init__(self, network: nn.Module, low: float, high: float) -> None:
+    low: Tensor
+    range: Tensor
+
+    def __init__(self, network: nn.Module, levels: Sequence[tuple[float, float]]) -> None:
         super().__init__()
-        self.network, self.low, self.range = network, low, high - low
+        self.network = network
+        low, high = (torch.tensor(each, dtype=torch.float64) for each in zip(*levels, strict=True))
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("range", high - low, persistent=False)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *m"]:
-        """Return the restored grid."""
-        restored = self.network((grid - self.low) / self.range)[:, : grid.shape[1]]
-        return restored * self.range + self.low
+        """Return the restored grid; its channels pass through the network as samples."""
+        batch, channels = grid.shape[:2]
+        low, length = (each.to(grid.dtype).repeat(batch) for each in (self.low, self.range))
+        restored = self.network((grid.flatten(0, 1)[:, None] - like(low, grid)) / like(length, grid))[:, :1]
+        restored = restored * like(length, restored) + like(low, restored)
+        return restored.reshape(batch, channels, *restored.shape[2:])
+
+
+def like(levels: Tensor, grid: Tensor) -> Tensor:
+    """Return one number for each sample, with as many axes as a grid."""
+    return levels.reshape(-1, *(1,) * (grid.dim() - 1))
 
 
 def restore(
@@ -58,13 +74,17 @@ def restore(
     `streaming.predict_whole`, whose other errors are raised too. A network with a method `project`, from a stack to
     an image, is applied in one piece.
 
+    Each channel of a stack of several is restored by itself, with percentiles of its own. The voxel size, units and
+    names of channels of a stack that `streaming.open_volume` opened are written into the file.
+
     Args:
         network: From grids `(1, 1, *size)` to such grids, or to images `(1, 1, y, x)` if it has `project`; it is put in
             eval mode. The scales of a probabilistic network are dropped.
-        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)`, or `(y, x)`.
+        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`.
         tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
             not cut; by default the largest that memory allows. Not used with `project`.
-        out: A path ending in .tif or .zarr, for results that do not fit in memory; None returns an array.
+        out: A path ending in .tif, .ome.tif, .zarr or .ome.zarr, for results that do not fit in memory; None returns an
+            array.
         overwrite: Whether an existing file is replaced.
         quiet: Whether to print neither plan nor progress.
 
@@ -84,14 +104,19 @@ def restore(
         >>> restore(models.unet_care("siamese", first_channels=4).eval(), stack).shape
         (5, 9, 11)
     """
-    multiples = getattr(network, "multiples", (1,) * len(stack.shape))
-    if len(multiples) != len(stack.shape):
+    known, array = split_volume(stack)
+    has_channels = known is not None and "C" in known.axes
+    multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
+    if len(stack.shape) - len(multiples) not in (0, 1):
         raise ValueError(
             f"restore: the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
             f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack."
         )
-    low, high = grey_levels(stack)
-    scaled = ScaledNetwork(network, low, high).eval()
+    channels = [stack]
+    if len(stack.shape) > len(multiples):
+        kept = range(1, len(stack.shape))
+        channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
+    scaled = ScaledNetwork(network, [grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
         each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
         # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
@@ -99,24 +124,28 @@ def restore(
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
         return projected(scaled, stack, multiples)
-    refuse_aliasing("restore", out, {"stack": stack})
+    refuse_aliasing("restore", out, {"stack": array})
     check_path("restore", Path(out), overwrite)  # before the work
     image = projected(scaled, stack, multiples)
-    return write_whole("restore", Path(out), image, "YX", overwrite)
+    axes = "CYX"[-image.ndim :]
+    metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
+    return write_whole("restore", Path(out), image, metadata, overwrite)
 
 
 def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
     """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
-    lacking = [-side % multiple for side, multiple in zip(stack.shape, multiples, strict=True)]
-    padded = np.pad(
-        np.asarray(stack[:], np.float32), [(short // 2, short - short // 2) for short in lacking], "reflect"
-    )
+    size = stack.shape[-len(multiples) :]
+    lacking = [-length % multiple for length, multiple in zip(size, multiples, strict=True)]
+    widths = [(0, 0)] * (len(stack.shape) - len(size)) + [(short // 2, short - short // 2) for short in lacking]
+    padded = np.pad(np.asarray(stack[:], np.float32), widths, "reflect")
     parameter = next(network.parameters())
     with torch.inference_mode():
-        image = network(torch.from_numpy(padded).to(parameter)[None, None])[0, 0].float().cpu().numpy()
-    kept = (slice(short // 2, short // 2 + side) for short, side in zip(lacking[1:], stack.shape[1:], strict=True))
-    return image[tuple(kept)]
+        grid = torch.from_numpy(padded.reshape(1, -1, *padded.shape[-len(size) :])).to(parameter)
+        image = network(grid)[0].float().cpu().numpy()
+    kept = (slice(short // 2, short // 2 + length) for short, length in zip(lacking[1:], size[1:], strict=True))
+    image = image[(..., *kept)]
+    return image if len(stack.shape) > len(size) else image[0]
 
 
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:

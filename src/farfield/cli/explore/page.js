@@ -103,6 +103,7 @@ function update() {
     const button = $(`panel${index}`);
     draw(button.querySelector("canvas"), rows[index]);
     showResponse(button, panel.operator, GRIDS[index], summaries[index]);
+    button.querySelector(".even").textContent = evenWeight(rows[index]);
     const [macs, bytes] = [panel.macs[state.step], panel.bytes[state.step]];
     button.querySelector(".numbers").textContent = `${amount(macs)} MACs, ${amount(bytes)}B`;
     button.querySelector(".cost i").style.width = `${100 * Math.log(macs / DATA.least) / Math.log(DATA.most / DATA.least)}%`;
@@ -110,6 +111,13 @@ function update() {
   });
   $("grid").textContent = `${DATA.sizes[state.step]} × ${DATA.sizes[state.step]}`;
   detail();
+}
+
+// What to say of a row in one colour: the one weight that all valid positions have, up to rounding.
+function evenWeight(row) {
+  const weights = row.filter((_, position) => valid[position]);
+  const [least, most] = [Math.min(...weights), Math.max(...weights)];
+  return most - least > 1e-6 * Math.max(Math.abs(least), Math.abs(most)) ? "" : `every position has the weight ${Number(most.toPrecision(3))}`;
 }
 
 // The response as a colour, and how much it differs where the grid comes in tiles or in another order.
@@ -226,7 +234,7 @@ function start() {
     const button = document.createElement("button");
     [button.id, button.type, button.className] = [`panel${index}`, "button", "panel"];
     button.innerHTML = `<span class="map"><canvas role="img" aria-label="weights of ${panel.name}"></canvas><i></i></span>
-      <b>${panel.name.replaceAll("_", "_<wbr>")}</b><span class="text faint">${panel.text}</span><span class="cost"><i></i></span><span class="numbers"></span>
+      <b>${panel.name.replaceAll("_", "_<wbr>")}</b><span class="text faint">${panel.text}</span><span class="even faint"></span><span class="cost"><i></i></span><span class="numbers"></span>
       <span class="response"><span class="swatch"></span> response, in colours</span><span class="exact faint"></span>`;
     button.onclick = () => choose(index);
     button.querySelector("canvas").addEventListener("pointermove", point);

@@ -16,7 +16,7 @@ from torch import Tensor
 from farfield import cost, maps
 from farfield.cli import tables
 from farfield.cli.explore.features import CREDIT, features
-from farfield.cli.maps.network import load
+from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention

@@ -22,8 +22,8 @@ from typing import Any
 
 from farfield._outputs import check_not_input
 from farfield.cli.command_parser import CommandParser
+from farfield.cli.loaded_network import build_untrained, load
 from farfield.cli.maps.figures import PANELS, write
-from farfield.cli.maps.network import build_untrained, load
 from farfield.cli.maps.views import (
     View,
     attention,

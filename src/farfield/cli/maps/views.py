@@ -15,8 +15,8 @@ from torch import Tensor
 
 from farfield import maps
 from farfield._checks import unknown
+from farfield.cli.loaded_network import PREFIX, LoadedNetwork, checkpoints, newest
 from farfield.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows, draw_scales
-from farfield.cli.maps.network import PREFIX, LoadedNetwork, checkpoints, newest
 from farfield.cli.output import Row, joined
 from farfield.maps import Layer
 from farfield.maps.health import PARTS

@@ -1,10 +1,7 @@
-"""Load the network of `farfield maps`: a saved network, a run of `farfield fit`, or a checkpoint of either."""
+"""Load a trained network: a saved network, a run of `farfield fit`, or a checkpoint of either."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +12,14 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from farfield import models
-from farfield._checks import unknown
 from farfield.cli.configuration import read_configuration, section
-from farfield.cli.machine import find_extra
+from farfield.cli.network_builder import OURS, build_named, full_name
 from farfield.data.classify import Digits, ImageFolders
 from farfield.models.description import check_arguments
 from farfield.tasks.checkpoints import CheckpointError, check_same_network, read
 from farfield.tasks.logs import number
 
 CONFIG, PREFIX, SIDE = "config.yaml", "network.", 224
-OURS = "farfield.models."
 # Classes that the configuration of a run may build. The run may come from anybody: others are built only by --network.
 NETWORKS = {f"{OURS}{name}": build for name, build in {**models.MODELS, "kanet": models.kanet}.items()}
 DATA = {f"farfield.data.classify.{kind.__name__}": kind for kind in (ImageFolders, Digits)}
@@ -91,7 +86,11 @@ def load(source: str, builder: str | None = None) -> LoadedNetwork:
     elif files:
         weights = read(files[0])["state_dict"]
         consume_prefix_in_state_dict_if_present(weights, PREFIX)
-        network = build(entry, weights) if builder is None else build_named(builder, entry)
+        if builder is None:
+            network = build(entry, weights)
+        else:
+            # The run's arguments are those of its own network.
+            network = build_named(builder, entry.arguments if entry.name == full_name(builder) else {})
         check_same_network(network.state_dict(), weights)
         network.load_state_dict(weights)
     else:
@@ -102,7 +101,7 @@ def load(source: str, builder: str | None = None) -> LoadedNetwork:
 def build_untrained(builder: str) -> LoadedNetwork:
     """Build an untrained network, in training mode."""
     nothing = ClassEntry(Path(), None, {})
-    return LoadedNetwork(build_named(builder, nothing).train(), *preparation(nothing))
+    return LoadedNetwork(build_named(builder, {}).train(), *preparation(nothing))
 
 
 def newest(path: Path) -> Path:
@@ -159,30 +158,6 @@ def build(entry: ClassEntry, weights: Mapping[str, Tensor]) -> nn.Module:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{file} does not describe a network of this version: {error}") from error
-
-
-def build_named(builder: str, entry: ClassEntry) -> nn.Module:
-    """Build a network with the function of the command line; it gets the run's arguments if the run names it too."""
-    name = builder if "." in builder else f"{OURS}{builder}"
-    network = import_function(name)(**entry.arguments if entry.name == name else {})
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"--network {name} must return a torch.nn.Module, got {type(network).__name__}.")
-    return network
-
-
-def import_function(name: str) -> Callable[..., Any]:
-    """Import a function or class by its full name; the current folder is the last place searched for its module."""
-    module, _, function = name.rpartition(".")
-    if module == OURS[:-1] and not hasattr(models, function):
-        raise unknown("--network", "model", function, models.MODELS)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and find_extra((error.name or "").partition(".")[0]):
-            raise  # the command line has the fix
-        raise ValueError(f"--network {name} cannot be imported: {error}.") from error
 
 
 def preparation(data: ClassEntry) -> tuple[Callable[[Tensor], Tensor], int, str]:

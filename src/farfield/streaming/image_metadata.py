@@ -1,0 +1,156 @@
+"""What a file of an image knows of its axes: voxel size, units, and names of channels; other formats map to this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+# Letters of the axes of space, and the order in which axes are presented: time, channels, space.
+SPACE = "ZYX"
+ORDER = "ITQCZYX"
+
+
+class Unit(NamedTuple):
+    """A unit of length or time.
+
+    Attributes:
+        symbol: As OME-TIFF writes it.
+        amount: In meters, or in seconds.
+        kind: "length" or "time".
+        others: Other spellings, as ImageJ and its users write them.
+    """
+
+    symbol: str
+    amount: float
+    kind: str
+    others: tuple[str, ...] = ()
+
+
+# By the names that OME-Zarr gives them.
+UNITS = {
+    "meter": Unit("m", 1.0, "length"),
+    "centimeter": Unit("cm", 1e-2, "length"),
+    "millimeter": Unit("mm", 1e-3, "length"),
+    "micrometer": Unit("µm", 1e-6, "length", ("um", "μm", "micron", "microns", r"\u00B5m", r"\u00b5m")),
+    "nanometer": Unit("nm", 1e-9, "length"),
+    "picometer": Unit("pm", 1e-12, "length"),
+    "angstrom": Unit("Å", 1e-10, "length", ("Å", "A")),
+    "inch": Unit("in", 0.0254, "length"),
+    "second": Unit("s", 1.0, "time", ("sec", "secs")),
+    "millisecond": Unit("ms", 1e-3, "time", ("msec",)),
+    "microsecond": Unit("µs", 1e-6, "time", ("us", "μs")),
+    "nanosecond": Unit("ns", 1e-9, "time"),
+    "minute": Unit("min", 60.0, "time"),
+    "hour": Unit("h", 3600.0, "time"),
+    "day": Unit("d", 86400.0, "time"),
+}
+SPELLINGS = {
+    spelling: name for name, unit in UNITS.items() for spelling in (name, f"{name}s", unit.symbol, *unit.others)
+}
+
+
+@dataclass(frozen=True)
+class ImageMetadata:
+    """The axes of an image: their letters, the distance between positions, which is the voxel size, and channels.
+
+    What is not known is absent: a position of an axis without `spacing` is not 1 of anything.
+
+    Attributes:
+        axes: A letter for each axis: Z, Y, X, C for channels, T for time, I for other series, Q for unknown axes.
+        spacing: Letter -> distance between neighbouring positions.
+        units: Letter -> unit of that distance, by OME-Zarr's names, such as "micrometer" or "second".
+        origin: Letter -> coordinate of the first position; 0 for those that are absent.
+        channels: Names of the channels, one for each, or none.
+
+    Example:
+        >>> from farfield.streaming import ImageMetadata
+        >>> stack = ImageMetadata("ZYX", {"Z": 0.3, "Y": 0.1, "X": 0.1}, dict.fromkeys("ZYX", "micrometer"))
+        >>> stack.spacing["Z"], stack.units["Z"]
+        (0.3, 'micrometer')
+    """
+
+    axes: str
+    spacing: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, float] = field(default_factory=dict)
+    channels: tuple[str, ...] = ()
+
+    def with_axes(self, axes: str) -> ImageMetadata:
+        """Return the metadata of an array of other axes; what is known of axes that it has not is left out."""
+        spacing, units, origin = (restrict(each, axes) for each in (self.spacing, self.units, self.origin))
+        return ImageMetadata(axes, spacing, units, origin, self.channels)
+
+    def with_channels(self, indices: Iterable[int], count: int) -> ImageMetadata:
+        """Return the metadata with the names of some of `count` channels; without names if there are not as many."""
+        names = tuple(self.channels[index] for index in indices) if len(self.channels) == count else ()
+        return replace(self, channels=names)
+
+    def resampled(self, ratios: Mapping[str, float]) -> ImageMetadata:
+        """Return the metadata of a grid that has `ratios[letter]` positions for each position of an axis."""
+        spacing = {letter: each / ratios.get(letter, 1) for letter, each in self.spacing.items()}
+        return replace(self, spacing=spacing)
+
+    def in_one_unit(self, letters: str) -> tuple[str, dict[str, float]] | None:
+        """Return a unit of length and the spacing of some axes in it; None if that of one is not known.
+
+        The unit is that of the axes, or the micrometer if they differ.
+        """
+        units = {letter: self.units.get(letter, "") for letter in letters if letter in self.spacing}
+        if len(units) < len(letters) or any(not is_length(unit) for unit in units.values()):
+            return None
+        if len(set(units.values())) == 1:
+            return next(iter(units.values())), {letter: self.spacing[letter] for letter in letters}
+        amounts = {letter: UNITS[unit].amount / UNITS["micrometer"].amount for letter, unit in units.items()}
+        return "micrometer", {letter: self.spacing[letter] * amount for letter, amount in amounts.items()}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything but the letters is known."""
+        return bool(self.spacing or self.origin or self.channels)
+
+
+def restrict(by_letter: Mapping[str, Any], axes: str) -> dict[str, Any]:
+    """Return the entries of a mapping from letters that are among some axes."""
+    return {letter: value for letter, value in by_letter.items() if letter in axes}
+
+
+def is_length(unit: str) -> bool:
+    """Whether this is the name of a unit of length."""
+    return unit in UNITS and UNITS[unit].kind == "length"
+
+
+def parse_unit(text: object) -> str | None:
+    """Return OME-Zarr's name of a unit, from one of its spellings; None for others, such as "pixel".
+
+    Example:
+        >>> parse_unit("micron"), parse_unit("µm"), parse_unit("pixel")
+        ('micrometer', 'micrometer', None)
+    """
+    spelling = str(text).strip()
+    return SPELLINGS.get(spelling) or SPELLINGS.get(spelling.lower())
+
+
+def parse_length(value: object) -> float | None:
+    """Return a distance as a number above 0; None for what is none, which some programs write for unknown ones."""
+    try:
+        length = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return length if math.isfinite(length) and length > 0 else None
+
+
+def sorted_axes(axes: str) -> list[int]:
+    """Return the order of axes in which time comes first, then channels, then space.
+
+    Example:
+        >>> sorted_axes("ZCYX"), sorted_axes("YXC")
+        ([1, 0, 2, 3], [2, 0, 1])
+    """
+    return sorted(range(len(axes)), key=lambda place: ORDER.find(axes[place]))
+
+
+def known(letters: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    """Return a mapping from letters to values, without those that are None."""
+    return {letter: value for letter, value in zip(letters, values, strict=True) if value is not None}

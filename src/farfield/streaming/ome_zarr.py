@@ -1,0 +1,226 @@
+"""OME-Zarr: reading versions 0.4 and 0.5, and writing 0.5 with the levels of a pyramid beside each tile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from farfield.streaming.image_metadata import SPACE, ImageMetadata, known, parse_length, parse_unit
+
+VERSION = "0.5"
+# The last level of a pyramid has no axis of space longer than this.
+SMALLEST = 256
+# Colours of channels, as viewers use them by default.
+COLORS = ("00FF00", "FF00FF", "00FFFF", "FFFF00", "FF0000", "0000FF")
+
+
+class Level(NamedTuple):
+    """One level of an image on disk.
+
+    Attributes:
+        path: Name of its array in the group.
+        metadata: Its axes and voxel size.
+    """
+
+    path: str
+    metadata: ImageMetadata
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+def read_levels(attributes: Mapping[str, Any]) -> list[Level]:
+    """Read the levels of an image from the attributes of its group; none if the group is no image.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError: If the attributes are not those of an image.
+    """
+    described = attributes.get("ome", attributes)
+    if not described.get("multiscales"):
+        return []
+    image = described["multiscales"][0]
+    axes = "".join(map(axis_letter, image["axes"]))
+    units = known(axes, [parse_unit(axis.get("unit")) or axis.get("unit") for axis in image["axes"]])
+    channels = [str(channel.get("label", "")) for channel in described.get("omero", {}).get("channels", [])]
+    levels = []
+    for level in image["datasets"]:
+        steps = [*level["coordinateTransformations"], *image.get("coordinateTransformations", [])]
+        scale, origin = compose(steps, len(axes))
+        spacing = known(axes, map(parse_length, scale))
+        spacing.pop("C", None)
+        # A scale of 1 without a unit is what the format demands where nothing is known.
+        spacing = {letter: each for letter, each in spacing.items() if each != 1 or letter in units}
+        places = {letter: float(each) for letter, each in zip(axes, origin, strict=True) if each}
+        names = tuple(channels) if any(channels) else ()
+        levels.append(Level(level["path"], ImageMetadata(axes, spacing, units, places, names)))
+    return levels
+
+
+def axis_letter(axis: Mapping[str, str]) -> str:
+    """Return the letter of an axis: by its type for channels and time, by its name for those of space."""
+    named = {"channel": "C", "time": "T"}.get(axis.get("type", ""), axis["name"].upper())
+    return named if named in ("C", "T", *SPACE) else "Q"
+
+
+def compose(steps: Sequence[Mapping[str, Any]], dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scale and the translation of coordinate transformations that are applied one after the other."""
+    scale, origin = np.ones(dims), np.zeros(dims)
+    for step in steps:
+        if step["type"] == "scale":
+            scale, origin = scale * step["scale"], origin * step["scale"]
+        elif step["type"] == "translation":
+            origin = origin + step["translation"]
+    return scale, origin
+
+
+# ---- the levels of a pyramid -----------------------------------------------------------------------------------------
+def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata) -> list[tuple[int, ...]]:
+    """Return for each level after the first by which factor, 1 or 2, each axis is halved from the one before.
+
+    Axes of space are halved while one of them is longer than `SMALLEST`; one whose positions are at least twice as far
+    apart as those of the finest is not, so that voxels become cubes.
+
+    Example:
+        >>> pyramid_factors((60, 1000, 300), ImageMetadata("ZYX", {"Z": 0.9, "Y": 0.3, "X": 0.3}))
+        [(1, 2, 2), (2, 2, 2)]
+    """
+    axes, sizes, factors = metadata.axes, list(shape), []
+    spacing = {letter: metadata.spacing.get(letter, 1.0) for letter in axes if letter in SPACE}
+    if set(spacing) - set(metadata.spacing):
+        spacing = dict.fromkeys(spacing, 1.0)
+    space = [place for place, letter in enumerate(axes) if letter in SPACE]
+    while max((sizes[place] for place in space), default=0) > SMALLEST:
+        finest = min(spacing[axes[place]] for place in space if sizes[place] > 1)
+        halved = [place for place in space if sizes[place] > 1 and spacing[axes[place]] < 2 * finest]
+        factors.append(tuple(2 if place in halved else 1 for place in range(len(axes))))
+        for place in halved:
+            sizes[place], spacing[axes[place]] = -(-sizes[place] // 2), 2 * spacing[axes[place]]
+    return factors
+
+
+def halve(box: np.ndarray, factors: Sequence[int], average: bool) -> np.ndarray:
+    """Return a box with each axis halved whose factor is 2: means of neighbours, or the first of them for labels.
+
+    The last position of an axis of odd length stands for itself alone. The order of the sums is fixed.
+    """
+    if not average:
+        return box[tuple(slice(None, None, factor) for factor in factors)]
+    total = box.astype(np.float64)
+    for axis, factor in enumerate(factors):
+        if factor == 2:
+            first, second = (total[(slice(None),) * axis + (slice(start, None, 2),)] for start in (0, 1))
+            joined = first.copy()
+            # The first ones that have a second one after them.
+            paired = (slice(None),) * axis + (slice(0, second.shape[axis]),)
+            joined[paired] = (first[paired] + second) / 2
+            total = joined
+    return total.astype(box.dtype)
+
+
+class Pyramid:
+    """The levels of an image that is written box by box: each box goes to the first level, and from there to the rest.
+
+    Where a box ends within the neighbours of a position of the next level, that position is computed from what is on
+    disk; the box that is written last has all of them. Numbers of floating point are averaged; integers are labels.
+
+    Args:
+        levels: The arrays, from the finest to the coarsest.
+        factors: The result of `pyramid_factors`.
+    """
+
+    def __init__(self, levels: Sequence[Any], factors: Sequence[Sequence[int]]) -> None:
+        self.levels, self.factors = levels, factors
+        self.shape, self.dtype = levels[0].shape, levels[0].dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a box of the finest level."""
+        return self.levels[0][index]
+
+    def __setitem__(self, index: tuple[slice, ...], box: np.ndarray) -> None:
+        """Write a box to the finest level, and what follows from it to the others."""
+        self.levels[0][index] = box
+        self.refresh(index)
+
+    def refresh(self, index: tuple[slice, ...]) -> None:
+        """Write the coarser levels of a box from what is in the finest."""
+        spans = [each.indices(length)[:2] for each, length in zip(index, self.shape, strict=True)]
+        for finer, coarser, factors in zip(self.levels, self.levels[1:], self.factors, strict=False):
+            spans = [
+                (start // factor, -(-stop // factor)) for (start, stop), factor in zip(spans, factors, strict=True)
+            ]
+            read = tuple(
+                slice(start * factor, stop * factor) for (start, stop), factor in zip(spans, factors, strict=True)
+            )
+            box = halve(np.asarray(finer[read]), factors, self.dtype.kind == "f")
+            coarser[tuple(slice(*span) for span in spans)] = box
+
+    def refresh_all(self) -> None:
+        """Write the coarser levels anew: a process may have been killed between two of them."""
+        for index in chunk_indices(self.levels[0]) if self.factors else ():
+            self.refresh(index)
+
+
+def chunk_indices(array: Any) -> itertools.product[tuple[slice, ...]]:
+    """Return the indices of the chunks of a zarr array."""
+    starts = [range(0, length, chunk) for length, chunk in zip(array.shape, array.chunks, strict=True)]
+    spans = [[slice(start, start + chunk) for start in each] for each, chunk in zip(starts, array.chunks, strict=True)]
+    return itertools.product(*spans)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def refuse_axes(metadata: ImageMetadata) -> str | None:
+    """Return why OME-Zarr cannot hold these axes; None if it can."""
+    space = sum(letter in SPACE for letter in metadata.axes)
+    if space < 2:
+        return "it holds images of two or three axes of space"
+    if (
+        len(set(metadata.axes)) < len(metadata.axes)
+        or set(metadata.axes) & set("Q")
+        or {"I", "T"} <= set(metadata.axes)
+    ):
+        return f'it has no place for the axes "{metadata.axes}"'
+    return None
+
+
+def describe_image(
+    name: str, metadata: ImageMetadata, factors: Sequence[Sequence[int]], average: bool
+) -> dict[str, Any]:
+    """Return the attributes of the group of an image.
+
+    Args:
+        name: Name of the image.
+        metadata: Its axes and voxel size.
+        factors: The result of `pyramid_factors`.
+        average: Whether positions of a level are means, and so in the middle of those that they stand for.
+    """
+    kinds = {"T": "time", "I": "time", "C": "channel"}
+    axes = []
+    for letter in metadata.axes:
+        axis = {"name": "t" if letter == "I" else letter.lower(), "type": kinds.get(letter, "space")}
+        axes.append(axis | ({"unit": metadata.units[letter]} if letter in metadata.units else {}))
+    scale = np.array([metadata.spacing.get(letter, 1.0) for letter in metadata.axes])
+    origin = np.array([metadata.origin.get(letter, 0.0) for letter in metadata.axes])
+    datasets = []
+    for level, each in enumerate([np.ones(len(scale)), *np.cumprod(np.array(factors, float), 0)] if factors else [1.0]):
+        moved = origin + (scale * (each - 1) / 2 if average else 0.0)
+        steps: list[dict[str, Any]] = [{"type": "scale", "scale": [float(step) for step in scale * each]}]
+        if moved.any():
+            steps.append({"type": "translation", "translation": [float(step) for step in moved]})
+        datasets.append({"path": str(level), "coordinateTransformations": steps})
+    described: dict[str, Any] = {"name": name, "axes": axes, "datasets": datasets}
+    if factors:
+        described["type"] = "mean" if average else "nearest"
+    return {"ome": {"version": VERSION, "multiscales": [described]}}
+
+
+def describe_channels(names: Sequence[str], smallest: np.ndarray) -> dict[str, Any]:
+    """Return OMERO's attributes of channels: their names, colours, and the range of values on the coarsest level."""
+    channels = []
+    for place, name in enumerate(names):
+        values = smallest[place]
+        low, high = float(values.min()), float(values.max())
+        window = {"min": low, "max": high, "start": low, "end": high}
+        color = COLORS[place % len(COLORS)] if len(names) > 1 else "FFFFFF"
+        channels.append({"label": name, "color": color, "active": True, "window": window})
+    return {"channels": channels}

@@ -1,0 +1,138 @@
+"""Voxel size, units and channels in TIFF files: those of OME-TIFF and of ImageJ, by tifffile."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from xml.etree.ElementTree import ParseError
+
+from farfield.streaming.image_metadata import UNITS, ImageMetadata, known, parse_length, parse_unit
+
+# OME's unit for distances of which no unit is known.
+UNITLESS = "reference frame"
+# What ImageJ can hold.
+IMAGEJ_AXES, IMAGEJ_DTYPES, IMAGEJ_BYTES = "TZCYX", ("uint8", "uint16", "float32"), 2**31
+OME_DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float32", "float64", "complex64", "complex128")
+
+
+def read_tiff_metadata(file: Any) -> ImageMetadata:
+    """Read what a TIFF file has of the first series of images.
+
+    Args:
+        file: A `tifffile.TiffFile`.
+
+    Returns:
+        The metadata, with the axes that tifffile names; only these for a file that is neither OME-TIFF nor ImageJ's:
+        the resolution of other files is that of a printed page.
+    """
+    axes = file.series[0].axes.upper()
+    if file.is_ome:
+        return read_ome(file.ome_metadata, axes)
+    if file.is_imagej:
+        return read_imagej(file.imagej_metadata or {}, file.series[0].keyframe, axes)
+    return ImageMetadata(axes)
+
+
+def read_ome(xml: str, axes: str) -> ImageMetadata:
+    """Read the physical sizes and the channels of the first image in OME-XML; nothing where that is damaged."""
+    import tifffile
+
+    try:
+        image = first(tifffile.xml2dict(xml)["OME"]["Image"])
+        pixels = image["Pixels"]
+    except (KeyError, TypeError, ValueError, IndexError, ParseError):
+        return ImageMetadata(axes)
+    keys = {**{letter: f"PhysicalSize{letter}" for letter in "ZYX"}, "T": "TimeIncrement"}
+    spacing = known(list(keys), [parse_length(pixels.get(key)) for key in keys.values()])
+    usual = {"T": "s"}
+    given = {letter: pixels.get(f"{keys[letter]}Unit", usual.get(letter, "µm")) for letter in spacing}
+    units = known(list(given), [parse_unit(unit) for unit in given.values()])
+    entries = pixels.get("Channel", [])
+    entries = entries if isinstance(entries, list | tuple) else [entries]
+    names = [str(entry.get("Name", "")) if isinstance(entry, dict) else "" for entry in entries]
+    return ImageMetadata(axes, spacing, units, {}, tuple(names) if any(names) else ()).with_axes(axes)
+
+
+def first(entries: Any) -> Any:
+    """Return the first of several entries, or the only one."""
+    return entries[0] if isinstance(entries, list | tuple) else entries
+
+
+def read_imagej(described: dict[str, Any], page: Any, axes: str) -> ImageMetadata:
+    """Read ImageJ's description and the resolution of its first page; a unit such as "pixel" is no voxel size."""
+    unit = parse_unit(described.get("unit"))
+    names = {"Z": "zunit", "Y": "yunit", "X": "unit"}
+    units = {letter: parse_unit(described.get(name)) or unit for letter, name in names.items()}
+    distances = {
+        "Z": parse_length(abs(described.get("spacing", 0.0))),
+        "Y": pixel_size(page, "YResolution"),
+        "X": pixel_size(page, "XResolution"),
+    }
+    spacing = {letter: each for letter, each in distances.items() if each is not None and units[letter] is not None}
+    interval = parse_length(described.get("finterval"))
+    if interval is not None:
+        spacing["T"], units["T"] = interval, parse_unit(described.get("tunit", "sec")) or "second"
+    kept = {letter: units[letter] for letter in spacing}
+    channels, labels = int(described.get("channels", 1)), described.get("Labels") or []
+    # A label belongs to a plane, and the planes of the channels follow each other: names repeat if they are channels'.
+    names_channels = (
+        channels > 1 and len(labels) >= channels and labels == labels[:channels] * (len(labels) // channels)
+    )
+    return ImageMetadata(
+        axes, spacing, known(list(kept), kept.values()), {}, tuple(labels[:channels]) if names_channels else ()
+    ).with_axes(axes)
+
+
+def pixel_size(page: Any, tag: str) -> float | None:
+    """Return the distance of pixels from a tag that has pixels per unit as a fraction; None if there is none."""
+    value = page.tags.valueof(tag)
+    if not isinstance(value, Sequence) or len(value) != 2 or not value[0]:
+        return None
+    return parse_length(value[1] / value[0])
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def fits_imagej(metadata: ImageMetadata, shape: Sequence[int], dtype: str, nbytes: int) -> bool:
+    """Whether ImageJ's format holds an array and its voxel size."""
+    space = "".join(letter for letter in metadata.axes if letter in "ZYX")
+    return (
+        set(metadata.axes) <= set(IMAGEJ_AXES)
+        and {"X", "Y"} <= set(metadata.axes)
+        and len(set(metadata.axes)) == len(shape)
+        and dtype in IMAGEJ_DTYPES
+        and nbytes <= IMAGEJ_BYTES
+        and metadata.in_one_unit(space) is not None
+    )
+
+
+def imagej_options(metadata: ImageMetadata, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of `tifffile.memmap` for ImageJ; the axes have to be in the order of `IMAGEJ_AXES`."""
+    sizes = dict(zip(metadata.axes, shape, strict=True))
+    unit, spacing = metadata.in_one_unit("".join(letter for letter in "ZYX" if letter in sizes)) or ("", {})
+    described: dict[str, Any] = {"unit": "micron" if unit == "micrometer" else UNITS[unit].symbol}
+    described["axes"] = "".join(letter for letter in IMAGEJ_AXES if letter in sizes)
+    if "Z" in spacing:
+        described["spacing"] = spacing["Z"]
+    if "T" in metadata.spacing and metadata.units.get("T", "") in UNITS:
+        described["finterval"] = metadata.spacing["T"] * UNITS[metadata.units["T"]].amount
+    if len(metadata.channels) == sizes.get("C", 1):
+        described["Labels"] = list(metadata.channels) * (sizes.get("T", 1) * sizes.get("Z", 1))
+    return {"imagej": True, "resolution": (1 / spacing["X"], 1 / spacing["Y"]), "metadata": described}
+
+
+def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Return the arguments of `tifffile.memmap` for OME-TIFF."""
+    axes = metadata.axes if "T" in metadata.axes else metadata.axes.replace("I", "T")
+    described: dict[str, Any] = {"axes": axes}
+    for letter, key in {"Z": "PhysicalSizeZ", "Y": "PhysicalSizeY", "X": "PhysicalSizeX", "T": "TimeIncrement"}.items():
+        unit = metadata.units.get(letter, "")
+        # Time has no unit for unknown ones.
+        if letter in metadata.spacing and (letter != "T" or unit in UNITS):
+            described[key] = metadata.spacing[letter]
+            described[f"{key}Unit"] = UNITS[unit].symbol if unit in UNITS else UNITLESS
+    if metadata.channels and len(metadata.channels) == dict(zip(metadata.axes, shape, strict=True)).get("C"):
+        described["Channel"] = {"Name": list(metadata.channels)}
+    # Not random: a call that was killed and repeated ends with the same bytes.
+    described["UUID"] = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((metadata, tuple(shape), dtype))))
+    return {"ome": True, "metadata": described}
