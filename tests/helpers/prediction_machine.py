@@ -29,7 +29,7 @@ from farfield.streaming import _predict_whole, predict_whole, resume
 from helpers import faults
 from helpers.streamed_nets import settled
 
-SUFFIXES = (".npy", ".tif", ".zarr")
+SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
 # Two plans: six tiles, and four.
 TILES = ((4, 4), (4, 6))
 VOLUME = np.random.default_rng(0).random((7, 12), "float32")
@@ -81,7 +81,7 @@ def clock_going_back() -> Iterator[None]:
     """A clock that starts in 1970 and goes back by a minute each time that it is read."""
     seconds = iter(range(10**9, 0, -60))
     monotonic = SimpleNamespace(monotonic=lambda: next(seconds))
-    with mock.patch.object(resume, "time", monotonic), mock.patch.object(time, "time", lambda: 0.0):
+    with mock.patch.object(resume, "time", monotonic), mock.patch.object(time, "time", return_value=0.0):
         yield
 
 
@@ -107,17 +107,15 @@ def predict(key: Key, out: Path, overwrite: bool = False) -> None:
     """Predict the volume."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what was damaged and is made anew
-        predict_whole(
-            networks()[key.weights], VOLUME, tile=key.tile, out=out, overwrite=overwrite, quiet=True
-        )
+        predict_whole(networks()[key.weights], VOLUME, tile=key.tile, out=out, overwrite=overwrite, quiet=True)
 
 
 @cache
-def undisturbed(key: Key, suffix: str) -> dict[str, bytes]:
+def undisturbed(key: Key, file: str) -> dict[str, bytes]:
     """Return the bytes of a result that nothing disturbs."""
     with tempfile.TemporaryDirectory() as name:
-        predict(key, Path(name) / f"out{suffix}")
-        return content(Path(name) / f"out{suffix}") or {}
+        predict(key, Path(name) / file)
+        return content(Path(name) / file) or {}
 
 
 def attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
@@ -230,14 +228,10 @@ class Predictions(RuleBasedStateMachine):
         """Return the files of the unfinished prediction, but not what marks and locks its folder."""
         kept = self.unfinished / "replaced"
         files = sorted(self.unfinished.rglob("*")) if self.unfinished.exists() else []
-        return [
-            each for each in files if each.is_file() and not each.name.startswith(".") and kept not in each.parents
-        ]
+        return [each for each in files if each.is_file() and not each.name.startswith(".") and kept not in each.parents]
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
-    def check(
-        self, key: Key, overwrite: bool, ending: Ending, code: int | None = None, *, alone: bool = True
-    ) -> None:
+    def check(self, key: Key, overwrite: bool, ending: Ending, code: int | None = None, *, alone: bool = True) -> None:
         """Check what a call left, and that it ended as it may.
 
         Args:
@@ -247,7 +241,7 @@ class Predictions(RuleBasedStateMachine):
             code: The errno that it may have raised.
             alone: Whether no other process was at work.
         """
-        want, after = undisturbed(key, self.out.suffix), content(self.out)
+        want, after = undisturbed(key, self.out.name), content(self.out)
         put_aside = content(self.unfinished / "replaced")
         # A folder cannot be replaced in one step: until the next call the old one may be in the unfinished folder.
         assert after in (want, self.before) or (after is None and put_aside == self.before), (key, ending)
@@ -277,7 +271,7 @@ class Predictions(RuleBasedStateMachine):
         try:
             key = Key(0, TILES[0])
             predict(key, self.out, overwrite=True)
-            assert content(self.out) == undisturbed(key, self.out.suffix)
+            assert content(self.out) == undisturbed(key, self.out.name)
             assert list(self.folder.iterdir()) == [self.out]
         finally:
             shutil.rmtree(self.folder)

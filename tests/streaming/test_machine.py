@@ -1,4 +1,4 @@
-"""Programs of predictions, faults, damage and second processes: no wrong byte, nothing lost, every call can be mended."""
+"""Programs of predictions, faults, damage and second processes: no wrong byte, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def watched() -> Iterator[None]:
 
 
 def test_programs_of_predictions() -> None:
-    settings = hypothesis.settings(max_examples=40, stateful_step_count=8, deadline=None)
+    settings = hypothesis.settings(max_examples=25, stateful_step_count=6, deadline=None)
     run_state_machine_as_test(Predictions, settings=settings)
