@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.flips import MeanOverFlips, symmetric
 from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
@@ -65,6 +66,7 @@ class StreamingPlan:
         output: The network's output.
         macs: MACs of the network on the whole volume.
         tile_bytes: Memory of a tile, about: bytes of the grids held at once.
+        flips: Number of flips of the volume whose mean is written.
     """
 
     layout: AxisLayout
@@ -77,6 +79,7 @@ class StreamingPlan:
     output: Output
     macs: int
     tile_bytes: int
+    flips: int = 1
 
     @property
     def cores(self) -> list[Region]:
@@ -86,7 +89,7 @@ class StreamingPlan:
     @property
     def recomputed(self) -> float:
         """MACs of all passes, relative to those of the network on the whole volume."""
-        return sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
+        return self.flips * sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
 
     @property
     def kept(self) -> Region:
@@ -125,6 +128,8 @@ class StreamingPlan:
             what = f"summarize {names}" if names else "write"
             work = each.share * read_ratio(self.size, self.tile, each.halo)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+        if self.flips > 1:
+            text.append(f"these passes for each of {self.flips} flips, whose mean is written")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
         return text
@@ -192,6 +197,10 @@ def make_plan(
             f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
             f"fix: the network comes first, {caller}(model, …)."
         )
+    if isinstance(model, MeanOverFlips):
+        with model.integers_refused(caller):
+            plan = make_plan(caller, model.network, shape, tile, pad, reduce)
+        return plan_flips(caller, model, plan, plan.layout.batch_and_channels(shape)[1])
     tiles = parse_tiles(caller, tile)
     refuse_training(caller, model)
     refuse_global(caller, model)
@@ -204,6 +213,28 @@ def make_plan(
     smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
     reduced = reduce_channels(caller, reduce, smallest)
     return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
+
+
+def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels: int) -> StreamingPlan:
+    """Return the plan for all flips of a volume, from that for the network without flips.
+
+    Raises:
+        ShapeError: If the volume has not the axes, or is cut along one whose length is no multiple of the strides: the
+            strides of a flip then start at other positions than its tiles.
+    """
+    model.check_axes(caller, len(plan.size))
+    cut = [axis for axis in model.axes if plan.tile[axis] < plan.size[axis]]
+    if cut:
+        scale = find_scale(caller, model.network, channels, plan.size)
+        odd = [axis for axis in cut if plan.size[axis] % scale.multiple[axis]]
+        if odd:
+            multiples = " × ".join(map(str, scale.multiple))
+            raise ShapeError(
+                f"{caller}: tiles of a flipped volume need a size that {multiples} divides, got {plan.size}; fix: "
+                f'pad="reflect", a volume of such a size, or tile with None for axis {odd[0]}, which is not cut then.'
+            )
+    passes = tuple(each._replace(halo=symmetric(each.halo, model.axes)) for each in plan.passes)
+    return replace(plan, passes=passes, flips=len(model.flips))
 
 
 def make_checked_plan(
