@@ -530,11 +530,11 @@ def file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "text"),
     [
-        ("out.zarr", results, "a folder that is not one zarr array and nothing else"),
-        ("out.zarr", group, "a folder that is not one zarr array and nothing else"),
-        ("out.zarr", array_and_more, "a folder that is not one zarr array and nothing else"),
-        ("out.zarr", chunks_alone, "a folder that is not one zarr array and nothing else"),
-        ("out.zarr", damaged_array, "a folder that is not one zarr array and nothing else"),
+        ("out.zarr", results, "a folder that is not one zarr array or image and nothing else"),
+        ("out.zarr", group, "a folder that is not one zarr array or image and nothing else"),
+        ("out.zarr", array_and_more, "a folder that is not one zarr array or image and nothing else"),
+        ("out.zarr", chunks_alone, "a folder that is not one zarr array or image and nothing else"),
+        ("out.zarr", damaged_array, "a folder that is not one zarr array or image and nothing else"),
         ("out.npy", results, "a folder"),
         ("out.zarr", file, "not a zarr array"),
     ],
