@@ -37,9 +37,9 @@ NETWORKS = ["kanet_qkv", "sanet", "attnnet", "mobilenet_v2"]
 REFERENCE, FUSED = "torchvision", "torchvision, fused"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# The limits of these two networks, as ratios to torchvision's: seconds, and peak bytes.
+# The limits of these two networks, as ratios to torchvision's: seconds (of fused inference: to its fused), peak bytes.
 JUDGED = ("kanet_qkv", "sanet")
-LIMITS = {"training step": (0.97, 1.02), "inference": (1.03, 1.02), "fused inference": (1.00, 1.02)}
+LIMITS = {"training step": (0.85, 1.02), "inference": (0.78, 1.02), "fused inference": (0.95, 1.02)}
 # Relative L2 distance between the forms in float64: rounding errors, amplified by 52 norms over a few images each.
 TOLERANCE = 1e-9
 Row = dict[str, Any]
@@ -143,7 +143,7 @@ def race(section: str, arguments: argparse.Namespace) -> list[Row]:
         row |= {"memory_times": peaks[name] / peaks[REFERENCE], "verdict": None}
         if name.removesuffix(", fused") in JUDGED:
             time_limit, memory_limit = LIMITS[section]
-            kept = row["times"] <= time_limit and row["memory_times"] <= memory_limit
+            kept = (row["fused_times"] or row["times"]) <= time_limit and row["memory_times"] <= memory_limit
             row["verdict"] = f"{'kept' if kept else 'MISSED'}: time ≤ {time_limit}, memory ≤ {memory_limit}"
         rows.append(row)
     return rows

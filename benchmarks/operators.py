@@ -92,9 +92,13 @@ def on_grid(size: tuple[int, ...], arguments: argparse.Namespace) -> list[Row]:
     setting: Row = {"size": list(size), "positions": grid[0, 0].numel(), "hardware": machine(device)}
     setting["source"] = str(Path(farfield.__file__).resolve())
     setting |= {key: getattr(arguments, key) for key in ("batch", "channels", "heads", "project", "dtype")}
+    # Peers without a backward pass, and what they are compared to.
+    forward_only = [each.name for each in contestants if each.forward_only and each.name in rivals]
+    without_gradients = [*forward_only, *(rivals[name][0] for name in forward_only)]
     rows: list[Row] = []
     for backward in (False, True)[: 1 + arguments.backward]:
-        results = race(contestants, grid, backward=backward, repeats=arguments.repeats)
+        entrants = [each for each in contestants if not backward or each.name not in without_gradients]
+        results = race(entrants, grid, backward=backward, repeats=arguments.repeats)
         rows += [setting | with_ratios(row, results, rivals, backward) for row in results]
     return rows
 

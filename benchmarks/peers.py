@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from contestants import trainable
@@ -55,14 +55,13 @@ def peers(channels: int, heads: int, spatial_dims: int, device: torch.device) ->
 
 
 class NoDeviceError(RuntimeError):
-    """A peer's kernels need a device that is not there."""
+    """A peer's kernels need a device, or a compiler, that is not there."""
 
 
 def named(peer: Peer, name: str, package: str) -> Peer:
     """Return the peer with its name and version."""
     version = importlib.metadata.version(package)
-    contestant = Contestant(f"{name} {version}", peer.contestant.module, peer.contestant.truth)
-    return Peer(name, contestant, peer.rival, peer.same)
+    return replace(peer, name=name, contestant=replace(peer.contestant, name=f"{name} {version}"))
 
 
 def twin_of(module: nn.Module, twin: GridAttention) -> Peer:
@@ -119,48 +118,93 @@ def attention_2d(channels: int, heads: int) -> Peer:
     return twin_of(module, twin)
 
 
-# ---- MONAI and kornia ------------------------------------------------------------------------------------------------
+# ---- torch, MONAI, kornia --------------------------------------------------------------------------------------------
 class OnPositions(nn.Module):
-    """A module on positions, `(batch, positions, channels)`, as one on grids."""
+    """Apply a module for positions `(b, n, c)` to a grid."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Return the module's response, `(batch, channels, *size)`."""
+        """Return the responses as a grid."""
         return self.module(grid.flatten(2).mT).mT.unflatten(-1, grid.shape[2:])
 
 
-def self_attention_block(channels: int, heads: int) -> Peer:
-    """Softmax attention of MONAI's transformers (ViT, UNETR) by an explicit matrix, which is its default."""
-    from monai.networks.blocks.selfattention import SABlock
+def flex(channels: int, heads: int) -> Peer:
+    """Softmax attention without projections by `flex_attention`, compiled; on a CPU it has no backward pass."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    module = SABlock(channels, heads)
+    def module(grid: Tensor) -> Tensor:
+        positions = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
+        response = flex_attention(positions, positions, positions)
+        return response.transpose(1, 2).flatten(2).mT.unflatten(-1, grid.shape[2:])
+
+    try:
+        torch.compile(module)(torch.zeros(1, channels, 2, 2))
+    except Exception as error:  # of the compiler that torch calls, of any class
+        raise NoDeviceError(f"does not compile here: {str(error).splitlines()[0]}") from error
+    twin = GridAttention(channels, "softmax", heads=heads, project="")
+    double = exact(twin)
+    contestant = Contestant(
+        "", module, lambda grid, chosen: truth(double, grid, chosen), compiled=True, forward_only=True
+    )
+    return Peer("", contestant, trainable(twin))
+
+
+def softmax_twin(module: nn.Module, qkv: nn.Linear, output: nn.Linear, channels: int, heads: int) -> Peer:
+    """Return a peer that is softmax attention of positions with one matrix for queries, keys and values."""
     twin = GridAttention(channels, "softmax", heads=heads, project="qkvo")
-    for linear, weight in zip((twin.query, twin.key, twin.value), module.qkv.weight.detach().chunk(3), strict=True):
-        load(linear, weight, None)
-    load(twin.output, module.out_proj.weight, module.out_proj.bias)
+    weights, biases = (each.detach().chunk(3) for each in (qkv.weight, qkv.bias))
+    for linear, weight, bias in zip((twin.query, twin.key, twin.value), weights, biases, strict=True):
+        load(linear, weight, bias)
+    load(twin.output, output.weight, output.bias)
     return twin_of(OnPositions(module), twin)
 
 
+def monai_explicit(channels: int, heads: int) -> Peer:
+    """Softmax attention by an explicit matrix, as MONAI's blocks have it by default."""
+    return monai_attention(channels, heads, fused=False)
+
+
+def monai_fused(channels: int, heads: int) -> Peer:
+    """Softmax attention by `scaled_dot_product_attention`, `use_flash_attention=True`."""
+    return monai_attention(channels, heads, fused=True)
+
+
+def monai_attention(channels: int, heads: int, *, fused: bool) -> Peer:
+    """The attention of MONAI's transformer and spatial attention blocks, without their norms."""
+    from monai.networks.blocks.selfattention import SABlock
+
+    module = SABlock(channels, heads, qkv_bias=True, use_flash_attention=fused)
+    return softmax_twin(module, module.qkv, module.out_proj, channels, heads)
+
+
+def kornia_attention(channels: int, heads: int) -> Peer:
+    """The attention of kornia's vision transformer, by an explicit matrix."""
+    from kornia.models.vit import MultiHeadAttention
+
+    module = MultiHeadAttention(channels, heads, 0.0, 0.0)
+    return softmax_twin(module, module.qkv, module.projection, channels, heads)
+
+
 def kornia_linear(channels: int, heads: int) -> Peer:
-    """Attention of LoFTR, by elu(x) + 1 of queries and keys; farfield's nearest operator is factorized_gaussian."""
+    """Linear attention of LoFTR, with the feature map elu + 1; farfield's nearest operator is averaged."""
     from kornia.feature.loftr.loftr_module.linear_attention import LinearAttention
 
-    attend = LinearAttention()
+    attention = LinearAttention()
 
     def module(grid: Tensor) -> Tensor:
         positions = grid.flatten(2).mT.unflatten(-1, (heads, -1))
-        return attend(positions, positions, positions).flatten(2).mT.unflatten(-1, grid.shape[2:])
+        return attention(positions, positions, positions).flatten(2).mT.unflatten(-1, grid.shape[2:])
 
     def equation(grid: Tensor, chosen: Tensor) -> Tensor:
         positions = grid.flatten(2).mT.unflatten(-1, (heads, -1)).transpose(1, 2)
-        features = nn.functional.elu(positions) + 1
+        features = torch.nn.functional.elu(positions) + 1
         weights = features[:, :, chosen] @ features.mT
         return (weights @ positions / weights.sum(-1, keepdim=True)).transpose(1, 2).flatten(2)
 
-    rival = trainable(GridAttention(channels, "factorized_gaussian", heads=heads, project=""))
+    rival = trainable(GridAttention(channels, "averaged", heads=heads, project=""))
     return Peer("", Contestant("", module, equation), rival, same=False)
 
 
@@ -229,9 +273,12 @@ def causal_linear(channels: int, heads: int) -> Peer:
 
 
 PEERS: list[tuple[str, str, Callable[[int, int], Peer]]] = [
+    ("torch flex_attention", "torch", flex),
     ("timm NonLocalAttn", "timm", non_local),
     ("timm Attention2d", "timm", attention_2d),
-    ("MONAI SABlock", "monai", self_attention_block),
+    ("MONAI SABlock", "monai", monai_explicit),
+    ("MONAI SABlock, fused", "monai", monai_fused),
+    ("kornia MultiHeadAttention", "kornia", kornia_attention),
     ("kornia LinearAttention", "kornia", kornia_linear),
     ("ImageLinearAttention", "linear-attention-transformer", image_linear),
     ("AxialAttention", "axial-attention", axial),

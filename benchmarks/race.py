@@ -131,17 +131,18 @@ def race(contestants: Sequence[Contestant], grid: Tensor, *, backward: bool = Fa
     errors = {each.name: error_of(each, runs[each.name], grid, backward=backward) for each in contestants}
     right = [each for each in contestants if errors[each.name] <= tolerance(grid.dtype)]
     steps = {each.name: step(runs[each.name], [each.input(grid)], backward and not each.forward_only) for each in right}
-    times = take_turns(steps, grid.device, repeats) if steps else {}
+    unseen = [each.name for each in right if each.compiled and grid.device.type == "cpu"]
+    times = take_turns(steps, grid.device, repeats, unseen=unseen) if steps else {}
     rows: list[Row] = []
     for each in contestants:
         row: Row = {"name": each.name, "error": errors[each.name], "right": each in right}
         row |= dict.fromkeys(("seconds", "fastest", "peak_bytes", "saved_bytes"))
         if each in right:
-            time, seen = times[each.name], not (each.compiled and grid.device.type == "cpu")
+            time = times[each.name]
             row |= {
                 "seconds": time.seconds,
                 "fastest": time.fastest,
-                "peak_bytes": time.peak_bytes if seen else None,
+                "peak_bytes": None if each.name in unseen else time.peak_bytes,
             }
             if backward and not each.forward_only:
                 row["saved_bytes"] = saved_bytes(runs[each.name], each.input(grid))

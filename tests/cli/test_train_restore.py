@@ -21,6 +21,7 @@ import zarr
 from farfield import models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
+from farfield.streaming import open_volume
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restore_stack import restore
 from helpers.made_stacks import SIZE, made_pair, make_npz, make_root, write
@@ -149,6 +150,31 @@ def test_a_folder_of_stacks_is_restored_beside_them_or_into_a_folder(tmp_path: P
     make_root(tmp_path / "data", sources=("dim", "dark"))
     farfield("predict", **{**SMALL, "data.root": tmp_path / "data", "data.sources": "[dim,dark]"}, output="both")
     assert sorted(str(path.relative_to("both")) for path in Path("both").rglob("*.tif")) == ["dark/0.tif", "dim/0.tif"]
+
+
+def test_voxel_size_and_channels_go_from_tiff_to_zarr_and_back(tmp_path: Path) -> None:
+    noisy = np.stack([made_pair(seed)[0] for seed in (0, 1, 2)], 1)
+    described = {"axes": "ZCYX", "spacing": 0.4, "unit": "um", "Labels": ["DAPI", "GFP", "RFP"] * SIZE[0]}
+    tifffile.imwrite(tmp_path / "in.tif", noisy, imagej=True, resolution=(10, 5), metadata=described)
+    spacing = {"Z": 0.4, "Y": 0.2, "X": 0.1}
+    units = dict.fromkeys("ZYX", "micrometer")
+    farfield("predict", **SMALL, data__root=tmp_path / "in.tif", data__channel="[0,2]", output="two.ome.zarr")
+    farfield("predict", **SMALL, data__root="two.ome.zarr", data__channel="[1,0]", output="again.ome.zarr")
+    farfield("predict", **SMALL, data__root="again.ome.zarr", data__channel=0)
+    farfield("predict", **SMALL, data__root=tmp_path / "in.tif", data__channel=1)
+    for path, axes, names in (
+        ("two.ome.zarr", "CZYX", ("DAPI", "RFP")),
+        ("again.ome.zarr", "CZYX", ("RFP", "DAPI")),
+        ("again-restored.ome.zarr", "ZYX", ("RFP",)),
+        (tmp_path / "in-restored.tif", "ZYX", ()),
+    ):
+        metadata = open_volume(path).metadata
+        assert (metadata.axes, metadata.channels, metadata.units) == (axes, names, units)
+        assert metadata.spacing == pytest.approx(spacing)
+    with pytest.raises(FileExistsError, match=r"two\.ome\.zarr would replace two\.ome\.zarr, which is read"):
+        farfield(
+            "predict", **SMALL, data__root="two.ome.zarr", data__channel=0, output="two.ome.zarr", overwrite="true"
+        )
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> None:

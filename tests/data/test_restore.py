@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as some
 from scipy.ndimage import maximum_filter
@@ -577,3 +578,52 @@ def test_the_packed_volumes_are_read(data: Path, tmp_path: Path) -> None:
     stack = stack_of(tmp_path / "care3d" / "volumes" / "nuclei_small.tif", 3)
     assert (stack.shape, stack.dtype) == ((37, 118, 132), np.uint8)
     assert json.dumps(checked("nuclei_small.tif", stack).shape) == "[37, 118, 132]"
+
+
+# ---- zarr ------------------------------------------------------------------------------------------------------------
+def test_zarr_folders_are_restored_beside_tiff_files(tmp_path: Path) -> None:
+    noisy, _ = made_pair(0)
+    write(tmp_path / "b.tif", noisy)
+    zarr.create_array(str(tmp_path / "a.zarr"), data=noisy)
+    data = module(tmp_path)
+    data.setup("predict")
+    names = []
+    for stack, path, name in data.predict_dataloader():
+        np.testing.assert_array_equal(stack[:], noisy)
+        assert path == str(tmp_path / name)
+        names.append(name)
+    assert names == ["a.zarr", "b.tif"]
+    single = module(tmp_path / "a.zarr", channel=3)  # a file of one channel is read as it is
+    single.setup("predict")
+    assert [name for *_, name in single.predict_dataloader()] == ["a.zarr"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "text"),
+    [
+        ((2, 5, 8, 9), {}, 'has the axes "QQQQ" (2, 5, 8, 9).\n  fix: --data.channel, for a file of several channels'),
+        ((8, 9), {}, 'has the axes "QQ" (8, 9)'),
+    ],
+)
+def test_zarr_that_is_no_stack_is_refused(
+    shape: tuple[int, ...], options: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    zarr.create_array(str(tmp_path / "a.zarr"), data=np.ones(shape, "uint8"))
+    data = module(tmp_path / "a.zarr", **options)
+    data.setup("predict")
+    with pytest.raises(FolderError, match=re.escape(text)):
+        next(iter(data.predict_dataloader()))
+
+
+def test_channels_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", np.ones((5, 2, 8, 9), "uint8"), imagej=True, metadata={"axes": "ZCYX"})
+    data = module(tmp_path / "a.tif", channel=[0, 2])
+    data.setup("predict")
+    with pytest.raises(FolderError, match=r"a.tif\" has 2 channels, got channel=\[0, 2\]; fix: a number from 0 to 1"):
+        next(iter(data.predict_dataloader()))
+
+
+def test_pairs_have_one_channel(tmp_path: Path) -> None:
+    data = module(make_root(tmp_path), channel=[1, 2])
+    with pytest.raises(FolderError, match=r"by one channel, got channel=\[1, 2\].\n  fix: --data.channel 1"):
+        data.setup("fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import warnings
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from farfield import ShapeError, models
 from farfield.nn import GridAttention
+from farfield.streaming import ImageMetadata, Volume, open_volume
 from farfield.tasks.metrics import care_metrics
 from farfield.tasks.restore import Restore, laplace_loss
 from farfield.tasks.restore_stack import grey_levels, restore
@@ -165,6 +167,20 @@ def test_images_and_projections_are_restored_too() -> None:
     found = restore(network, stack)
     assert found.shape == (17, 22)
     np.testing.assert_allclose(found, restored_by_hand(network, stack, (1, 16, 16)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [models.unet_care, models.unet_projection])
+def test_channels_are_restored_each_by_itself(build: Any, tmp_path: Path) -> None:
+    stacks = np.stack([(factor * np.random.default_rng(factor).poisson(40, (5, 17, 22))) for factor in (1, 9)])
+    stacks, network = stacks.astype(np.uint16), awake(build("siamese", first_channels=4))
+    metadata = ImageMetadata("CZYX", {"Y": 0.2, "X": 0.1}, {"Y": "micrometer", "X": "micrometer"}, {}, ("DAPI", "GFP"))
+    found = restore(network, Volume(stacks, metadata), out=tmp_path / "out.ome.tif")
+    for channel, stack in zip(found[:], stacks, strict=True):
+        alone = restore(network, stack)
+        np.testing.assert_allclose(channel, alone, atol=1e-5 * np.abs(alone).max())
+    np.testing.assert_array_equal(restore(network, stacks), found[:])
+    written = open_volume(tmp_path / "out.ome.tif").metadata
+    assert written == dataclasses.replace(metadata, axes="CZYX" if found.ndim == 4 else "CYX")
 
 
 def test_means_are_what_a_probabilistic_network_restores() -> None:

@@ -7,7 +7,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,16 @@ def compare(
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], None]], device: torch.device, repeats: int, turn_seconds: float = TURN
+    runs: Mapping[str, Callable[[], None]],
+    device: torch.device,
+    repeats: int,
+    turn_seconds: float = TURN,
+    unseen: Collection[str] = (),
 ) -> dict[str, Measurement]:
-    """Measure functions without arguments in turns, as `compare` does; return name -> measurement."""
+    """Measure functions without arguments in turns, as `compare` does; return name -> measurement.
+
+    The memory of the `unseen` is not measured, and 0: some compiled code does not run where allocations are followed.
+    """
     # The first run may compile, the second may still fill caches or allocate.
     counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
     turns: dict[str, list[float]] = {name: [] for name in runs}
@@ -155,7 +162,11 @@ def take_turns(
             turns[name].append(turn(run, device, counts[name]))
     return {
         name: Measurement(
-            statistics.median(times), min(times), peak_of(runs[name], device), repeats, device_name(device)
+            statistics.median(times),
+            min(times),
+            0 if name in unseen else peak_of(runs[name], device),
+            repeats,
+            device_name(device),
         )
         for name, times in turns.items()
     }

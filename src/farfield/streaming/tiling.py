@@ -225,6 +225,9 @@ class Draft:
                 )
         if given is not None:
             return [(given[axis], given[axis])] * len(self.grids)
+        if any(self.scale.windows):
+            name = self.scale.steps[self.scale.windows.index(True)].name
+            raise not_local_error(self.caller, self.model, name, axis, "gets windows of the grid as samples")
         return self.get_probe().reach(axis)
 
     def fit_memory(
