@@ -133,6 +133,7 @@ def main() -> None:
         "size": size,
         "width": options.width,
         "tile": plan.tile,
+        "threads": options.threads,
         "passes": len(plan.passes),
         "MACs, untiled": plan.macs,
         "work": round(plan.recomputed, 3),

@@ -43,7 +43,7 @@ class Gated(nn.Module):
         near = torch.relu_(self.norm(self.first(grid)))
         gate = self.second(near)
         gate = gate * gate.mean((2, 3), keepdim=True).sigmoid()
-        scales = self.norm.weight * gate.amax((0, 2, 3)).tanh()
+        scales = self.norm.weight * gate.amax((2, 3))[0].tanh()
         return self.last(near + nn.functional.instance_norm(gate, weight=scales))
 
 
@@ -124,8 +124,9 @@ def test_the_result_is_that_of_the_whole_and_the_plan_is_what_happens(
     assert watch.passes == len(plan.passes)
     assert watch.written == plan.spill.written
     assert watch.peak <= plan.disk_bytes <= plan.spill.written
-    # MACs of attention's summaries are not in the plan's shares of a tile; strided convolutions end within a position.
-    assert watch.macs == pytest.approx(plan.recomputed * plan.macs, rel=0.05)
+    # The plan counts an attention's summary again wherever its response is computed again.
+    planned = plan.recomputed * plan.macs
+    assert (0.9 if "attentions" in name else 0.99) * planned <= watch.macs <= 1.01 * planned
 
 
 def test_18_norms_take_at_most_twice_the_work_of_the_untiled_network() -> None:

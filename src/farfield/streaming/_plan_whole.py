@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.flips import MeanOverFlips, symmetric
+from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
@@ -225,7 +225,7 @@ def make_plan(
         )
     if isinstance(model, MeanOverFlips):
         tiles = parse_tiles(caller, tile)
-        with model.integers_refused(caller):
+        with refuse_integers(caller, model):
             plan = make_plan(caller, model.network, shape, replace(tiles, disk=0), pad, reduce)
         if tiles.disk:
             plan = replace(plan, not_spilled="grids of flips are not stored on disk")
@@ -251,7 +251,7 @@ def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels:
         ShapeError: If the volume has not the axes, or is cut along one whose length is no multiple of the strides: the
             strides of a flip then start at other positions than its tiles.
     """
-    model.check_axes(caller, len(plan.size))
+    check_axes(caller, model, len(plan.size))
     cut = [axis for axis in model.axes if plan.tile[axis] < plan.size[axis]]
     if cut:
         scale = find_scale(caller, model.network, channels, plan.size)

@@ -61,7 +61,7 @@ def predict_whole(
             is the length of `tile` if it is a sequence, or else that of the model's first convolution.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
-            gives the halo too.
+            gives the halo too, the memory of a tile, and the disk space of grids that are stored between passes.
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
@@ -86,7 +86,8 @@ def predict_whole(
             of an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
             if `reduce` is over channels and there is one channel, or it changes the size of a grid;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
-            at the path belongs to another call, or its progress is damaged.
+            at the path belongs to another call, or its progress is damaged; if a grid that is stored between passes is
+            changed meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
             integers, `reduce` is no function, the model does not return one grid, or out has a dtype to which the
             result cannot be cast.
@@ -100,6 +101,7 @@ def predict_whole(
 
     Cost:
         `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
+        Many norms in series cost half their number of times the network's MACs, and about once with `Tiles(disk=...)`.
         The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
         attention runs as factorized attention, which is equal.
 

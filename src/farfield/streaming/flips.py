@@ -68,34 +68,36 @@ class MeanOverFlips(nn.Module):
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
         """Return the mean over all flips."""
-        self.check_axes("MeanOverFlips", grid.dim() - 2)
+        check_axes("MeanOverFlips", self, grid.dim() - 2)
         return mean_of(flip_grid(self.network(flip_grid(grid, flip)), flip) for flip in self.flips)
 
-    def check_axes(self, caller: str, spatial_dims: int) -> None:
-        """Raise ShapeError if a grid of this many spatial dims has not all axes."""
-        if max(self.axes, default=-1) >= spatial_dims:
-            raise ShapeError(
-                f"{caller}: the network is flipped along the axes {self.axes}, and the grid has {spatial_dims} spatial "
-                f"dims; fix: axes from 0 to {spatial_dims - 1}."
+
+def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
+    """Raise ShapeError if a grid of this many spatial dims has not all axes that are flipped."""
+    if max(model.axes, default=-1) >= spatial_dims:
+        raise ShapeError(
+            f"{caller}: the network is flipped along the axes {model.axes}, and the grid has {spatial_dims} spatial "
+            f"dims; fix: axes from 0 to {spatial_dims - 1}."
+        )
+
+
+@contextmanager
+def refuse_integers(caller: str, model: MeanOverFlips) -> Iterator[None]:
+    """Refuse outputs of the network that are integers, inside the context.
+
+    Raises:
+        TypeError: When the network returns any.
+    """
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.is_floating_point():
+            raise TypeError(
+                f"{caller}: {type(module).__name__} returns {output.dtype}, of which there is no mean over flips; "
+                'fix: a network that returns scores, and reduce="argmax".'
             )
 
-    @contextmanager
-    def integers_refused(self, caller: str) -> Iterator[None]:
-        """Refuse outputs of the network that are integers, inside the context.
-
-        Raises:
-            TypeError: When the network returns any.
-        """
-
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not output.is_floating_point():
-                raise TypeError(
-                    f"{caller}: {type(module).__name__} returns {output.dtype}, of which there is no mean over flips; "
-                    'fix: a network that returns scores, and reduce="argmax".'
-                )
-
-        with self.network.register_forward_hook(hook):
-            yield
+    with model.network.register_forward_hook(hook):
+        yield
 
 
 def flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:

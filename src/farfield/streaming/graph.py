@@ -73,7 +73,7 @@ class Node(NamedTuple):
         kwargs: Its named arguments.
         outputs: What it returns.
         inputs: The values that it needs. A layer whose result has a fixed size needs its summary and not its grid.
-        macs: MACs of the operation; 0 for a layer.
+        macs: MACs of the operation; of a layer, those of its summary and of its response.
     """
 
     function: Any

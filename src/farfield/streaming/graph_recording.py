@@ -77,8 +77,7 @@ class Recorder(TorchDispatchMode):
             return
         if function is aten.as_strided.default:
             raise UntraceableError("it takes a tensor apart by its strides")
-        formula = flop_registry.get(function.overloadpacket)
-        macs = 0 if formula is None else formula(*args, **kwargs, out_val=outputs) // 2
+        macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = (replace_leaves(part, Tensor, self.find) for part in (args, kwargs))
         self.append(Node(function, None, args, kwargs, (), tuple(values_in((args, kwargs))), macs), returned)
 
@@ -120,12 +119,21 @@ class Recorder(TorchDispatchMode):
         def handle(function: Any, _: Any, __: Any, outputs: Any) -> None:
             if function is aten.new_empty.default:
                 self.calls.append(len(self.nodes))
-                self.append(Node(None, layer, args, {}, (), inputs, 0), [outputs])
+                self.append(Node(None, layer, args, {}, (), inputs, sum(macs)), [outputs])
 
-        with self.handled_by(lambda *_: None):
+        macs: list[int] = []
+        with self.handled_by(lambda *operation: macs.append(count_macs(*operation))):
             shape = layer.placeholder(grid)
+            macs.clear()
+            layer.run_whole(grid, mask)
         with self.handled_by(handle):
             return grid.new_empty(shape.shape, dtype=shape.dtype)
+
+
+def count_macs(function: Any, args: Any, kwargs: Any, outputs: Any) -> int:
+    """Return the MACs of an operation of torch."""
+    formula = flop_registry.get(function.overloadpacket)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=outputs) // 2
 
 
 def record_graph(caller: str, model: nn.Module, shape: tuple[int, ...]) -> Graph:

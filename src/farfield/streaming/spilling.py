@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farfield.streaming.geometry import Halo, NetworkGrid, index_within, round_up
+from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, placeholder_response
 from farfield.streaming.partial_network import Part, PartialNetwork, step_value
 from farfield.streaming.receptive_field import find_nan_span, plain_kernels, replace_length
@@ -114,7 +115,7 @@ class SpillDraft:
         zeros = (0,) * len(self.size)
         halos = [Halo(zeros, zeros)] * len(parts)
         if tiles.size is None:
-            positions, axes = self.fit_memory(parts, halos)
+            positions, axes = self.fit_memory(parts, halos, tiles)
         else:
             positions = self.draft.round_tile(tiles.size)
             axes = self.draft.cut_axes(positions)
@@ -141,17 +142,25 @@ class SpillDraft:
         return SpillPlan(self.network, tuple(parts), grids, self.choice.peak(stored), tile_bytes)
 
     # ---- tiles -------------------------------------------------------------------------------------------------------
-    def fit_memory(self, parts: list[PlannedPart], halos: list[Halo]) -> tuple[tuple[int, ...], list[int]]:
+    def fit_memory(
+        self, parts: list[PlannedPart], halos: list[Halo], tiles: Tiles
+    ) -> tuple[tuple[int, ...], list[int]]:
         """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit."""
-        positions, axes = list(self.size), list[int]()
+        positions, axes, fixed = list(self.size), list[int](), set[int]()
         while self.tile_bytes(parts, halos, positions) > self.memory:
-            longest = [(own, -axis) for axis, own in enumerate(positions) if own > self.multiple[axis]]
+            longest = [
+                (own, -axis) for axis, own in enumerate(positions) if own > self.multiple[axis] and axis not in fixed
+            ]
             if not longest:
                 break
             axis = -max(longest)[1]
-            if axis not in axes:
-                axes.append(axis)
-                self.set_halos(parts, halos, [axis], None)
+            try:
+                if axis not in axes:
+                    self.set_halos(parts, halos, [axis], tiles)
+            except NotLocalError:
+                fixed.add(axis)
+                continue
+            axes = sorted({*axes, axis})
             positions[axis] = round_up(-(-positions[axis] // 2), self.multiple[axis])
         return tuple(positions), axes
 
@@ -166,13 +175,13 @@ class SpillDraft:
         return max(self.network.peak(each.part, graph) for each, graph in zip(parts, graphs, strict=True))
 
     # ---- halos -------------------------------------------------------------------------------------------------------
-    def set_halos(self, parts: list[PlannedPart], halos: list[Halo], axes: Sequence[int], tiles: Tiles | None) -> None:
+    def set_halos(self, parts: list[PlannedPart], halos: list[Halo], axes: Sequence[int], tiles: Tiles) -> None:
         """Set the halo of each pass along some axes: the given one, or else the one that its part of the network needs.
 
         Raises:
             NotLocalError: If an axis cannot be cut.
         """
-        given = None if tiles is None or tiles.halo is None else self.draft.round_halo(tiles.halo)
+        given = None if tiles.halo is None else self.draft.round_halo(tiles.halo)
         for axis in axes:
             self.draft.find_grid_halos(axis, (0,) * len(self.size))  # refuses an axis that cannot be cut
             for index, each in enumerate(parts):
@@ -304,7 +313,7 @@ def plan_spill(draft: Draft, tiles: Tiles) -> tuple[tuple[tuple[int, ...], tuple
         return None, ""
     try:
         return SpillDraft(draft, tiles.disk, tiles.memory).plan(tiles), ""
-    except UntraceableError as error:
+    except (UntraceableError, RuntimeError) as error:  # a part of the network may not take a grid that the whole takes
         return None, str(error)
 
 

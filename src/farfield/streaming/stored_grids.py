@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import tempfile
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,15 @@ class StoredFile:
         """
         self.close()
         self.checksums = []
-        # Open until the last pass that reads it has run.
-        self.file = (
-            tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            if self.path is None
-            else self.path.open("w+b", buffering=0)
-        )
-        try:
-            if hasattr(os, "posix_fallocate") and self.stored.bytes:
+        with self.explained(f"make room for its {self.stored.bytes:,} bytes"):
+            # Open until the last pass that reads it has run.
+            self.file = (
+                tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                if self.path is None
+                else self.path.open("w+b", buffering=0)
+            )
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.file.fileno(), 0, self.stored.bytes)
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-            where = self.path.parent if self.path is not None else tempfile.gettempdir()
-            raise OSError(
-                error.errno,
-                f'{self.caller}: the disk of "{where}" has no room for the {self.stored.bytes:,} bytes of '
-                f'"{self.stored.grid.name}", which is stored between passes; fix: make room and repeat the call, or '
-                f"a smaller disk=… of Tiles, with overwrite=True.",
-            ) from error
 
     def write(self, index: int, block: Tensor) -> None:
         """Write the own positions of a tile, which is the next one, or one that was written before.
@@ -92,16 +83,25 @@ class StoredFile:
         """
         content = to_bytes(block)
         checksum = zlib.crc32(content)
-        try:
+        with self.explained("make room"):
             file = self.open()
             file.seek(self.offsets[index])
             while len(content):
                 content = content[file.write(content) :]
-        except OSError as error:
-            reason, fix = REASONS.get(error.errno or 0, (str(error).lower(), "check the disk"))
-            problem = f"cannot write {self.name}, which is stored between passes: {reason}"
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: {fix}, and repeat the call.") from error
         self.checksums[index:] = [checksum]
+
+    @contextlib.contextmanager
+    def explained(self, room: str) -> Iterator[None]:
+        """Replace an error of the disk by one that names the caller, the file and the fix: `room` on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            if f"{self.caller}: " in str(error):  # explained within
+                raise
+            reason, fix = REASONS.get(error.errno or 0, (os.strerror(error.errno or 0).lower(), "check the disk"))
+            fix = room if error.errno in FULL_DISK else fix
+            problem = f'cannot write {self.name}, which stores "{self.stored.grid.name}" between passes: {reason}'
+            raise OSError(error.errno, f"{self.caller}: {problem}; fix: {fix}, and repeat the call.") from error
 
     def read(self, index: int, region: Region) -> Tensor:
         """Read a region around the own positions of a tile, and check these.
@@ -165,7 +165,8 @@ class StoredFile:
         if self.file is None:
             if self.path is None:
                 raise self.changed("and is gone")
-            self.file = self.path.open("r+b", buffering=0)
+            with self.explained("make room"):
+                self.file = self.path.open("r+b", buffering=0)
         return self.file
 
     def close(self) -> None:
@@ -180,7 +181,8 @@ class StoredFile:
         self.close()
         self.checksums = []
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with self.explained("make room"):
+                self.path.unlink(missing_ok=True)
 
     def changed(self, how: str) -> ValueError:
         """Return the error for a file that is not as it was written."""
