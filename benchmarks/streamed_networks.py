@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from farfield.nn import GridAttention
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
 
 
@@ -37,9 +39,12 @@ class Setting(NamedTuple):
     tile: tuple[int | None, ...]
 
 
-IN_3D, IN_2D, TILE_3D, TILE_2D = (1, 32, 48, 80), (1, 96, 176), (32, 32, 32), (64, 64)
-# Encoders of ImageNet have receptive fields of hundreds of positions.
-LONG, TILE_LONG = (1, 64, 1280), (64, 128)
+# Sizes that the strides divide and the tiles do not.
+IN_3D, TILE_3D = (1, 20, 36, 60), (16, 16, 16)
+IN_2D, TILE_2D = (1, 92, 148), (48, 48)
+# Networks with long receptive fields: tiles are cut along the last axis.
+LONG_3D, TILE_LONG_3D = (1, 16, 16, 336), (16, 16, 64)
+LONG_2D, TILE_LONG_2D = (1, 64, 1248), (64, 128)
 
 
 class Encode(nn.Module):
@@ -68,50 +73,110 @@ class Decode(nn.Module):
 
 def settings() -> dict[str, Setting]:
     """Return the networks by name."""
-    import segmentation_models_pytorch as smp
-    from diffusers import AutoencoderKL
+    return {**monai_networks(), **nnunet_networks(), **diffusers_networks(), **smp_networks(), **care_networks()}
+
+
+def monai_networks() -> dict[str, Setting]:
+    """Return networks of MONAI, in two and three dimensions."""
     from monai.networks import nets
 
-    def unet(dims: int, norm: Any) -> nn.Module:
-        return nets.UNet(dims, 1, 2, (8, 16, 32), (2, 2), num_res_units=2, norm=norm)
+    settings = {}
+    for dims, shape, tile, long, tile_long in (
+        (2, IN_2D, TILE_2D, LONG_2D, TILE_LONG_2D),
+        (3, IN_3D, TILE_3D, LONG_3D, TILE_LONG_3D),
+    ):
+        kernels, strides = [[3] * dims] * 3, [[1] * dims, [2] * dims, [2] * dims]
+        swin = {"feature_size": 12, "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 1), "spatial_dims": dims}
+        group = ("group", {"num_groups": 2})
+        makers: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+            "UNet, instance norm": (partial(nets.UNet, dims, 1, 2, (8, 16, 32), (2, 2), num_res_units=2), shape, tile),
+            "UNet, group norm": (partial(nets.UNet, dims, 1, 2, (8, 16, 32), (2, 2), norm=group), shape, tile),
+            "BasicUNet": (partial(nets.BasicUNet, dims, 1, 2, (8, 8, 16, 32, 32, 8)), long, tile_long),
+            "DynUNet": (
+                partial(nets.DynUNet, dims, 1, 2, kernels, strides, strides[1:], filters=[8, 16, 32]),
+                shape,
+                tile,
+            ),
+            "SegResNet": (partial(nets.SegResNet, dims, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), shape, tile),
+            "AttentionUnet": (partial(nets.AttentionUnet, dims, 1, 2, (8, 16, 32), (2, 2)), shape, tile),
+            "SwinUNETR": (partial(nets.SwinUNETR, 1, 2, **swin), long, tile_long),
+        }
+        settings |= {f"MONAI {name}, {dims}-D": Setting(*each) for name, each in makers.items()}
+    return settings
 
-    def dynunet() -> nn.Module:
-        return nets.DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32])
 
-    def plain(name: str, encoder: str) -> nn.Module:
-        return getattr(smp, name)(encoder, encoder_weights=None, in_channels=1, classes=2)
+def nnunet_networks() -> dict[str, Setting]:
+    """Return nnU-Net's plain U-Net, in two and three dimensions."""
 
-    def autoencoder() -> nn.Module:
-        return AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(16, 32),
-            norm_num_groups=4,
-        )
+    def plain(dims: int) -> nn.Module:
+        from dynamic_network_architectures.architectures.unet import PlainConvUNet
+
+        convolution, norm = ((nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))[dims - 2]
+        block = {"conv_bias": True, "norm_op": norm, "norm_op_kwargs": {"eps": 1e-5, "affine": True}}
+        stages = (3, (8, 16, 32), convolution, 3, (1, 2, 2), 2, 2, 2)
+        return PlainConvUNet(1, *stages, **block, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True})
 
     return {
-        "MONAI UNet, 3-D, instance norm": Setting(lambda: unet(3, "instance"), IN_3D, TILE_3D),
-        "MONAI UNet, 2-D, group norm": Setting(lambda: unet(2, ("group", {"num_groups": 2})), IN_2D, TILE_2D),
-        "MONAI BasicUNet, 3-D": Setting(
-            lambda: nets.BasicUNet(3, 1, 2, (8, 8, 16, 32, 32, 8)), (1, 16, 16, 352), (16, 16, 32)
-        ),
-        "MONAI DynUNet, 3-D": Setting(dynunet, IN_3D, TILE_3D),
-        "MONAI SegResNet, 3-D": Setting(
-            lambda: nets.SegResNet(3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), IN_3D, TILE_3D
-        ),
-        "MONAI AttentionUnet, 2-D": Setting(lambda: nets.AttentionUnet(2, 1, 2, (8, 16, 32), (2, 2)), IN_2D, TILE_2D),
-        "diffusers AutoencoderKL, encode": Setting(lambda: Encode(autoencoder()), (3, 40, 176), (32, 32)),
-        "diffusers AutoencoderKL, decode": Setting(lambda: Decode(autoencoder()), (4, 20, 88), (16, 16)),
-        "smp Unet, efficientnet-b0": Setting(lambda: plain("Unet", "timm-efficientnet-b0"), LONG, TILE_LONG),
-        "smp Unet, resnet18": Setting(lambda: plain("Unet", "resnet18"), LONG, TILE_LONG),
-        "smp DeepLabV3Plus, resnet18": Setting(lambda: plain("DeepLabV3Plus", "resnet18"), LONG, TILE_LONG),
-        "smp FPN, resnet18": Setting(lambda: plain("FPN", "resnet18"), LONG, TILE_LONG),
-        "smp PSPNet, resnet18": Setting(lambda: plain("PSPNet", "resnet18"), LONG, TILE_LONG),
+        "nnU-Net PlainConvUNet, 2-D": Setting(partial(plain, 2), IN_2D, TILE_2D),
+        "nnU-Net PlainConvUNet, 3-D": Setting(partial(plain, 3), IN_3D, TILE_3D),
+    }
+
+
+def diffusers_networks() -> dict[str, Setting]:
+    """Return both halves of the autoencoder of latent diffusion."""
+
+    def autoencoder() -> nn.Module:
+        from diffusers import AutoencoderKL
+
+        kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+        return AutoencoderKL(**kinds, block_out_channels=(16, 32), norm_num_groups=4)
+
+    return {
+        "diffusers AutoencoderKL, encode": Setting(lambda: Encode(autoencoder()), (3, 40, 172), (32, 32)),
+        "diffusers AutoencoderKL, decode": Setting(lambda: Decode(autoencoder()), (4, 20, 87), (16, 16)),
+    }
+
+
+def smp_networks() -> dict[str, Setting]:
+    """Return networks of segmentation_models_pytorch."""
+    import segmentation_models_pytorch as smp
+
+    def make(name: str, encoder: str) -> nn.Module:
+        return getattr(smp, name)(encoder, encoder_weights=None, in_channels=1, classes=2)
+
+    pairs = [("Unet", "timm-efficientnet-b0"), ("Unet", "mit_b0")]
+    names = ("Unet", "UnetPlusPlus", "Linknet", "MAnet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus")
+    pairs += [(name, "resnet18") for name in (*names, "UPerNet", "Segformer")]
+    return {
+        f"smp {name}, {encoder}": Setting(partial(make, name, encoder), LONG_2D, TILE_LONG_2D)
+        for name, encoder in pairs
+    }
+
+
+def care_networks() -> dict[str, Setting]:
+    """Return CARE's U-Net with attention inserted behind its first block and its bottom."""
+    from farfield.insertion import insert
+    from farfield.models import unet_care
+
+    def make(operator: str, dims: int) -> nn.Module:
+        net = unet_care(spatial_dims=dims, first_channels=8)
+        attention = partial(GridAttention, operator=operator, project="qkvo", heads=2, residual=True)
+        insert(net, ["encoder.0", "bottom"], attention, example=torch.zeros(1, 1, *[16] * dims))
+        return net
+
+    return {
+        f"CARE U-Net with {operator}, {dims}-D": Setting(partial(make, operator, dims), shape, tile)
+        for dims, shape, tile in ((2, IN_2D, TILE_2D), (3, IN_3D, TILE_3D))
+        for operator in ("kronecker_qkv", "factorized_gaussian", "softmax")
     }
 
 
 def settle(net: nn.Module) -> nn.Module:
-    """Give norms random scales, offsets and running statistics, as after training; return the network in eval mode."""
+    """Set what is 0 or 1 at the start as training leaves it, and return the network in eval mode.
+
+    Norms get random scales, offsets and running statistics; weights of zeros, as those of inserted attention, random
+    ones.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for module in net.modules():
@@ -119,6 +184,9 @@ def settle(net: nn.Module) -> nn.Module:
                 tensor = getattr(module, name, None)
                 if isinstance(tensor, Tensor) and tensor.dim() == 1:
                     tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
+        for weight in net.parameters():
+            if weight.dim() > 1 and not weight.any():
+                weight.copy_(torch.randn(weight.shape, generator=generator) / weight[0].numel() ** 0.5)
     return net.eval()
 
 

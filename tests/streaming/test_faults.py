@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
-from farfield.streaming import _predict_whole, ome_zarr, predict_whole
+from farfield.streaming import ome_zarr, predict_whole
 from helpers import faults
+from helpers.prediction_machine import CODES, SUFFIXES, content, plans_made_once
 from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
 # Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
 STEP = 7
-SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
-CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +25,7 @@ def planned_once() -> Iterator[None]:
     """The plan is the same in all calls, and takes most of their time."""
     if faults.problem() is not None:
         pytest.skip(faults.problem())
-    plan, plans = _predict_whole.make_plan, {}
-
-    def cached(caller: str, model: nn.Module, shape: Any, *settings: Any) -> Any:
-        key = (id(model), tuple(shape), settings)
-        plans[key] = plans.get(key) or plan(caller, model, shape, *settings)
-        return plans[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_predict_whole, "make_plan", cached)
+    with plans_made_once():
         yield
 
 
@@ -50,11 +39,6 @@ def net() -> nn.Module:
     return settled(
         nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), attention("factorized_gaussian"), nn.Conv2d(6, 1, 3, padding=1))
     )
-
-
-def content(path: Path) -> dict[str, bytes]:
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each.relative_to(path)): each.read_bytes() for each in files}
 
 
 def predict(net: nn.Module, out: Path) -> None:

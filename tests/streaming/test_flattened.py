@@ -151,6 +151,25 @@ def test_other_layers_on_a_grid_of_one_size_are_refused(but: int) -> None:
         plan_whole(Sometimes(but).eval(), (40, 40), tile=8)
 
 
+class Windows(nn.Module):
+    """A layer for windows of 4 positions, which are its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(1, 4, 1), nn.Linear(4, 4)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.first(grid)
+        rows = self.layer(grid.unflatten(3, (-1, 4)).permute(0, 2, 3, 4, 1).flatten(0, 2))
+        return grid + rows.mean(1).unflatten(0, (len(grid), grid.shape[2], -1)).movedim(3, 1).repeat_interleave(4, 3)
+
+
+def test_windows_as_samples_are_refused_by_the_name_of_the_layer() -> None:
+    with pytest.raises(NotLocalError, match='Linear at "layer" gets windows of the grid as samples'):
+        plan_whole(Windows().eval(), (64, 64), tile=(None, 16))
+    assert len(plan_whole(Windows().eval(), (64, 64), tile=64).cores) == 1
+
+
 def test_causal_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="CausalTokens does not take a grid"):
         predict_whole(CausalTokens().eval(), torch.randn(40, 40), tile=16, quiet=True)

@@ -152,7 +152,7 @@ def take_turns(
 ) -> dict[str, Measurement]:
     """Measure functions without arguments in turns, as `compare` does; return name -> measurement.
 
-    The memory of the `unseen` is not measured, and 0: some compiled code does not run where its allocations are followed.
+    The memory of the `unseen` is not measured, and 0: some compiled code does not run where allocations are followed.
     """
     # The first run may compile, the second may still fill caches or allocate.
     counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}

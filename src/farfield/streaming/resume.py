@@ -99,6 +99,11 @@ class Progress:
             self.stage, self.tile = self.written[0].stage, self.written[0].tile
             self.written = []
 
+    def restart(self) -> None:
+        """Go back to the first pass, and save; the checksums of the volume stay."""
+        self.stage, self.tile, self.summaries, self.written = 0, 0, [], []
+        self.save()
+
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether the boxes that were written are a whole array of this shape."""
         return sum(math.prod(stop - start for start, stop in each.box) for each in self.written) == math.prod(shape)
@@ -248,11 +253,11 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
     text = json.dumps({"version": VERSION, **state}, default=describe)
     with open_replacement(file) as opened, zipfile.ZipFile(opened, "w") as archive:
-        archive.writestr("state.json", text)
+        archive.writestr(zipfile.ZipInfo("state.json"), text)  # without the time, which may be before 1980
         for number, tensor in enumerate(tensors):
             flat = tensor.detach().cpu().contiguous()
             flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
-            with archive.open(f"tensor{number}", "w", force_zip64=True) as member:
+            with archive.open(zipfile.ZipInfo(f"tensor{number}"), "w", force_zip64=True) as member:
                 member.write(flat.view(torch.uint8).numpy().data)
 
 

@@ -29,6 +29,7 @@ class Scale(NamedTuple):
         multiple: The same of the strides and the windows of pooled attentions; tiles start at multiples of it.
         steps: The steps, without the grids.
         flattened: For each step whether several axes of the volume share one of its axes.
+        windows: For each step whether positions of the volume are its samples, as windows are.
         joins: Whether any operation, in a module or not, returns a tensor in which they do.
     """
 
@@ -37,6 +38,7 @@ class Scale(NamedTuple):
     multiple: tuple[int, ...]
     steps: list[Step]
     flattened: list[bool]
+    windows: list[bool]
     joins: bool
 
 
@@ -56,12 +58,15 @@ def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]
         base = tuple(size)
         first = trace_or_raise(caller, model, channels, base)
     axis_scales: list[list[AxisScale | None]] = [[] for _ in first.steps]
+    windows = [False] * len(first.steps)
     strides, multiple, grown_axes = [], [], []
     for axis in range(spatial_dims):
         longer = replace_length(base, axis, base[axis] + DIVISIBLE)
         grown = trace_or_raise(caller, model, channels, longer, f", the volume's {tuple(size)} longer on axis {axis}")
         refuse_other_layers(caller, first.steps, grown.steps)
         ratios, pooled, called = list(all_ratios(first, grown)), [], iter(first.layers)
+        pairs = zip(windows, first.steps, grown.steps, strict=True)
+        windows = [known or before.shape[0] != after.shape[0] for known, before, after in pairs]
         grown_axes.append(find_grown_axes(first, grown))
         for scales, before, after in zip(axis_scales, first.steps, grown.steps, strict=True):
             scales.append(find_axis_scale(before, after))
@@ -73,7 +78,7 @@ def find_scale(caller: str, model: nn.Module, channels: int, size: Sequence[int]
         multiple.append(math.lcm(strides[-1], *(ratio.denominator for ratio in pooled)))
     dropped = [drop_shared_axes(each) for each in axis_scales]
     flattened = [tuple(each) != kept for each, kept in zip(axis_scales, dropped, strict=True)]
-    return Scale(dropped, tuple(strides), tuple(multiple), first.steps, flattened, share_axes(grown_axes))
+    return Scale(dropped, tuple(strides), tuple(multiple), first.steps, flattened, windows, share_axes(grown_axes))
 
 
 def refuse_other_layers(caller: str, steps: Sequence[Step], others: Sequence[Step]) -> None:

@@ -1,0 +1,277 @@
+"""A machine that draws programs of predictions to one path: calls, faults at their writes, damage, and two processes.
+
+After every step the path holds what it held before or the whole result of the call, byte for byte; an error names the
+function and the fix; and a call whose way is free ends. `tests/streaming/test_machine.py` runs some programs,
+`benchmarks/faults.py --programs` runs them by the thousand.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from farfield.streaming import _predict_whole, predict_whole, resume
+from helpers import faults
+from helpers.streamed_nets import settled
+
+SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
+# Two plans: six tiles, and four.
+TILES = ((4, 4), (4, 6))
+VOLUME = np.random.default_rng(0).random((7, 12), "float32")
+CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
+# More calls than a prediction makes: a fault at the last of them does not happen.
+CALLS = 150
+
+
+class Key(NamedTuple):
+    """What the bytes of a result depend on.
+
+    Attributes:
+        weights: Index of the network.
+        tile: Size of the tiles.
+    """
+
+    weights: int
+    tile: tuple[int, int]
+
+
+class Ending(NamedTuple):
+    """How a call ended.
+
+    Attributes:
+        kind: "returned", "raised" or "killed".
+        error: The class, errno and text of what it raised.
+    """
+
+    kind: str
+    error: tuple[str, int | None, str] = ("", None, "")
+
+
+@contextmanager
+def plans_made_once() -> Iterator[None]:
+    """Make the plan of each network and tile once: it takes most of the time of a small prediction."""
+    plan, plans = _predict_whole.make_plan, {}
+
+    def cached(caller: str, model: nn.Module, shape: Any, *settings: Any) -> Any:
+        key = (id(model), tuple(shape), settings)
+        plans[key] = plans.get(key) or plan(caller, model, shape, *settings)
+        return plans[key]
+
+    with mock.patch.object(_predict_whole, "make_plan", cached):
+        yield
+
+
+@contextmanager
+def clock_going_back() -> Iterator[None]:
+    """A clock that starts in 1970 and goes back by a minute each time that it is read."""
+    seconds = iter(range(10**9, 0, -60))
+    monotonic = SimpleNamespace(monotonic=lambda: next(seconds))
+    with mock.patch.object(resume, "time", monotonic), mock.patch.object(time, "time", return_value=0.0):
+        yield
+
+
+@cache
+def networks() -> tuple[nn.Module, nn.Module]:
+    """Two networks that differ in their weights alone: a convolution, a norm over all positions, a convolution."""
+    first, second = (
+        settled(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1)), seed)
+        for seed in (0, 1)
+    )
+    return first, second
+
+
+def content(path: Path) -> dict[str, bytes] | None:
+    """Return the bytes of every file at a path; None if there is nothing."""
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): each.read_bytes() for each in files}
+
+
+def predict(key: Key, out: Path, overwrite: bool = False) -> None:
+    """Predict the volume."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what was damaged and is made anew
+        predict_whole(networks()[key.weights], VOLUME, tile=key.tile, out=out, overwrite=overwrite, quiet=True)
+
+
+@cache
+def undisturbed(key: Key, file: str) -> dict[str, bytes]:
+    """Return the bytes of a result that nothing disturbs."""
+    with tempfile.TemporaryDirectory() as name:
+        predict(key, Path(name) / file)
+        return content(Path(name) / file) or {}
+
+
+def attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
+    """Predict in this process, and return how that ended."""
+    try:
+        predict(key, out, overwrite)
+    except Exception as error:  # noqa: BLE001
+        return Ending("raised", (type(error).__name__, getattr(error, "errno", None), str(error)))
+    return Ending("returned")
+
+
+KEYS = st.builds(Key, st.integers(0, 1), st.sampled_from(TILES))
+INDICES = st.integers(0, CALLS)
+
+
+class Predictions(RuleBasedStateMachine):
+    """Programs of predictions to one path.
+
+    Attributes:
+        out: The path.
+        before: What the path holds, as far as steps before have shown.
+        begun: The predictions that may be unfinished.
+        damaged: Whether the progress of an unfinished prediction may be damaged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.out = self.folder / "out.npy"
+        self.before: dict[str, bytes] | None = None
+        self.begun: set[Key] = set()
+        self.damaged = False
+
+    @initialize(suffix=st.sampled_from(SUFFIXES))
+    def choose_a_format(self, suffix: str) -> None:
+        self.out = self.folder / f"out{suffix}"
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder of the unfinished prediction."""
+        return self.out.with_name(f"{self.out.name}.unfinished")
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+    @rule(key=KEYS, overwrite=st.booleans())
+    def call(self, key: Key, overwrite: bool) -> None:
+        self.check(key, overwrite, attempt(key, self.out, overwrite))
+
+    @rule(key=KEYS, overwrite=st.booleans())
+    def call_while_the_clock_goes_back(self, key: Key, overwrite: bool) -> None:
+        with clock_going_back():
+            ending = attempt(key, self.out, overwrite)
+        self.check(key, overwrite, ending)
+
+    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, action=st.sampled_from(["kill", "torn"]))
+    def kill(self, key: Key, overwrite: bool, index: int, action: str) -> None:
+        self.run(key, overwrite, faults.at(index, action))
+
+    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, code=st.sampled_from(CODES))
+    def break_the_disk(self, key: Key, overwrite: bool, index: int, code: int) -> None:
+        self.run(key, overwrite, faults.from_call(index, code), code)
+
+    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, code=st.sampled_from(CODES))
+    def fail_once(self, key: Key, overwrite: bool, index: int, code: int) -> None:
+        self.run(key, overwrite, faults.at(index, code), code)
+
+    @rule(key=KEYS, other=KEYS, index=INDICES)
+    def call_from_a_second_process(self, key: Key, other: Key, index: int) -> None:
+        endings: list[Ending] = []
+
+        def meanwhile(position: int, call: faults.Call) -> faults.Action:
+            if position == index:
+                endings.append(attempt(other, self.out))
+                self.check(other, False, endings[0], alone=False)
+            return None
+
+        outcome = faults.run(lambda: predict(key, self.out), self.folder, meanwhile)
+        self.check(key, False, Ending(outcome.kind, outcome.error), alone=not endings)
+
+    def run(self, key: Key, overwrite: bool, decide: faults.Decide, code: int | None = None) -> None:
+        """Predict in another process with faults, and check how that ended."""
+        outcome = faults.run(lambda: predict(key, self.out, overwrite), self.folder, decide)
+        assert outcome.outside == ()
+        self.check(key, overwrite, Ending(outcome.kind, outcome.error), code)
+
+    # ---- damage ------------------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.parts())
+    @rule(data=st.data(), share=st.floats(0, 1, exclude_max=True))
+    def truncate(self, data: st.DataObject, share: float) -> None:
+        file = data.draw(st.sampled_from(self.parts()))
+        with file.open("r+b") as opened:
+            opened.truncate(int(share * file.stat().st_size))
+        self.damaged |= file.name == "progress.zip"
+
+    @precondition(lambda self: self.parts())
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.parts())).unlink()
+
+    @precondition(lambda self: (self.unfinished / "progress.zip").exists())
+    @rule(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+    def flip_a_bit(self, share: float, bit: int) -> None:
+        file = self.unfinished / "progress.zip"
+        numbers = bytearray(file.read_bytes())
+        if numbers:
+            numbers[int(share * len(numbers))] ^= 1 << bit
+            file.write_bytes(numbers)
+        self.damaged = True
+
+    def parts(self) -> list[Path]:
+        """Return the files of the unfinished prediction, but not what marks and locks its folder."""
+        kept = self.unfinished / "replaced"
+        files = sorted(self.unfinished.rglob("*")) if self.unfinished.exists() else []
+        return [each for each in files if each.is_file() and not each.name.startswith(".") and kept not in each.parents]
+
+    # ---- what must hold ----------------------------------------------------------------------------------------------
+    def check(self, key: Key, overwrite: bool, ending: Ending, code: int | None = None, *, alone: bool = True) -> None:
+        """Check what a call left, and that it ended as it may.
+
+        Args:
+            key: What was called.
+            overwrite: Whether it replaces what exists.
+            ending: How it ended.
+            code: The errno that it may have raised.
+            alone: Whether no other process was at work.
+        """
+        want, after = undisturbed(key, self.out.name), content(self.out)
+        put_aside = content(self.unfinished / "replaced")
+        # A folder cannot be replaced in one step: until the next call the old one may be in the unfinished folder.
+        assert after in (want, self.before) or (after is None and put_aside == self.before), (key, ending)
+        ways = [self.before is not None and not overwrite, self.damaged and not overwrite]
+        ways.append(bool(self.begun - {key}) and not overwrite)
+        if ending.kind == "returned":
+            assert after == want
+            assert self.before is None or overwrite or self.before == want
+            left = [each for each in self.folder.iterdir() if each != self.out]
+            assert code is not None or not alone or left == []
+        if ending.kind == "raised":
+            assert "predict_whole: " in ending.error[2], ending
+            assert "; fix: " in ending.error[2], ending
+            assert any(ways) or not alone or (code is not None and ending.error[1] == code), ending
+        self.before = self.before if after is None else after
+        if ending.kind == "returned" or not self.unfinished.exists():
+            self.begun, self.damaged = set(), False
+        else:
+            self.begun.add(key)
+
+    @invariant()
+    def nothing_else_is_written(self) -> None:
+        assert {each.name for each in self.folder.iterdir()} <= {self.out.name, self.unfinished.name}
+
+    def teardown(self) -> None:
+        """After any program a call that may overwrite ends with the right bytes, and leaves nothing else."""
+        try:
+            key = Key(0, TILES[0])
+            predict(key, self.out, overwrite=True)
+            assert content(self.out) == undisturbed(key, self.out.name)
+            assert list(self.folder.iterdir()) == [self.out]
+        finally:
+            shutil.rmtree(self.folder)
