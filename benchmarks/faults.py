@@ -34,7 +34,7 @@ from helpers.prediction_machine import SUFFIXES, Predictions, content, plans_mad
 from helpers.streamed_nets import attention, settled
 
 # Programs that are drawn with one seed.
-PART = 60
+PART = 250
 
 
 def run_programs(programs: int, first: int) -> None:
