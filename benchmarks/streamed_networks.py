@@ -99,7 +99,7 @@ def monai_networks() -> dict[str, Setting]:
             ),
             "SegResNet": (partial(nets.SegResNet, dims, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), shape, tile),
             "AttentionUnet": (partial(nets.AttentionUnet, dims, 1, 2, (8, 16, 32), (2, 2)), shape, tile),
-            "SwinUNETR": (partial(nets.SwinUNETR, 1, 2, **swin), long, tile_long),
+            "SwinUNETR": (partial(nets.SwinUNETR, 1, 2, **swin), (1, *[32] * (dims - 1), 320), 64),
         }
         settings |= {f"MONAI {name}, {dims}-D": Setting(*each) for name, each in makers.items()}
     return settings

@@ -189,11 +189,11 @@ class Predictions(RuleBasedStateMachine):
         def meanwhile(position: int, call: faults.Call) -> faults.Action:
             if position == index:
                 endings.append(attempt(other, self.out))
-                self.check(other, False, endings[0], alone=False)
+                self.check(other, False, endings[0], beside=key)
             return None
 
         outcome = faults.run(lambda: predict(key, self.out), self.folder, meanwhile)
-        self.check(key, False, Ending(outcome.kind, outcome.error), alone=not endings)
+        self.check(key, False, Ending(outcome.kind, outcome.error), beside=other if endings else None)
 
     def run(self, key: Key, overwrite: bool, decide: faults.Decide, code: int | None = None) -> None:
         """Predict in another process with faults, and check how that ended."""
@@ -238,7 +238,9 @@ class Predictions(RuleBasedStateMachine):
         return [each for each in files if each.is_file() and not each.name.startswith(".") and kept not in each.parents]
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
-    def check(self, key: Key, overwrite: bool, ending: Ending, code: int | None = None, *, alone: bool = True) -> None:
+    def check(
+        self, key: Key, overwrite: bool, ending: Ending, code: int | None = None, *, beside: Key | None = None
+    ) -> None:
         """Check what a call left, and that it ended as it may.
 
         Args:
@@ -246,23 +248,24 @@ class Predictions(RuleBasedStateMachine):
             overwrite: Whether it replaces what exists.
             ending: How it ended.
             code: The errno that it may have raised.
-            alone: Whether no other process was at work.
+            beside: What another process was at work on meanwhile; its result may be at the path too.
         """
         want, after = undisturbed(key, self.out.name), content(self.out)
+        known = [want, self.before, *([undisturbed(beside, self.out.name)] if beside else [])]
         put_aside = content(self.unfinished / "replaced")
         # A folder cannot be replaced in one step: until the next call the old one may be in the unfinished folder.
-        assert after in (want, self.before) or (after is None and put_aside == self.before), (key, ending)
+        assert after in known or (after is None and put_aside == self.before), (key, ending)
         ways = [self.before is not None and not overwrite, self.damaged and not overwrite]
         ways.append(bool(self.begun - {key}) and not overwrite)
         if ending.kind == "returned":
             assert after == want
             assert self.before is None or overwrite or self.before == want
             left = [each for each in self.folder.iterdir() if each != self.out]
-            assert code is not None or not alone or left == []
+            assert code is not None or beside or left == []
         if ending.kind == "raised":
             assert "predict_whole: " in ending.error[2], ending
             assert "; fix: " in ending.error[2], ending
-            assert any(ways) or not alone or (code is not None and ending.error[1] == code), ending
+            assert any(ways) or beside or (code is not None and ending.error[1] == code), ending
         self.before = self.before if after is None else after
         if ending.kind == "returned" or not self.unfinished.exists():
             self.begun, self.damaged = set(), False
