@@ -37,8 +37,7 @@ NETWORKS = ["kanet_qkv", "sanet", "attnnet", "mobilenet_v2"]
 REFERENCE, FUSED = "torchvision", "torchvision, fused"
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# The limits of these two networks, as ratios to torchvision's: seconds (of fused inference, to torchvision's fused),
-# and peak bytes.
+# The limits of these two networks, as ratios to torchvision's: seconds (of fused inference: to its fused), peak bytes.
 JUDGED = ("kanet_qkv", "sanet")
 LIMITS = {"training step": (0.85, 1.02), "inference": (0.78, 1.02), "fused inference": (0.95, 1.02)}
 # Relative L2 distance between the forms in float64: rounding errors, amplified by 52 norms over a few images each.

@@ -127,7 +127,7 @@ class OnPositions(nn.Module):
         self.module = module
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Return the module's response, `(batch, channels, *size)`."""
+        """Return the responses as a grid."""
         return self.module(grid.flatten(2).mT).mT.unflatten(-1, grid.shape[2:])
 
 

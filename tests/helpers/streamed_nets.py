@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,6 +66,36 @@ class Blocks(nn.Sequential):
             AttentionBlock(8, 12, row, expansion=2, stride=2),
             nn.ConvTranspose2d(12, 1, 4, stride=2, padding=1),
         )
+
+
+class NormUNet(nn.Module):
+    """A U-Net with two instance norms at each level of each side, 4 * levels - 2 in all, in series."""
+
+    def __init__(self, spatial_dims: int, levels: int, width: int = 4) -> None:
+        super().__init__()
+        self.dims, widths = spatial_dims, [width + 2 * level for level in range(levels)]
+        self.down = nn.ModuleList(map(self.double, [1, *widths[:-1]], widths))
+        up = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[spatial_dims - 1]
+        self.up = nn.ModuleList(up(deep, own, 2, stride=2) for own, deep in itertools.pairwise(widths))
+        self.join = nn.ModuleList(self.double(2 * own, own) for own in widths[:-1])
+        self.pool, self.last = POOLS[spatial_dims](2), CONVOLUTIONS[spatial_dims](width, 2, 1)
+
+    def double(self, channels: int, out_channels: int) -> nn.Sequential:
+        norm = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
+        layers: list[nn.Module] = []
+        for inputs in (channels, out_channels):
+            convolution = CONVOLUTIONS[self.dims](inputs, out_channels, 3, padding=1)
+            layers += [convolution, norm(out_channels, affine=True), nn.LeakyReLU(0.1, inplace=True)]
+        return nn.Sequential(*layers)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        levels = [self.down[0](grid)]
+        for down in self.down[1:]:
+            levels.append(down(self.pool(levels[-1])))
+        grid = levels.pop()
+        for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
+            grid = join(torch.cat([levels.pop(), up(grid)], 1))
+        return self.last(grid)
 
 
 def settled(net: nn.Module, seed: int = 0) -> nn.Module:

@@ -203,34 +203,38 @@ def test_coefficients_are_kept_that_are_few_beside_the_grid(
     assert sum(part.numel() for part in kept) == numbers + (row == "kronecker_qkv") * (2 * side + 1)
 
 
-def test_operations_are_those_that_torch_expects(on: None) -> None:
-    grid, positions = torch.randn(2, 3, 4, 5), torch.randn(2, 8, 7)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.farfield.axis_sums.default, (grid,), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.axis_attention.default, (grid, 3, 0.5, True), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.score_attention.default, (grid, torch.randn(3, 3), True), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.outer_sum.default, (torch.randn(2, 3, 9), [4, 5]), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.axis_means.default, (grid,), test_utils=tests)
-    torch.library.opcheck(torch.ops.farfield.position_attention.default, (positions, 2, 0.5), test_utils=tests)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, wide: bool) -> None:
+    def check(name: str, *arguments: Any) -> None:
+        operation = getattr(torch.ops.farfield, name).default
+        torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    def grid(*shape: int) -> Tensor:
+        random = torch.randn(shape).to(dtype)
+        return random.movedim(1, -1).contiguous().movedim(-1, 1) if wide else random
+
+    four, matrix = grid(2, 3, 4, 5), torch.randn(3, 3)
+    check("axis_sums", four)
+    check("axis_means", four)
+    check("axis_attention", four, 3, 0.5)
+    check("axis_attention", four, 3, 0.5, True)
+    check("score_attention", four, matrix, True)
+    check("score_attention_backward", four, matrix, True, torch.randn(2, 3, 20), torch.randn(2, 4, 3), grid(2, 3, 4, 5))
+    check("outer_sum", grid(2, 3, 9), [4, 5])
+    positions, floats = grid(2, 8, 7), torch.randn(2, 8, 7)
+    check("position_attention", floats, 2, 0.5)
     for weights in (None, torch.rand(4, 7, 7)):
-        arguments = (positions, weights, 2, 0.5, torch.randn(positions.shape))
-        torch.library.opcheck(torch.ops.farfield.position_attention_backward.default, arguments, test_utils=tests)
-    arguments = (grid, torch.randn(3, 3), True, torch.randn(2, 3, 20), torch.randn(2, 4, 3), torch.randn(grid.shape))
-    torch.library.opcheck(torch.ops.farfield.score_attention_backward.default, arguments, test_utils=tests)
-    arguments = (positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
-    torch.library.opcheck(torch.ops.farfield.project_and_sum.default, arguments, test_utils=tests)
-    for order, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
-        each = positions.mT.contiguous().mT if order else positions
-        arguments = (each, torch.randn(8, 8), None, valid, 4, 4, groups, True)
-        torch.library.opcheck(torch.ops.farfield.project_and_summarize.default, arguments, test_utils=tests)
-        grads = (torch.randn(2, 4, 8 // groups), torch.randn(2, 4), torch.randn(2, 4, 7))
-        arguments = (each, torch.randn(8, 8), None, valid, torch.zeros(2, 4), *grads, False, order)
-        torch.library.opcheck(torch.ops.farfield.project_and_summarize_backward.default, arguments, test_utils=tests)
-        arguments = (torch.randn(2, 8, 7), torch.randn(2, groups, 8 // groups + order, 3), 2, True, order)
-        torch.library.opcheck(torch.ops.farfield.combine_slots.default, arguments, test_utils=tests)
-        arguments = (*arguments[:2], torch.randn(2, 3 * groups, 7), 2, True)
-        torch.library.opcheck(torch.ops.farfield.combine_slots_backward.default, arguments, test_utils=tests)
+        check("position_attention_backward", floats, weights, 2, 0.5, torch.randn(2, 8, 7))
+    check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
+    for bias, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
+        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, groups, True)
+        grads = (torch.randn(2, 4, 8 // groups), torch.randn(2, 4), grid(2, 4, 7))
+        options = (torch.zeros(2, 4), *grads, False, bias)
+        check("project_and_summarize_backward", positions, torch.randn(8, 8), None, valid, *options)
+        queries, slots = grid(2, 8, 7), torch.randn(2, groups, 8 // groups + bias, 3)
+        check("combine_slots", queries, slots, 2, True, wide)
+        check("combine_slots_backward", queries, slots, grid(2, 3 * groups, 7), 2, True)
 
 
 # ---- operators with a basis ------------------------------------------------------------------------------------------

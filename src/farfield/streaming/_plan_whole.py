@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,14 +13,19 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.geometry import NetworkGrid, cores, read_ratio
+from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
+from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.scale import Scale, find_scale, refuse_other_layers, trace_or_raise
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
+from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
+
+# Work, in MACs of the network, above which a plan says how to do less.
+WORK = 4
 
 
 class PlannedCall(NamedTuple):
@@ -65,6 +71,9 @@ class StreamingPlan:
         output: The network's output.
         macs: MACs of the network on the whole volume.
         tile_bytes: Memory of a tile, about: bytes of the grids held at once.
+        spill: How passes start from grids that are stored on disk; None if each starts from the volume.
+        not_spilled: Why none are stored, although `Tiles.disk` allows it.
+        flips: Number of flips of the volume whose mean is written.
     """
 
     layout: AxisLayout
@@ -77,6 +86,14 @@ class StreamingPlan:
     output: Output
     macs: int
     tile_bytes: int
+    spill: SpillPlan | None = None
+    not_spilled: str = ""
+    flips: int = 1
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most bytes of disk that stored grids take at once; the output is not counted."""
+        return 0 if self.spill is None else self.spill.peak
 
     @property
     def cores(self) -> list[Region]:
@@ -86,7 +103,7 @@ class StreamingPlan:
     @property
     def recomputed(self) -> float:
         """MACs of all passes, relative to those of the network on the whole volume."""
-        return sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
+        return self.flips * sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
 
     @property
     def kept(self) -> Region:
@@ -112,9 +129,9 @@ class StreamingPlan:
 
     def lines(self) -> list[str]:
         """Return the lines of text that `predict_whole` prints."""
-        last = self.passes[-1].halo
+        largest = functools.reduce(Halo.join, (each.halo for each in self.passes))
         size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
-        halo = " × ".join(f"{before}+{after}" for before, after in zip(*last, strict=True))
+        halo = " × ".join(f"{before}+{after}" for before, after in zip(*largest, strict=True))
         text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
@@ -124,10 +141,24 @@ class StreamingPlan:
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
             what = f"summarize {names}" if names else "write"
             work = each.share * read_ratio(self.size, self.tile, each.halo)
-            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+            stored = "" if self.spill is None else self.spill.describe(index)
+            text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs{stored}")
+        if self.flips > 1:
+            text.append(f"these passes for each of {self.flips} flips, whose mean is written")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
-        return text
+        return text + self.disk_lines()
+
+    def disk_lines(self) -> list[str]:
+        """Return the lines of text about stored grids."""
+        if self.spill is not None:
+            grids = f"{len(self.spill.stored)} grids, {self.spill.written:,} bytes, are stored on disk between passes"
+            return [f"{grids}, at most {self.spill.peak:,} bytes at once"]
+        if self.not_spilled:
+            return [f"each pass starts from the volume: {self.not_spilled}"]
+        if self.recomputed > WORK and self.flips == 1:
+            return ["to do less work: tile=Tiles(…, disk=bytes) stores grids inside the network between passes"]
+        return []
 
 
 def plan_whole(
@@ -192,6 +223,13 @@ def make_plan(
             f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
             f"fix: the network comes first, {caller}(model, …)."
         )
+    if isinstance(model, MeanOverFlips):
+        tiles = parse_tiles(caller, tile)
+        with refuse_integers(caller, model):
+            plan = make_plan(caller, model.network, shape, replace(tiles, disk=0), pad, reduce)
+        if tiles.disk:
+            plan = replace(plan, not_spilled="grids of flips are not stored on disk")
+        return plan_flips(caller, model, plan, plan.layout.batch_and_channels(shape)[1])
     tiles = parse_tiles(caller, tile)
     refuse_training(caller, model)
     refuse_global(caller, model)
@@ -204,6 +242,28 @@ def make_plan(
     smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
     reduced = reduce_channels(caller, reduce, smallest)
     return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
+
+
+def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels: int) -> StreamingPlan:
+    """Return the plan for all flips of a volume, from that for the network without flips.
+
+    Raises:
+        ShapeError: If the volume has not the axes, or is cut along one whose length is no multiple of the strides: the
+            strides of a flip then start at other positions than its tiles.
+    """
+    check_axes(caller, model, len(plan.size))
+    cut = [axis for axis in model.axes if plan.tile[axis] < plan.size[axis]]
+    if cut:
+        scale = find_scale(caller, model.network, channels, plan.size)
+        odd = [axis for axis in cut if plan.size[axis] % scale.multiple[axis]]
+        if odd:
+            multiples = " × ".join(map(str, scale.multiple))
+            raise ShapeError(
+                f"{caller}: tiles of a flipped volume need a size that {multiples} divides, got {plan.size}; fix: "
+                f'pad="reflect", a volume of such a size, or tile with None for axis {odd[0]}, which is not cut then.'
+            )
+    passes = tuple(each._replace(halo=symmetric(each.halo, model.axes)) for each in plan.passes)
+    return replace(plan, passes=passes, flips=len(model.flips))
 
 
 def make_checked_plan(
@@ -227,7 +287,8 @@ def make_checked_plan(
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
     draft = Draft(caller, model, batch, channels, size, scale, grids, whole)
-    positions, passes = draft.cut(tiles.size, tiles.halo)
+    spilled, reason = plan_spill(draft, tiles)
+    positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
     plan = StreamingPlan(
         layout=layout,
         size=size,
@@ -238,7 +299,9 @@ def make_checked_plan(
         passes=passes,
         output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],
-        tile_bytes=draft.tile_bytes(positions, passes[-1].halo),
+        tile_bytes=spilled[2].tile_bytes if spilled else draft.tile_bytes(positions, passes[-1].halo),
+        spill=spilled[2] if spilled else None,
+        not_spilled=reason,
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(

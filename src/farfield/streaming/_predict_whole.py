@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -16,15 +16,20 @@ from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, check_volume, parse_tiles
 from farfield.streaming.file_formats import OutputSpec
-from farfield.streaming.geometry import count_positions, enlarge_region, index_within
+from farfield.streaming.flips import MeanOverFlips, flip_grid, flip_region, mean_of
+from farfield.streaming.geometry import Halo, count_positions, enlarge_region, index_within
 from farfield.streaming.global_layers import NotLocalError
-from farfield.streaming.reduction import Reduction, describe, function_applied, reduce_channels
+from farfield.streaming.reduction import Reduction, call_reduction, describe, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import Region, VolumeSource
+from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.statistics import TilePlace
+from farfield.streaming.stored_grids import StoredGrids, store_grids
+from farfield.streaming.summaries import Merged
+from farfield.streaming.tiling import Pass
 from farfield.streaming.trace import device_of, dtype_of
 from farfield.streaming.volume import describe_output, split_volume
 
@@ -49,13 +54,14 @@ def predict_whole(
     same file.
 
     Args:
-        model: Network in eval mode, from one grid `(batch, channels, *size)` to one.
+        model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
+            over flips of the volume.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
-            gives the halo too.
+            gives the halo too, the memory of a tile, and the disk space of grids that are stored between passes.
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
@@ -80,7 +86,8 @@ def predict_whole(
             of an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
             if `reduce` is over channels and there is one channel, or it changes the size of a grid;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
-            at the path belongs to another call, or its progress is damaged.
+            at the path belongs to another call, or its progress is damaged; if a grid that is stored between passes is
+            changed meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
             integers, `reduce` is no function, the model does not return one grid, or out has a dtype to which the
             result cannot be cast.
@@ -94,6 +101,7 @@ def predict_whole(
 
     Cost:
         `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
+        Many norms in series cost half their number of times the network's MACs, and about once with `Tiles(disk=...)`.
         The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
         attention runs as factorized attention, which is equal.
 
@@ -128,10 +136,20 @@ def predict_whole(
     metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
     spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
     output = output_for("predict_whole", out, spec, volume, overwrite)
-    settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path))
+    settings = (
+        plan.tile,
+        plan.passes,
+        plan.padding,
+        pad,
+        describe(reduce),
+        str(path),
+        *(plan.spill.stored if plan.spill else ()),
+    )
     identity = partial(compute_identity, model, {"volume": volume}, settings)
     progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
     stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
+    if isinstance(model, MeanOverFlips):
+        return FlippedPrediction(model, plan, reduce, stream).run(quiet)
     with function_applied("predict_whole", model, reduce):
         return Prediction(model, plan, reduce, stream).run(quiet)
 
@@ -148,17 +166,51 @@ class Prediction:
 
     def __init__(self, model: nn.Module, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
         self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
+        self.merged: list[Merged] = []
         if len(plan.passes) > 1:
-            stream.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+            self.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+        stream.merged = self.merged
+        self.stored = store_grids("predict_whole", plan.spill, plan.size, plan.tile, stream) if plan.spill else None
         self.summaries: dict[int, Any] = {}  # call -> the merged summary
         self.call, self.core, self.region = 0, plan.cores[0], plan.cores[0]
 
     def run(self, quiet: bool) -> Any:
         """Run the remaining passes, and return the finished output."""
         passes = [("volume", partial(self.run_tile, each.calls, each.halo)) for each in self.plan.passes]
+        if self.stored is not None:
+            passes = [("volume", partial(self.run_part, index)) for index in range(len(passes))]
         return self.stream.run(passes, quiet)
 
-    def run_tile(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
+    def run_part(self, stage: int, index: int, core: Region) -> None:
+        """Run the part of the network that a pass needs on a tile, from stored grids; store grids or write the result.
+
+        Args:
+            stage: Index of the pass.
+            index: Index of the tile.
+            core: The tile's own positions.
+        """
+        spill, stored = cast(SpillPlan, self.plan.spill), cast(StoredGrids, self.stored)
+        each, grids, size = spill.parts[stage], spill.network.grids, self.plan.size
+        stored.begin(stage)
+        self.core, self.region = core, self.plan.passes[stage].halo.around(core, size)
+        given: dict[int | None, Tensor] = {}
+        if each.part.volume:
+            given[None] = self.stream.read("volume", index, self.region)
+        own = {step: grids[step].part(core, size) for step in each.part.wanted}
+        if not any(map(count_positions, own.values())):
+            stored.skip(each.writes, index)
+            return
+        for step in each.part.reads:
+            given[step] = stored.read(step, index, grids[step].part(self.region, size)).to(spill.network.device)
+        found = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
+        for call, step in zip(each.calls, each.inputs, strict=True):
+            self.summarize(call, self.plan.calls[call].layer, found[step], None)
+        for step in each.writes:
+            stored.write(step, index, found[step][index_within(own[step], grids[step].part(self.region, size))])
+        if not each.calls:
+            self.write(found[each.part.wanted[0]])
+
+    def run_tile(self, calls: Sequence[int], halo: Halo, index: int, core: Region) -> None:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.
 
         Args:
@@ -167,16 +219,31 @@ class Prediction:
             index: Index of the tile.
             core: The tile's own positions.
         """
-        self.core, self.call = core, 0
+        grid = self.read(halo, index, core)
+        if not self.has_positions(calls):
+            return
+        output = self.run_network(grid, calls)
+        if output is not None:
+            self.write(output)
+
+    def read(self, halo: Halo, index: int, core: Region) -> Tensor:
+        """Read what a tile needs, and make it the tile that the other methods work on."""
+        self.core = core
         self.region = enlarge_region(self.plan.least, halo.around(core, self.plan.size), self.plan.size)
-        grid = self.stream.read("volume", index, self.region)
-        read = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
-        if not any(count_positions(network_grid.part(core, self.plan.size)) for network_grid in read):
-            return
+        return self.stream.read("volume", index, self.region)
+
+    def has_positions(self, calls: Sequence[int]) -> bool:
+        """Whether the tile has positions of any grid that the pass needs."""
+        grids = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
+        return any(count_positions(grid.part(self.core, self.plan.size)) for grid in grids)
+
+    def run_network(self, grid: Tensor, calls: Sequence[int]) -> Tensor | None:
+        """Run the network on what the tile read; return its output, None if it ends at the last layer in `calls`."""
+        self.call = 0
         try:
-            self.write(self.run_with_summaries(grid, calls) if self.stream.merged else self.model(grid))
+            return self.run_with_summaries(grid, calls) if self.merged else self.model(grid)
         except EnoughError:
-            return
+            return None
 
     def run_with_summaries(self, grid: Tensor, calls: Sequence[int]) -> Tensor:
         """Run the network on what a tile reads, and return its output.
@@ -196,7 +263,7 @@ class Prediction:
                 self.summarize(call, layer, own, mask)
                 if call == calls[-1]:
                     raise EnoughError
-            elif not calls or self.stream.merged[call].parts:
+            elif not calls or self.merged[call].parts:
                 return self.respond(call, layer, own, mask)
             return layer.placeholder(own)
 
@@ -237,13 +304,13 @@ class Prediction:
         positions = index_within(part, network_grid.part(self.region, self.plan.size))
         own, valid = grid[positions], None if mask is None else mask[positions]
         place = TilePlace(tuple(start for start, _ in part), network_grid.size)
-        layer.add(self.stream.merged[call], own, valid, place)
+        layer.add(self.merged[call], own, valid, place)
 
     def respond(self, call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Return the result for all positions that a tile reads, halo included, from the summary of the whole."""
         network_grid = self.plan.calls[call].grid
         if call not in self.summaries:
-            self.summaries[call] = self.stream.merged[call].whole(grid.device)
+            self.summaries[call] = self.merged[call].whole(grid.device)
         origin = tuple(start for start, _ in network_grid.part(self.region, self.plan.size))
         return layer.respond(self.summaries[call], grid, mask, TilePlace(origin, network_grid.size))
 
@@ -259,3 +326,53 @@ class Prediction:
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
         shape = plan.layout.shape(output.shape[0], plan.output.channels, box.shape[2:])
         self.stream.write(box_index(shape, target), box.reshape(shape))
+
+
+class FlippedPrediction:
+    """Runs the passes of each flip of a volume, then one that writes the mean over all of them; `run` starts them.
+
+    A flip reads the region that the tile itself reads, flipped: its halo is the same before and after.
+
+    Args:
+        model: The network, and the axes that are flipped.
+        plan: Its tiles and passes; each flip takes all but the last by itself.
+        reduce: Reduces the mean.
+        stream: Reads the volume, writes the output, and saves the progress.
+    """
+
+    def __init__(self, model: MeanOverFlips, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
+        self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
+        self.predictions = {flip: Prediction(model.network, plan, reduce, stream) for flip in model.flips}
+        stream.merged = [each for prediction in self.predictions.values() for each in prediction.merged]
+
+    def run(self, quiet: bool) -> Any:
+        """Run the remaining passes, and return the finished output."""
+        *first, last = self.plan.passes
+        passes = [("volume", partial(self.summarize, flip, each)) for flip in self.predictions for each in first]
+        return self.stream.run([*passes, ("volume", partial(self.write_mean, last))], quiet)
+
+    def summarize(self, flip: tuple[int, ...], each: Pass, index: int, core: Region) -> None:
+        """Run the network on a tile of a flip as far as a pass needs."""
+        prediction, grid = self.read(flip, each, index, core)
+        if prediction.has_positions(each.calls):
+            prediction.run_network(grid, each.calls)
+
+    def write_mean(self, last: Pass, index: int, core: Region) -> None:
+        """Run the network on a tile of each flip, and write their mean."""
+        mean = mean_of(self.output(flip, last, index, core) for flip in self.predictions)
+        # The first is not flipped: its tile lies in the volume as the mean does.
+        self.predictions[()].write(
+            call_reduction("predict_whole", self.reduce, mean) if callable(self.reduce) else mean
+        )
+
+    def output(self, flip: tuple[int, ...], last: Pass, index: int, core: Region) -> Tensor:
+        """Run the network on a tile of a flip, and return its output, flipped back."""
+        prediction, grid = self.read(flip, last, index, core)
+        return flip_grid(cast(Tensor, prediction.run_network(grid, last.calls)), flip)
+
+    def read(self, flip: tuple[int, ...], each: Pass, index: int, core: Region) -> tuple[Prediction, Tensor]:
+        """Return the prediction of a flip, and what a tile of it needs."""
+        prediction, size = self.predictions[flip], self.plan.size
+        region = enlarge_region(self.plan.least, each.halo.around(core, size), size)
+        prediction.core, prediction.region = flip_region(core, flip, size), flip_region(region, flip, size)
+        return prediction, flip_grid(self.stream.read("volume", index, region), flip)

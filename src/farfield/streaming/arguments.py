@@ -25,6 +25,10 @@ class Tiles:
             are not cut; by default the largest that memory allows.
         halo: Positions of the volume that a tile reads before and after its own: one number, or one per spatial dim;
             rounded up to multiples of the strides; by default found by running the network on small grids.
+        memory: Bytes that the grids of a tile may take, for tiles whose size is not given; by default a quarter of the
+            free memory. Workspace of kernels, the network and the libraries come on top.
+        disk: Bytes of disk that grids inside the network may take at once, which are stored between passes so that
+            later passes start from them; by default none, and each pass starts from the volume.
 
     Example:
         >>> from torch import nn
@@ -36,6 +40,8 @@ class Tiles:
 
     size: int | Sequence[int | None] | None = None
     halo: int | Sequence[int] | None = None
+    memory: int | None = None
+    disk: int = 0
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
@@ -77,7 +83,23 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
     given = tile if isinstance(tile, Tiles) else Tiles(tile)
     size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
     halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
-    return Tiles(size, cast(int | tuple[int, ...] | None, halo))
+    memory = None if given.memory is None else parse_bytes(caller, "memory", given.memory)
+    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, parse_bytes(caller, "disk", given.disk))
+
+
+def parse_bytes(caller: str, name: str, given: Any) -> int:
+    """Parse a number of bytes, of any type whose value is a whole number, such as 2e9.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is negative.
+    """
+    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    if not is_number or not float(given).is_integer():
+        raise TypeError(f"{caller}: {name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
+    if given < 0:
+        raise ValueError(f"{caller}: {name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
+    return int(given)
 
 
 def parse_positions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,20 @@ from farfield.streaming.summaries import Merged, MergedParts, MergedSummary, mak
 
 class GlobalLayer(Protocol):
     """One call of a layer that needs the whole grid."""
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the result is a grid of the same size; otherwise it depends on the summary alone."""
+        ...
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments of the call, in which tensors may be replaced for `bind`."""
+        ...
+
+    def bind(self, arguments: Any) -> GlobalLayer:
+        """Return the same layer called with other tensors."""
+        ...
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a tensor of the result's shape in which no position depends on another."""
@@ -51,6 +65,20 @@ class AttentionLayer(NamedTuple):
     """An attention."""
 
     attention: GridAttention
+
+    @property
+    def keeps_size(self) -> bool:
+        """True: there is a response for each position."""
+        return True
+
+    @property
+    def arguments(self) -> None:
+        """None: beside the grid and the mask there are none."""
+        return
+
+    def bind(self, arguments: None) -> AttentionLayer:
+        """Return the layer."""
+        return self
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return a positionwise function of the grid."""
@@ -80,9 +108,27 @@ class AttentionLayer(NamedTuple):
 
 
 class StatisticLayer(NamedTuple):
-    """A call of a function of torch, or of a user's module."""
+    """A call of a function of torch, or of a user's module.
+
+    Attributes:
+        statistic: How it runs in tiles.
+        arguments: The function, its arguments and its named arguments; None for a module.
+    """
 
     statistic: Statistic
+    arguments: tuple[Any, Any, Any] | None = None
+
+    @property
+    def keeps_size(self) -> bool:
+        """As the statistic."""
+        return self.statistic.keeps_size
+
+    def bind(self, arguments: Any) -> StatisticLayer:
+        """Return the same call with other tensors; a user's module has none but the grid."""
+        if arguments is None:
+            return self
+        function, args, kwargs = arguments
+        return StatisticLayer(cast(Statistic, FUNCTIONS[function](*args, **kwargs)), arguments)
 
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return the statistic's placeholder."""
@@ -160,13 +206,14 @@ def parse(flattened: FlattenedGrid, function: Any, args: Any, kwargs: Any) -> Gl
         if function not in FUNCTIONS:
             return None
         if function in NORMS and args and args[0].dim() == 3 and flattened.matches(args[0].shape[0], args[0].shape[2]):
-            statistic = FUNCTIONS[function](flattened.unflatten(args[0]), *args[1:], **kwargs)
+            args = (flattened.unflatten(args[0]), *args[1:])
             restore = partial(torch.flatten, start_dim=2)
-        else:
-            statistic = FUNCTIONS[function](*args, **kwargs)
+        statistic = FUNCTIONS[function](*args, **kwargs)
     except TypeError:  # arguments such as `out`
         return None
-    return None if statistic is None else GlobalCall(StatisticLayer(statistic), statistic.grid, restore)
+    if statistic is None:
+        return None
+    return GlobalCall(StatisticLayer(statistic, (function, args, kwargs)), statistic.grid, restore)
 
 
 def same(grid: Tensor) -> Tensor:

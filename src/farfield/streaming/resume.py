@@ -99,6 +99,11 @@ class Progress:
             self.stage, self.tile = self.written[0].stage, self.written[0].tile
             self.written = []
 
+    def restart(self) -> None:
+        """Go back to the first pass, and save; the checksums of the volume stay."""
+        self.stage, self.tile, self.summaries, self.written = 0, 0, [], []
+        self.save()
+
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether the boxes that were written are a whole array of this shape."""
         return sum(math.prod(stop - start for start, stop in each.box) for each in self.written) == math.prod(shape)

@@ -20,7 +20,7 @@ from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.resume import Progress, Written, begin
 from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
 from farfield.streaming.source import Region, VolumeSource, checksum
-from farfield.streaming.summaries import Merged
+from farfield.streaming.summaries import Resumable
 from farfield.streaming.unfinished import explain_disk_errors
 
 # What a pass does with a tile; its arguments are the tile's index and own positions.
@@ -46,7 +46,7 @@ class Stream:
         caller: The function that errors name.
         output: Where responses are written.
         progress: The next pass and tile, and the state after those before them.
-        merged: Summary of each layer; may be set later, before `run`.
+        merged: Summary of each layer, and whatever else is saved; may be set later, before `run`.
         volumes: Name -> volume that is read.
     """
 
@@ -55,7 +55,7 @@ class Stream:
         caller: str,
         output: FileOutput | ArrayOutput,
         progress: Progress,
-        merged: Sequence[Merged],
+        merged: Sequence[Resumable],
         volumes: dict[str, TiledVolume],
     ) -> None:
         self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes

@@ -50,6 +50,20 @@ class SoftmaxLayer(NamedTuple):
     channels: tuple[int, int]
     scale: float
 
+    @property
+    def keeps_size(self) -> bool:
+        """True: there is a response for each position."""
+        return True
+
+    @property
+    def arguments(self) -> None:
+        """None: beside the grid there are none."""
+        return
+
+    def bind(self, arguments: None) -> SoftmaxLayer:
+        """Return the layer."""
+        return self
+
     def split(self, grid: Tensor) -> list[Tensor]:
         """Return queries, keys and values `(batch, heads, positions, channels)` of a grid that holds all three."""
         own, values = self.channels

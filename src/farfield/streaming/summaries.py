@@ -37,14 +37,8 @@ def has_grid_summary(attention: GridAttention) -> bool:
     return not operator.merges_by_adding
 
 
-class Merged(Protocol):
-    """The merged summary of the tiles of one layer."""
-
-    parts: list[Any]
-
-    def whole(self, device: torch.device) -> Any:
-        """Return the merged summary on a device."""
-        ...
+class Resumable(Protocol):
+    """Something with a state that is saved after each tile."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
@@ -52,6 +46,16 @@ class Merged(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Resume from a saved state."""
+        ...
+
+
+class Merged(Resumable, Protocol):
+    """The merged summary of the tiles of one layer."""
+
+    parts: list[Any]
+
+    def whole(self, device: torch.device) -> Any:
+        """Return the merged summary on a device."""
         ...
 
 

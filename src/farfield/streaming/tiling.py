@@ -78,13 +78,14 @@ class Draft:
         self.probe: Probe | None = None
 
     def cut(
-        self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None
+        self, tile: int | Sequence[int | None] | None, halo: int | Sequence[int] | None, memory: int | None
     ) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
         """Choose tiles and passes, and check that they give the result of the whole.
 
         Args:
             tile: The argument of `predict_whole`.
             halo: The argument of `predict_whole`.
+            memory: Bytes that the grids of a tile may take; None for a share of the free memory.
 
         Returns:
             The size of the tiles, and the passes.
@@ -96,7 +97,7 @@ class Draft:
         """
         given = None if halo is None else self.round_halo(halo)
         if tile is None:
-            positions, grid_halos = self.fit_memory(given)
+            positions, grid_halos = self.fit_memory(given, memory)
         else:
             positions = self.round_tile(tile)
             grid_halos = {axis: self.find_grid_halos(axis, given) for axis in self.cut_axes(positions)}
@@ -229,13 +230,16 @@ class Draft:
             raise not_local_error(self.caller, self.model, name, axis, "gets windows of the grid as samples")
         return self.get_probe().reach(axis)
 
-    def fit_memory(self, given: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
+    def fit_memory(
+        self, given: tuple[int, ...] | None, memory: int | None
+    ) -> tuple[tuple[int, ...], dict[int, list[tuple[int, int]]]]:
         """Find the largest tiles that memory allows: halve the longest axis that can be cut until they fit.
 
         If they never fit, the tiles are the smallest that can be cut.
 
         Args:
             given: The halo that the user gave, per axis; None to find it by the probe.
+            memory: Bytes that the grids of a tile may take; None for a share of the free memory.
 
         Returns:
             The size of the tiles, and the halos of the axes that are cut.
@@ -243,7 +247,8 @@ class Draft:
         Raises:
             NotLocalError: If the whole does not fit and no axis can be cut.
         """
-        budget, positions = int(SHARE * free_bytes(device_of(self.model))), list(self.size)
+        budget = int(SHARE * free_bytes(device_of(self.model))) if memory is None else memory
+        positions = list(self.size)
         grid_halos: dict[int, list[tuple[int, int]]] = {}
         fixed: set[int] = set()
         while self.tile_bytes(positions, self.join_halos(grid_halos, range(len(self.grids)))) > budget:

@@ -32,14 +32,19 @@ class Step(NamedTuple):
         summarized: Whether it is the input of a layer that needs the whole grid.
         shape: Its shape.
         dtype: Its dtype.
-        grid: The grid itself; None if it is not kept.
+        grid: What `record` keeps of it: the grid itself, or None.
     """
 
     name: str
     summarized: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grid: Tensor | None
+    grid: Any
+
+
+def itself(grid: Tensor) -> Tensor:
+    """Return the grid."""
+    return grid
 
 
 def record(
@@ -48,7 +53,7 @@ def record(
     run: Callable[[], Any],
     forward: LayerForward = placeholder_forward,
     *,
-    keep: bool = True,
+    keep: Callable[[Tensor], Any] = itself,
     last_call: int | None = None,
 ) -> list[Step]:
     """Run a model and record the inputs of its global layers, the outputs of its modules and its own output.
@@ -58,7 +63,7 @@ def record(
         model: The model.
         run: Runs the model and returns its output.
         forward: Takes the place of its layers that need the whole grid.
-        keep: Whether to keep the grids, not only their shapes.
+        keep: Returns what is kept of a grid beside its shape.
         last_call: Index of the call of such a layer at whose input the run stops; None runs the whole model.
 
     Returns:
@@ -71,7 +76,7 @@ def record(
     running: list[str] = [type(model).__name__]  # paths of the modules that have been called and have not returned
 
     def note(name: str, summarized: bool, grid: Tensor) -> None:
-        steps.append(Step(name, summarized, tuple(grid.shape), grid.dtype, grid if keep else None))
+        steps.append(Step(name, summarized, tuple(grid.shape), grid.dtype, keep(grid)))
 
     def run_layer(path: str | None, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
         note(path or running[-1], True, grid)
@@ -182,7 +187,7 @@ def trace(caller: str, model: nn.Module, shape: tuple[int, ...], *, whole: bool 
     with without_numbers(), counter:
         grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
         with watch, live:
-            steps = record(caller, model, partial(call_empty, model, (grid,)), forward, keep=False)
+            steps = record(caller, model, partial(call_empty, model, (grid,)), forward, keep=lambda _: None)
     macs.append(counter.get_total_flops() // 2)
     return Trace(steps, watch.shapes, macs, layers, summaries, live.peak)
 
