@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
 
 # Sizes that the strides divide and the tiles do not.
-IN_3D, TILE_3D = (1, 20, 36, 60), (16, 16, 16)
+IN_3D, TILE_3D = (1, 12, 20, 60), (8, 16, 24)
 IN_2D, TILE_2D = (1, 92, 148), (48, 48)
 # Networks with long receptive fields: tiles are cut along the last axis.
 LONG_3D, TILE_LONG_3D = (1, 16, 16, 336), (16, 16, 64)
@@ -99,7 +99,11 @@ def monai_networks() -> dict[str, Setting]:
             ),
             "SegResNet": (partial(nets.SegResNet, dims, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), shape, tile),
             "AttentionUnet": (partial(nets.AttentionUnet, dims, 1, 2, (8, 16, 32), (2, 2)), shape, tile),
-            "SwinUNETR": (partial(nets.SwinUNETR, 1, 2, **swin), long, tile_long),
+            "SwinUNETR": (
+                partial(nets.SwinUNETR, 1, 2, **swin),
+                (1, *[32] * (dims - 1), 320),
+                (*[32] * (dims - 1), 64),
+            ),
         }
         settings |= {f"MONAI {name}, {dims}-D": Setting(*each) for name, each in makers.items()}
     return settings
@@ -154,14 +158,19 @@ def smp_networks() -> dict[str, Setting]:
 
 
 def care_networks() -> dict[str, Setting]:
-    """Return CARE's U-Net with attention inserted behind its first block and its bottom."""
+    """Return CARE's U-Net with attention inserted behind its bottom, and but for softmax behind its first block too."""
     from farfield.insertion import insert
     from farfield.models import unet_care
 
     def make(operator: str, dims: int) -> nn.Module:
         net = unet_care(spatial_dims=dims, first_channels=8)
         attention = partial(GridAttention, operator=operator, project="qkvo", heads=2, residual=True)
-        insert(net, ["encoder.0", "bottom"], attention, example=torch.zeros(1, 1, *[16] * dims))
+        insert(
+            net,
+            ["bottom"] if operator == "softmax" else ["encoder.0", "bottom"],
+            attention,
+            example=torch.zeros(1, 1, *[16] * dims),
+        )
         return net
 
     return {
