@@ -183,6 +183,20 @@ def test_a_network_whose_operations_depend_on_the_size_is_recomputed(small: nn.M
     assert relative(predict_whole(net, given, tile=tiles, quiet=True), untiled(net, given)) < TOLERANCE
 
 
+def test_a_network_that_runs_other_operations_on_larger_grids_is_recomputed(small: nn.Module) -> None:
+    class Cautious(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small
+
+        def forward(self, grid: Tensor) -> Tensor:
+            grid = self.net(grid)
+            return grid if grid.shape[-1] > 100 else grid.sin()
+
+    plan = plan_whole(Cautious().eval(), (1, 40, 36), tile=Tiles(16, disk=DISK))
+    assert "other operations on grids of another size" in plan.not_spilled
+
+
 def test_tiles_fit_into_the_memory_that_is_given(small: nn.Module) -> None:
     shape = (1, 512, 384)
     for memory in (3 * 10**5, 10**6):

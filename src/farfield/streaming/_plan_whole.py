@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
@@ -72,6 +73,7 @@ class StreamingPlan:
         tile_bytes: Memory of a tile, about: bytes of the grids held at once.
         spill: How passes start from grids that are stored on disk; None if each starts from the volume.
         not_spilled: Why none are stored, although `Tiles.disk` allows it.
+        flips: Number of flips of the volume whose mean is written.
     """
 
     layout: AxisLayout
@@ -86,6 +88,7 @@ class StreamingPlan:
     tile_bytes: int
     spill: SpillPlan | None = None
     not_spilled: str = ""
+    flips: int = 1
 
     @property
     def disk_bytes(self) -> int:
@@ -100,7 +103,7 @@ class StreamingPlan:
     @property
     def recomputed(self) -> float:
         """MACs of all passes, relative to those of the network on the whole volume."""
-        return sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
+        return self.flips * sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
 
     @property
     def kept(self) -> Region:
@@ -140,6 +143,8 @@ class StreamingPlan:
             work = each.share * read_ratio(self.size, self.tile, each.halo)
             stored = "" if self.spill is None else self.spill.describe(index)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs{stored}")
+        if self.flips > 1:
+            text.append(f"these passes for each of {self.flips} flips, whose mean is written")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
         return text + self.disk_lines()
@@ -151,7 +156,7 @@ class StreamingPlan:
             return [f"{grids}, at most {self.spill.peak:,} bytes at once"]
         if self.not_spilled:
             return [f"each pass starts from the volume: {self.not_spilled}"]
-        if self.recomputed > WORK:
+        if self.recomputed > WORK and self.flips == 1:
             return ["to do less work: tile=Tiles(…, disk=bytes) stores grids inside the network between passes"]
         return []
 
@@ -218,6 +223,13 @@ def make_plan(
             f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
             f"fix: the network comes first, {caller}(model, …)."
         )
+    if isinstance(model, MeanOverFlips):
+        tiles = parse_tiles(caller, tile)
+        with refuse_integers(caller, model):
+            plan = make_plan(caller, model.network, shape, replace(tiles, disk=0), pad, reduce)
+        if tiles.disk:
+            plan = replace(plan, not_spilled="grids of flips are not stored on disk")
+        return plan_flips(caller, model, plan, plan.layout.batch_and_channels(shape)[1])
     tiles = parse_tiles(caller, tile)
     refuse_training(caller, model)
     refuse_global(caller, model)
@@ -230,6 +242,28 @@ def make_plan(
     smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
     reduced = reduce_channels(caller, reduce, smallest)
     return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
+
+
+def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels: int) -> StreamingPlan:
+    """Return the plan for all flips of a volume, from that for the network without flips.
+
+    Raises:
+        ShapeError: If the volume has not the axes, or is cut along one whose length is no multiple of the strides: the
+            strides of a flip then start at other positions than its tiles.
+    """
+    check_axes(caller, model, len(plan.size))
+    cut = [axis for axis in model.axes if plan.tile[axis] < plan.size[axis]]
+    if cut:
+        scale = find_scale(caller, model.network, channels, plan.size)
+        odd = [axis for axis in cut if plan.size[axis] % scale.multiple[axis]]
+        if odd:
+            multiples = " × ".join(map(str, scale.multiple))
+            raise ShapeError(
+                f"{caller}: tiles of a flipped volume need a size that {multiples} divides, got {plan.size}; fix: "
+                f'pad="reflect", a volume of such a size, or tile with None for axis {odd[0]}, which is not cut then.'
+            )
+    passes = tuple(each._replace(halo=symmetric(each.halo, model.axes)) for each in plan.passes)
+    return replace(plan, passes=passes, flips=len(model.flips))
 
 
 def make_checked_plan(

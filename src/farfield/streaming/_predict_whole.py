@@ -16,9 +16,10 @@ from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, check_volume, parse_tiles
 from farfield.streaming.file_formats import OutputSpec
-from farfield.streaming.geometry import count_positions, enlarge_region, index_within
+from farfield.streaming.flips import MeanOverFlips, flip_grid, flip_region, mean_of
+from farfield.streaming.geometry import Halo, count_positions, enlarge_region, index_within
 from farfield.streaming.global_layers import NotLocalError
-from farfield.streaming.reduction import Reduction, describe, function_applied, reduce_channels
+from farfield.streaming.reduction import Reduction, call_reduction, describe, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
@@ -28,6 +29,7 @@ from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.statistics import TilePlace
 from farfield.streaming.stored_grids import StoredGrids, store_grids
 from farfield.streaming.summaries import Merged
+from farfield.streaming.tiling import Pass
 from farfield.streaming.trace import device_of, dtype_of
 from farfield.streaming.volume import describe_output, split_volume
 
@@ -52,7 +54,8 @@ def predict_whole(
     same file.
 
     Args:
-        model: Network in eval mode, from one grid `(batch, channels, *size)` to one.
+        model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
+            over flips of the volume.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution.
@@ -145,6 +148,8 @@ def predict_whole(
     identity = partial(compute_identity, model, {"volume": volume}, settings)
     progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
     stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
+    if isinstance(model, MeanOverFlips):
+        return FlippedPrediction(model, plan, reduce, stream).run(quiet)
     with function_applied("predict_whole", model, reduce):
         return Prediction(model, plan, reduce, stream).run(quiet)
 
@@ -205,7 +210,7 @@ class Prediction:
         if not each.calls:
             self.write(found[each.part.wanted[0]])
 
-    def run_tile(self, calls: Sequence[int], halo: Any, index: int, core: Region) -> None:
+    def run_tile(self, calls: Sequence[int], halo: Halo, index: int, core: Region) -> None:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.
 
         Args:
@@ -214,16 +219,31 @@ class Prediction:
             index: Index of the tile.
             core: The tile's own positions.
         """
-        self.core, self.call = core, 0
+        grid = self.read(halo, index, core)
+        if not self.has_positions(calls):
+            return
+        output = self.run_network(grid, calls)
+        if output is not None:
+            self.write(output)
+
+    def read(self, halo: Halo, index: int, core: Region) -> Tensor:
+        """Read what a tile needs, and make it the tile that the other methods work on."""
+        self.core = core
         self.region = enlarge_region(self.plan.least, halo.around(core, self.plan.size), self.plan.size)
-        grid = self.stream.read("volume", index, self.region)
-        read = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
-        if not any(count_positions(network_grid.part(core, self.plan.size)) for network_grid in read):
-            return
+        return self.stream.read("volume", index, self.region)
+
+    def has_positions(self, calls: Sequence[int]) -> bool:
+        """Whether the tile has positions of any grid that the pass needs."""
+        grids = [self.plan.calls[call].grid for call in calls] or [self.plan.output.grid]
+        return any(count_positions(grid.part(self.core, self.plan.size)) for grid in grids)
+
+    def run_network(self, grid: Tensor, calls: Sequence[int]) -> Tensor | None:
+        """Run the network on what the tile read; return its output, None if it ends at the last layer in `calls`."""
+        self.call = 0
         try:
-            self.write(self.run_with_summaries(grid, calls) if self.merged else self.model(grid))
+            return self.run_with_summaries(grid, calls) if self.merged else self.model(grid)
         except EnoughError:
-            return
+            return None
 
     def run_with_summaries(self, grid: Tensor, calls: Sequence[int]) -> Tensor:
         """Run the network on what a tile reads, and return its output.
@@ -306,3 +326,53 @@ class Prediction:
         target = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.kept, strict=True))
         shape = plan.layout.shape(output.shape[0], plan.output.channels, box.shape[2:])
         self.stream.write(box_index(shape, target), box.reshape(shape))
+
+
+class FlippedPrediction:
+    """Runs the passes of each flip of a volume, then one that writes the mean over all of them; `run` starts them.
+
+    A flip reads the region that the tile itself reads, flipped: its halo is the same before and after.
+
+    Args:
+        model: The network, and the axes that are flipped.
+        plan: Its tiles and passes; each flip takes all but the last by itself.
+        reduce: Reduces the mean.
+        stream: Reads the volume, writes the output, and saves the progress.
+    """
+
+    def __init__(self, model: MeanOverFlips, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
+        self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
+        self.predictions = {flip: Prediction(model.network, plan, reduce, stream) for flip in model.flips}
+        stream.merged = [each for prediction in self.predictions.values() for each in prediction.merged]
+
+    def run(self, quiet: bool) -> Any:
+        """Run the remaining passes, and return the finished output."""
+        *first, last = self.plan.passes
+        passes = [("volume", partial(self.summarize, flip, each)) for flip in self.predictions for each in first]
+        return self.stream.run([*passes, ("volume", partial(self.write_mean, last))], quiet)
+
+    def summarize(self, flip: tuple[int, ...], each: Pass, index: int, core: Region) -> None:
+        """Run the network on a tile of a flip as far as a pass needs."""
+        prediction, grid = self.read(flip, each, index, core)
+        if prediction.has_positions(each.calls):
+            prediction.run_network(grid, each.calls)
+
+    def write_mean(self, last: Pass, index: int, core: Region) -> None:
+        """Run the network on a tile of each flip, and write their mean."""
+        mean = mean_of(self.output(flip, last, index, core) for flip in self.predictions)
+        # The first is not flipped: its tile lies in the volume as the mean does.
+        self.predictions[()].write(
+            call_reduction("predict_whole", self.reduce, mean) if callable(self.reduce) else mean
+        )
+
+    def output(self, flip: tuple[int, ...], last: Pass, index: int, core: Region) -> Tensor:
+        """Run the network on a tile of a flip, and return its output, flipped back."""
+        prediction, grid = self.read(flip, last, index, core)
+        return flip_grid(cast(Tensor, prediction.run_network(grid, last.calls)), flip)
+
+    def read(self, flip: tuple[int, ...], each: Pass, index: int, core: Region) -> tuple[Prediction, Tensor]:
+        """Return the prediction of a flip, and what a tile of it needs."""
+        prediction, size = self.predictions[flip], self.plan.size
+        region = enlarge_region(self.plan.least, each.halo.around(core, size), size)
+        prediction.core, prediction.region = flip_region(core, flip, size), flip_region(region, flip, size)
+        return prediction, flip_grid(self.stream.read("volume", index, region), flip)

@@ -208,9 +208,14 @@ def describe_image(
         if moved.any():
             steps.append({"type": "translation", "translation": [float(step) for step in moved]})
         datasets.append({"path": str(level), "coordinateTransformations": steps})
-    described: dict[str, Any] = {"name": name, "axes": axes, "datasets": datasets}
-    if factors:
-        described["type"] = "mean" if average else "nearest"
+    method = "the mean of those" if average else "the first of those"
+    described = {
+        "name": name,
+        "axes": axes,
+        "datasets": datasets,
+        "type": "mean" if average else "nearest",
+        "metadata": {"description": f"a position of a level is {method} that it stands for in the level before it"},
+    }
     return {"ome": {"version": VERSION, "multiscales": [described]}}
 
 

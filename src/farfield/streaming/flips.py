@@ -1,0 +1,142 @@
+"""The mean over all flips of a volume, in one piece or in tiles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.streaming.geometry import Halo
+from farfield.streaming.source import Region
+
+
+class MeanOverFlips(nn.Module):
+    """A network whose output is its mean over all flips of the grid, each flipped back: test-time mirroring.
+
+    `mean over all subsets f of the axes: f(network(f(grid)))`
+
+    `streaming.predict_whole` runs it in tiles: each flip has summaries of its own, and the mean of a tile is formed
+    before it is written.
+
+    Args:
+        network: From one grid `(batch, channels, *size)` to one, of floating-point numbers.
+        axes: Spatial axes that are flipped, from 0; all subsets of them, so n axes give 2^n flips.
+
+    Raises:
+        TypeError: If `axes` is no sequence of integers; in `forward`, if the network returns integers.
+        ValueError: If an axis is below 0, or given twice.
+        ShapeError: In `forward`, if the grid has no such axis.
+
+    Cost:
+        2^n times the MACs of the network.
+
+    Example:
+        >>> from farfield.streaming import MeanOverFlips, predict_whole
+        >>> net = MeanOverFlips(nn.Conv2d(1, 3, 5, padding=2), axes=(0, 1)).eval()
+        >>> image = torch.randn(1, 40, 50)
+        >>> scores = predict_whole(net, image, tile=16, quiet=True)
+        >>> torch.allclose(scores, net(image[None])[0], atol=1e-5)
+        True
+    """
+
+    def __init__(self, network: nn.Module, axes: Sequence[int]) -> None:
+        super().__init__()
+        given: Any = axes
+        if not isinstance(given, Sequence) or any(type(axis) is not int for axis in given):
+            raise TypeError(f"MeanOverFlips: axes must be integers, got {axes!r}; fix: axes=(0, 1), for example.")
+        if any(axis < 0 for axis in axes) or len(set(axes)) < len(axes):
+            raise ValueError(
+                f"MeanOverFlips: axes must be different numbers from 0, got {axes!r}; fix: axes=(0, 1), for example; "
+                "0 is the first spatial axis."
+            )
+        self.network, self.axes = network, tuple(axes)
+
+    @property
+    def flips(self) -> list[tuple[int, ...]]:
+        """All subsets of the axes; the first is empty."""
+        return [flip for number in range(len(self.axes) + 1) for flip in itertools.combinations(self.axes, number)]
+
+    def extra_repr(self) -> str:
+        """Return the axes, as text."""
+        return f"axes={self.axes}"
+
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
+        """Return the mean over all flips."""
+        check_axes("MeanOverFlips", self, grid.dim() - 2)
+        return mean_of(flip_grid(self.network(flip_grid(grid, flip)), flip) for flip in self.flips)
+
+
+def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
+    """Raise ShapeError if a grid of this many spatial dims has not all axes that are flipped."""
+    if max(model.axes, default=-1) >= spatial_dims:
+        raise ShapeError(
+            f"{caller}: the network is flipped along the axes {model.axes}, and the grid has {spatial_dims} spatial "
+            f"dims; fix: axes from 0 to {spatial_dims - 1}."
+        )
+
+
+@contextmanager
+def refuse_integers(caller: str, model: MeanOverFlips) -> Iterator[None]:
+    """Refuse outputs of the network that are integers, inside the context.
+
+    Raises:
+        TypeError: When the network returns any.
+    """
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.is_floating_point():
+            raise TypeError(
+                f"{caller}: {type(module).__name__} returns {output.dtype}, of which there is no mean over flips; "
+                'fix: a network that returns scores, and reduce="argmax".'
+            )
+
+    with model.network.register_forward_hook(hook):
+        yield
+
+
+def flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return a grid flipped along spatial axes."""
+    return grid.flip([axis + 2 for axis in axes]) if axes else grid
+
+
+def mean_of(grids: Iterable[Tensor]) -> Tensor:
+    """Return the mean of grids, of which one at a time is in memory, summed in float32 or wider, in their dtype.
+
+    Raises:
+        TypeError: If they are not of floating-point numbers.
+    """
+    remaining = iter(grids)
+    first = next(remaining)
+    if not first.is_floating_point():
+        raise TypeError(f"MeanOverFlips: there is no mean of {first.dtype}; fix: a network that returns scores.")
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total, count = first.to(wide), 1
+    for grid in remaining:
+        total, count = total + grid.to(wide), count + 1
+    return (total / count).to(first.dtype)
+
+
+def flip_region(region: Region, axes: Sequence[int], whole: Sequence[int]) -> Region:
+    """Return where a region of a volume of size `whole` lies in the flipped volume.
+
+    Example:
+        >>> flip_region(((0, 4), (2, 5)), (1,), (10, 10))
+        ((0, 4), (5, 8))
+    """
+    return tuple(
+        (length - stop, length - start) if axis in axes else (start, stop)
+        for axis, ((start, stop), length) in enumerate(zip(region, whole, strict=True))
+    )
+
+
+def symmetric(halo: Halo, axes: Sequence[int]) -> Halo:
+    """Return a halo that is the same before and after along some axes: a flipped tile then reads the same region."""
+    both = [max(pair) for pair in zip(*halo, strict=True)]
+    before, after = (tuple(both[axis] if axis in axes else side[axis] for axis in range(len(side))) for side in halo)
+    return Halo(before, after)
