@@ -101,7 +101,7 @@ def predict_whole(
 
     Cost:
         `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
-        Many norms in series cost half their number of times the network's MACs, and about once with `Tiles(disk=...)`.
+        That is about n/2 times for n norms in series, and little more than once with `Tiles(disk=...)`.
         The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
         attention runs as factorized attention, which is equal.
 

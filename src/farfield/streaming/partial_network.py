@@ -28,6 +28,8 @@ from farfield.streaming.trace import device_of, dtype_of
 
 # Graphs are recorded at sizes of this many multiples of the strides, on which every layer has inner positions.
 RECORDED = 64
+# Graphs of regions that are kept: most tiles have the same size. Each takes a tenth of a mebibyte.
+KEPT = 16
 
 
 class Part(NamedTuple):
@@ -96,6 +98,8 @@ class PartialNetwork:
             for (_, stop), length, multiple in zip(region, whole, self.multiple, strict=True)
         )
         if (remainders, size) not in self.sized:
+            if len(self.sized) == KEPT:
+                del self.sized[next(iter(self.sized))]
             self.sized[remainders, size] = self.graph(remainders).at(size)
         return self.sized[remainders, size]
 

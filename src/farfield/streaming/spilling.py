@@ -12,6 +12,7 @@ from torch import Tensor
 from farfield.streaming.geometry import Halo, NetworkGrid, index_within, round_up
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, placeholder_response
+from farfield.streaming.graph_recording import check_recording
 from farfield.streaming.partial_network import Part, PartialNetwork, step_value
 from farfield.streaming.receptive_field import find_nan_span, plain_kernels, replace_length
 from farfield.streaming.source import Region
@@ -92,6 +93,7 @@ class SpillDraft:
         self.network = PartialNetwork(draft.caller, draft.model, leading, self.multiple, self.grids)
         self.ends = tuple(length % multiple for length, multiple in zip(self.size, self.multiple, strict=True))
         self.graph = self.network.graph(self.ends)
+        check_recording(draft.caller, draft.model, self.graph, (*leading, *self.size))
         ratio = draft.whole.macs[-1] / max(1, sum(node.macs for node in self.graph.nodes))
         self.choice = SpillChoice(self.graph, self.grids, [step.dtype for step in draft.whole.steps], ratio)
 
