@@ -14,7 +14,8 @@ from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, placeholder_response
 from farfield.streaming.graph_recording import check_recording
 from farfield.streaming.partial_network import Part, PartialNetwork, step_value
-from farfield.streaming.receptive_field import find_nan_span, plain_kernels, replace_length
+from farfield.streaming.receptive_field import find_nan_span, plain_kernels
+from farfield.streaming.scale import replace_length
 from farfield.streaming.source import Region
 from farfield.streaming.spill_choice import PlannedPart, SpillChoice
 from farfield.streaming.tiling import SHARE, Draft, Pass, free_bytes
