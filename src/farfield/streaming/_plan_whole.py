@@ -24,7 +24,7 @@ from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
 
-# Work, in MACs of the network, above which a plan says how to do less.
+# Work, in MACs of the network, above which a plan names a way to do less.
 WORK = 4
 
 

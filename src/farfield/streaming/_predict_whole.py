@@ -202,13 +202,13 @@ class Prediction:
             return
         for step in each.part.reads:
             given[step] = stored.read(step, index, grids[step].part(self.region, size)).to(spill.network.device)
-        found = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
+        results = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
         for call, step in zip(each.calls, each.inputs, strict=True):
-            self.summarize(call, self.plan.calls[call].layer, found[step], None)
+            self.summarize(call, self.plan.calls[call].layer, results[step], None)
         for step in each.writes:
-            stored.write(step, index, found[step][index_within(own[step], grids[step].part(self.region, size))])
+            stored.write(step, index, results[step][index_within(own[step], grids[step].part(self.region, size))])
         if not each.calls:
-            self.write(found[each.part.wanted[0]])
+            self.write(results[each.part.wanted[0]])
 
     def run_tile(self, calls: Sequence[int], halo: Halo, index: int, core: Region) -> None:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.

@@ -32,7 +32,7 @@ RECORDED = 64
 KEPT = 16
 
 
-class Part(NamedTuple):
+class NetworkPart(NamedTuple):
     """The part of a network that a pass runs.
 
     Attributes:
@@ -114,7 +114,9 @@ class PartialNetwork:
             math.lcm(*(length.ratios[axis].denominator for length in lengths)) for axis in range(len(self.multiple))
         )
 
-    def run(self, part: Part, graph: Graph, given: dict[int | None, Tensor], respond: Respond) -> dict[int, Tensor]:
+    def run(
+        self, part: NetworkPart, graph: Graph, given: dict[int | None, Tensor], respond: Respond
+    ) -> dict[int, Tensor]:
         """Run a part of the network on a region.
 
         Args:
@@ -129,10 +131,10 @@ class PartialNetwork:
         values = {INPUT if step is None else step_value(graph, step): given.pop(step) for step in list(given)}
         wanted = {step: step_value(graph, step) for step in part.wanted}
         order = graph.order(wanted.values(), values)
-        found = evaluate(graph, order, values, respond, set(wanted.values()), self.device)
-        return {step: found[value] for step, value in wanted.items()}
+        results = evaluate(graph, order, values, respond, set(wanted.values()), self.device)
+        return {step: results[value] for step, value in wanted.items()}
 
-    def peak(self, part: Part, graph: Graph) -> int:
+    def peak(self, part: NetworkPart, graph: Graph) -> int:
         """Return the most bytes of grids that a part holds at once, those that it reads included."""
 
         def respond(call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
