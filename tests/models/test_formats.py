@@ -105,7 +105,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path, number: Any) -> None:
         models.from_pretrained(tmp_path)
     assert str(found.value) == (
         f"models.from_pretrained: {tmp_path / 'config.json'} is of format {number!r}, and this version reads formats "
-        "up to 2; fix: a newer farfield."
+        "up to 3; fix: a newer farfield."
     )
 
 
