@@ -364,6 +364,10 @@ def test_a_size_of_one_number_and_a_shape_without_batch() -> None:
         cost.predict("siamese", channels=8, size=56)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^cost\.plan: size must have one number per .*, got 56; fix: size=\(56, 56\)"):
         cost.plan(channels=8, size=56)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r'got the class GridAttention; fix: GridAttention\(64, "factorized_gaussian"\)'
+    ):
+        cost.predict(GridAttention, channels=8, size=(5, 6))  # type: ignore[arg-type]
 
     class Strict(nn.Conv2d):
         def forward(self, images: Tensor) -> Tensor:

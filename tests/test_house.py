@@ -191,6 +191,8 @@ def test_every_public_name_resolves() -> None:
         assert name in dir(farfield)
     with pytest.raises(AttributeError, match="module 'farfield' has no attribute 'opps'; it has ShapeError, "):
         farfield.opps  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'GridAttention'; fix: from farfield\.nn import GridAttention\.$"):
+        farfield.GridAttention  # noqa: B018
 
 
 # ---- every row -------------------------------------------------------------------------------------------------------

@@ -101,6 +101,13 @@ def test_networks_without_attention_have_no_layers() -> None:
         maps.layers(models.mobilenet_v2(num_classes=3, width=0.25), torch.randn(1, 3, 32, 32))
 
 
+def test_a_shape_in_place_of_an_input() -> None:
+    network = models.kanet_kv(num_classes=3, width=0.25)
+    with pytest.raises(TypeError, match=r"^maps\.layers: inputs must be .* fix: torch\.zeros\(1, 3, 32, 32\)\."):
+        maps.layers(network, (1, 3, 32, 32))
+    assert maps.layers(network, torch.zeros(1, 3, 32, 32))
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("operator", "sizes"), [("kronecker_qkv", {4}), ("averaged", {8, 16, 24, 40})])
 def test_norm_scales_of_a_network_and_of_its_state_dict(operator: str, sizes: set[int]) -> None:

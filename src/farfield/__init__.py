@@ -70,7 +70,11 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     """Load ``name`` on first use and keep it."""
     if name not in _HOME:
-        raise AttributeError(f"module 'farfield' has no attribute {name!r}; it has {', '.join(__all__)}.")
+        # Python itself looks for names with an underscore; nothing is imported for these.
+        homes = () if name.startswith("_") else ("nn", "ops")
+        home = next((each for each in homes if name in importlib.import_module(f"farfield.{each}").__all__), "")
+        hint = f"fix: from farfield.{home} import {name}" if home else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'farfield' has no attribute {name!r}; {hint}.")
     module = importlib.import_module(f"farfield.{_HOME[name]}")
     value = module if name == _HOME[name] else getattr(module, name)
     globals()[name] = value

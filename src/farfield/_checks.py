@@ -70,7 +70,7 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
     if not isinstance(grid, Tensor):
         raise TypeError(
             f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}; "
-            f"fix: torch.as_tensor({name})."
+            f"fix: {tensor_fix(name, grid)}."
         )
     if grid.dim() < 3:
         fix = (
@@ -85,6 +85,20 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
         raise TypeError(f"{caller}: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
     if 0 in grid.shape[1:]:
         raise shape_error(caller, f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
+
+
+def tensor_fix(name: str, value: object) -> str:
+    """Return the fix for a value that must be a grid: an expression that makes a tensor of it.
+
+    Example:
+        >>> tensor_fix("grid", [torch.zeros(64, 8, 8), torch.zeros(64, 8, 8)])
+        'torch.stack(grid)'
+    """
+    if not (isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value)):
+        return f"torch.as_tensor({name})"
+    if len({each.shape for each in value}) == 1:
+        return f"torch.stack({name})"
+    return f"{name}, mask = farfield.pad_grids({name}), as they differ in size, and mask=mask"
 
 
 def check_same_kind(caller: str, **tensors: Tensor) -> None:

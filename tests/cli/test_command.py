@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import pytest
 
@@ -45,3 +46,19 @@ def test_a_missing_package_is_named_as_pip_names_it(
     # torch may warn on stderr while it loads.
     text = capsys.readouterr().err.splitlines()[-1]
     assert text == f"farfield maps: {name} is not installed; fix: {install_command(extra)}"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_warning_is_its_text(
+    debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn(*_: object) -> None:
+        # As Python shows it: pytest's own filters record warnings instead.
+        sys.stderr.write(warnings.formatwarning("the network has its initial weights", UserWarning, "train.py", 7))
+
+    monkeypatch.setattr(cli, "dispatch", warn)
+    cli.main(["test", *["--debug"] * debug])
+    text = capsys.readouterr().err
+    assert (text == "the network has its initial weights\n") is not debug
+    assert ("train.py:7" in text) is debug
+    assert "train.py:7" in warnings.formatwarning("after it", UserWarning, "train.py", 7)

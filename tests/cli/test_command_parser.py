@@ -41,7 +41,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("demo --epoch 1", 'farfield demo: no option "--epoch"; nearest: --epochs'),
         (
             "cost 56",
-            'farfield cost: "56" is not the value of an option; fix: write --name before it, or leave it out.',
+            'farfield cost: "56" is not the value of an option; fix: the option before it (--channels, --batch, ',
+        ),
+        (
+            "maps photo.jpg",
+            'farfield maps: "photo.jpg" is not the value of an option; fix: the option before it (--model, ',
         ),
         ("cost --size", "farfield cost: --size: expected one argument"),
         (

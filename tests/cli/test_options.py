@@ -20,13 +20,14 @@ NETWORK = "it has dropout, in_channels, num_classes, strides, width."
         (["--model.network.colour", "1"], f'model.network: no option "colour"; {NETWORK}'),
         (["--trainer.max_epohcs", "2"], 'no option "--trainer.max_epohcs"; nearest: --trainer.max_epochs, '),
         (["--modle.learning_rate=1"], 'no option "--modle.learning_rate"; nearest: --model.learning_rate, '),
+        (["--model.width", "2"], 'no option "--model.width"; nearest: --model.network.width, '),
         (["--model.learning_rate", "abc"], "model.learning_rate: Expected a float. Got value: abc"),
         (
             ["--data.rot", "x"],
             'data: no option "rot"; it has augmentation, batch_size, image_size, seed, subset, workers.',
         ),
         (["--data", "Digts"], 'data: no class "Digts"; fix: its name if farfield has it, such as ImageFolders, '),
-        (["extra"], '"extra" is not the value of an option; fix: write --name before it, or leave it out.'),
+        (["extra"], '"extra" is not the value of an option; fix: the option before it, or leave it out.'),
     ],
 )
 def test_a_wrong_option_is_one_line(words: list[str], text: str) -> None:
@@ -41,6 +42,13 @@ def test_wrong_entries_of_a_file(tmp_path: Path) -> None:
     network = "class_path: farfield.models.sanet\n    init_args:\n      widht: 3"
     file.write_text(f"model:\n  network:\n    {network}\ndata:\n  class_path: Digits\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r'^model\.network: no option "widht"; nearest: width\.$'):
+        train.main(["fit", "--config", str(file)])
+
+
+def test_an_entry_at_the_top_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("modle:\n  network: farfield.models.sanet\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r'^no entry "modle"; nearest: model\.$'):
         train.main(["fit", "--config", str(file)])
 
 

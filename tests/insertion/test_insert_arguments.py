@@ -20,6 +20,7 @@ def make(channels: int) -> nn.Module:
     return GridAttention(channels, "averaged", project="qkvo", residual=True)
 
 
+HOST: Any = host()
 IMAGE = torch.randn(1, 3, 16, 16)
 CALL = r"fix: insert\(model, where, make, example=…\)\."
 
@@ -30,6 +31,9 @@ CALL = r"fix: insert\(model, where, make, example=…\)\."
         (("0", host(), make), rf"^insert: model is str and where is Sequential; {CALL}"),
         ((host(), make, "0"), rf"^insert: where must be a path of a module or several, got a function; {CALL}"),
         ((host(), 7, make), rf"^insert: where must be a path of a module or several, got int; {CALL}"),
+        ((host(), 0, make), r'^insert: where must be a path of a module or several, got int; fix: its path, "0"\.$'),
+        ((HOST, HOST[1], make), r'^insert: where must be a path .*, got \w+; fix: its path, "1"\.$'),
+        ((host(), HOST[1], make), rf"^insert: where must be a path of a module or several, got \w+; {CALL}"),
         ((None, "0", make), r"^insert: model must be a torch\.nn\.Module, got NoneType"),
         (
             (host(), "0", make(8)),
@@ -88,6 +92,31 @@ def test_fixes_of_other_examples(example: Any, fix: str) -> None:
         insert(host(), "0", make, example=example)
     assert fix in str(raised.value)
     assert str(raised.value).count("\n") < 12
+
+
+def test_an_example_without_a_batch_which_convolutions_take() -> None:
+    model = host()
+    with pytest.raises(
+        ValueError, match=r"^insert: example \(3, 16, 16\) has no batch: .*\n  fix: add the batch, example\[None\]"
+    ):
+        insert(model, "0", make, example=IMAGE[0])
+    assert list(insert(model, "0", make, example=IMAGE[0][None])) == ["0"]
+
+
+def test_a_batch_that_looks_like_channels_is_taken() -> None:
+    """Three sequences, of which the model makes images of three channels itself."""
+
+    class Spectrograms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+        def forward(self, waves: torch.Tensor) -> torch.Tensor:
+            if waves.dim() != 3:
+                raise ValueError("(batch, height, width)")
+            return self.layers(waves[:, None].expand(-1, 3, -1, -1))
+
+    assert list(insert(Spectrograms(), "layers.0", make, example=torch.randn(3, 16, 16))) == ["layers.0"]
 
 
 def test_the_output_of_the_model_itself_is_named() -> None:

@@ -212,6 +212,13 @@ class Silent(nn.Module):
         ("net", image, None, TypeError, r"^places: model must be .*, got str; fix: places\(model, example\)\.$"),
         (Net(), image, "last", ValueError, r"^places: layout must be one of channels_first, channels_last, got 'last'"),
         (Net(), image[0, 0], None, ValueError, r"^places: Net refuses example \(12, 16\) of torch\.float32: "),
+        (
+            nn.Conv2d(3, 4, 1),
+            image[0],
+            None,
+            ValueError,
+            r"^places: example \(3, 12, 16\) has no batch: .*\n  fix: .*, example\[None\]\.$",
+        ),
         (Net(), (1, 3, 8, 8), None, ValueError, r"fix: an input and not its shape: torch\.zeros\(1, 3, 8, 8\)\.$"),
         (Silent(), image, None, ValueError, r"^places: Silent returns no tensor for this example"),
         (torch.jit.trace(nn.ReLU(), image), image, None, ValueError, r"^places: the model is scripted, and"),

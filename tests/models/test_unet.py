@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ def awake(net: nn.Module) -> nn.Module:
             for parameter in module.output.parameters():
                 nn.init.normal_(parameter, std=0.3)
     return net
+
+
+def difference(result: Tensor, expected: Tensor) -> Tensor:
+    return (result - expected).norm() / expected.norm()
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -200,6 +205,38 @@ def test_a_saved_net_comes_back(net: UNet | ProjectionUNet, tmp_path: Path) -> N
     assert f"{parameters(net):,}" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.parametrize("operator", ["siamese", "factorized_gaussian", "kronecker_qkv"])
+def test_attention_grows_with_its_input(operator: str) -> None:
+    """Its response is as large as its input, small as that is in a network without norms: a factor passes through."""
+    attention = awake(UNet(operator=operator, spatial_dims=2, first_channels=8)).bottom.attention.double().eval()
+    grid = torch.rand(2, 16, 6, 7, dtype=torch.float64)
+    # 1e-6 is added to the variance: half of its share in the root, once in the norm and once in the factor.
+    variance = torch.relu(grid).var(1, unbiased=False).min()
+    assert difference(attention(30 * grid), 30 * attention(grid)) < 1e-6 / variance
+    by_position = nn.functional.layer_norm(grid.movedim(1, -1), (16,), eps=1e-6).movedim(-1, 1)
+    expected = grid + (grid.var(1, keepdim=True, unbiased=False) + 1e-6).sqrt() * attention.attention(by_position)
+    assert torch.allclose(attention(grid), expected, rtol=1e-12, atol=0)
+
+
+def test_nets_of_0_2_0_give_what_they_gave(tmp_path: Path) -> None:
+    net = awake(UNet(operator="siamese", spatial_dims=2, first_channels=4, normalized="unscaled")).eval()
+    net.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"format": 2, "normalized": True}))
+    loaded = models.from_pretrained(tmp_path)
+    grid = torch.rand(1, 1, 8, 12)
+    assert torch.equal(loaded(grid), net(grid))
+    scaled = UNet(operator="siamese", spatial_dims=2, first_channels=4)
+    scaled.load_state_dict(net.state_dict())
+    assert not torch.allclose(scaled.eval()(grid), net(grid))
+    state = net.state_dict()
+    for metadata in state._metadata.values():
+        metadata["version"] = 2 if metadata.get("version") == 3 else metadata.get("version")
+    net.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'farfield 0\.2\.0, .*\n?.*fix: UNet\(…, normalized="unscaled"\)'):
+        scaled.load_state_dict(state)
+
+
 def test_costs_are_counted() -> None:
     net = models.unet_care(spatial_dims=2, depth=1, first_channels=2)
     # positions x kernel x channels in x channels out; two levels of 8x8 and 4x4 positions
@@ -244,6 +281,11 @@ def test_whole_numbers_are_no_grid() -> None:
 def test_arguments_that_build_no_net_are_refused(arguments: dict[str, Any], error: type, text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         models.unet_care(**arguments)
+
+
+def test_another_kind_of_normalization_is_refused() -> None:
+    with pytest.raises(ValueError, match="normalized must be True, False or \"unscaled\", got 'unscald'; fix"):
+        UNet(operator="siamese", normalized="unscald")
 
 
 def test_a_wrong_variant_gets_the_nearest() -> None:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import farfield
 from farfield import ShapeError
 from farfield.nn import GridAttention
 
@@ -32,6 +33,23 @@ def test_the_fix_gives_a_grid_of_the_module(shape: tuple[int, ...], fixes: list[
         assert fix in str(raised.value)
         fixed = eval(fix, {"grid": grid})
         assert module(fixed).shape == fixed.shape
+
+
+@pytest.mark.parametrize(
+    ("grids", "fix"),
+    [
+        ([torch.randn(64, 5, 6), torch.randn(64, 5, 6)], "torch.stack(grid)"),
+        ([torch.randn(64, 5, 6), torch.randn(64, 4, 7)], "farfield.pad_grids(grid)"),
+    ],
+)
+def test_a_list_of_grids(grids: list[torch.Tensor], fix: str) -> None:
+    module = GridAttention(64, "averaged")
+    with pytest.raises(TypeError, match=r"must be a tensor .*, got list") as raised:
+        module(grids)
+    assert fix in str(raised.value)
+    made = eval(fix, {"grid": grids, "torch": torch, "farfield": farfield})
+    batch, mask = made if isinstance(made, tuple) else (made, None)
+    assert module(batch, mask=mask).shape == batch.shape
 
 
 def test_other_channels_are_projected() -> None:

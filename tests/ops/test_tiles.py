@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farfield import ShapeError, ops
+from farfield.nn import GridAttention
 from helpers.grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
 from helpers.partly import pairwise
 
@@ -192,3 +193,16 @@ def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
         "siamese_local": 1,
     }
     assert tuple(slots) == grows.get(row, (fixed.get(row),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("operator", "channels", "batch"), [("siamese", 8, 2), ("softmax", 8, 2), ("averaged", 4, 2), ("averaged", 8, 1)]
+)
+def test_summaries_that_do_not_belong_together(operator: str, channels: int, batch: int) -> None:
+    summaries = []
+    for name, width, samples in (("averaged", 8, 2), (operator, channels, batch)):
+        module, grid = GridAttention(width, name), torch.randn(samples, width, 5, 6)
+        summaries.append(module.summarize(grid))
+    for one, other in itertools.permutations(summaries):
+        with pytest.raises(ShapeError, match=r"^Summary\.merge: [\s\S]*fix: summarize every tile by the same module"):
+            one.merge(other)

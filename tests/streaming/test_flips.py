@@ -114,6 +114,15 @@ def test_the_plan_counts_flips() -> None:
     assert "these passes for each of 4 flips, whose mean is written" in flipped.lines()
 
 
+def test_grids_of_flips_are_not_stored() -> None:
+    net, volume = MeanOverFlips(settled(Hourglass("siamese", 2)), (0,)).eval(), volume_of(24, 24)
+    tiles = Tiles(12, disk=10**9)
+    text = "each pass starts from the volume: grids of flips are not stored on disk"
+    assert text in plan_whole(net, volume.shape, tile=tiles).lines()
+    got = predict_whole(net, volume, tile=tiles, quiet=True)
+    np.testing.assert_array_equal(got, predict_whole(net, volume, tile=12, quiet=True))
+
+
 @pytest.mark.parametrize(
     ("axes", "error", "text"),
     [

@@ -232,7 +232,7 @@ FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
             lambda: nn.Conv2d(1, 1, 3).eval(),
             (8, 8, 8),
             {"tile": (4, 4, 4)},
-            "tile has 3 numbers, and the first convolution",
+            r"tile has 3 numbers, and the first convolution of Conv2d takes 2 spatial dims\.\n  fix: tile with 2",
         ),
         (lambda: nn.Conv2d(3, 1, 3).eval(), (2, 8, 8), {}, "Conv2d does not take a grid of size"),
         (lambda: FLAT, (8, 8), {}, "Sequential returns a tensor of 2 axes, not one grid"),

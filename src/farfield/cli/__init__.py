@@ -6,10 +6,12 @@ Each command is a function `main(argv)` of a module that is imported only when t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from farfield import __version__
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = parsed.debug or len(arguments) < len(parsed.arguments)
     announce(parsed.command, arguments)
     try:
-        dispatch(parsed.command, arguments)
+        with contextlib.nullcontext() if debug else short_warnings():
+            dispatch(parsed.command, arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         stop(130, "farfield: interrupted.")
@@ -127,6 +130,17 @@ def dispatch(name: str, arguments: list[str]) -> None:
 
         fix = install_fix(package, command.extra)
         raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
+
+
+@contextlib.contextmanager
+def short_warnings() -> Iterator[None]:
+    """Print warnings as their text alone, without the file and the line that warn."""
+    long_form = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = long_form
 
 
 def stop(status: int, message: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 # argparse's messages. Between versions of Python only the list after "choose from" differs.
@@ -42,7 +42,9 @@ class CommandParser(argparse.ArgumentParser):
         if (match := UNRECOGNIZED.search(message)) is not None:
             words = match["words"].split()
             word = next((word for word in words if word.startswith("--")), words[0])
-            return explain_word(word, self.prog, self._option_string_actions)
+            options = [action for action in self._actions if action.option_strings]
+            with_values = [action.option_strings[-1] for action in options if action.nargs != 0]
+            return explain_word(word, self.prog, self._option_string_actions, with_values)
         if (match := CHOICE.search(message)) is not None:
             choices = next(
                 (action.choices for action in self._actions if "/".join(action.option_strings) == match["option"]), None
@@ -52,10 +54,22 @@ class CommandParser(argparse.ArgumentParser):
         return ABOUT_OPTION.sub("", message) + hint
 
 
-def explain_word(word: str, command: str, options: Iterable[str]) -> str:
-    """Return the text of an error about a word of a command line that is no option, or not the value of one."""
+def explain_word(word: str, command: str, options: Iterable[str], with_values: Sequence[str] = ()) -> str:
+    """Return the text of an error about a word of a command line that is no option, or not the value of one.
+
+    Args:
+        word: The word.
+        command: The command, such as "farfield cost".
+        options: The names of its options.
+        with_values: Those that take a value, where they are few enough to be listed.
+
+    Example:
+        >>> explain_word("photo.jpg", "farfield explore", [], ["--image", "--model"])
+        '"photo.jpg" is not the value of an option; fix: the option before it (--image, --model), or leave it out.'
+    """
     if not word.startswith("-"):
-        return f'"{word}" is not the value of an option; fix: write --name before it, or leave it out.'
+        names = f" ({', '.join(with_values)})" if with_values else ""
+        return f'"{word}" is not the value of an option; fix: the option before it{names}, or leave it out.'
     return no_such("option", word.partition("=")[0], [name for name in options if name.startswith("--")], command)
 
 

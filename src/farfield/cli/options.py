@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from farfield import models
 from farfield.cli.command_parser import explain_word, no_such
 from farfield.cli.recipes import recipe_files
 
@@ -26,6 +28,9 @@ UNION = re.compile(
     r"any of the Union subtypes\s+Subtypes: \[(?P<types>[^\[\]]+)\].*Given value: (?P<value>[^\n]*)", re.DOTALL
 )
 KEY = re.compile(r'Parser key "(?P<key>[\w.]+)":\s*')
+NETWORK = "--model.network"
+# What a recipe may have at its top.
+ENTRIES = ("task", "model", "data", "trainer", "checkpoint", "predictions", "ckpt_path", "seed_everything")
 NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
 
 
@@ -43,7 +48,15 @@ class Parser(LightningArgumentParser):
     def names(self) -> list[str]:
         """Return the names of all options, such as `--trainer.max_epochs`."""
         names = [name for action in self._actions for name in action.option_strings]
+        # The arguments of a network are options of it, which the parser knows once a network is given.
+        names += [f"{NETWORK}.{name}" for name in network_arguments()] if NETWORK in names else []
         return sorted(name for name in names if name.startswith("--") and name != "--help" and not name.endswith("+"))
+
+
+def network_arguments() -> set[str]:
+    """Return the names of the arguments of farfield's networks."""
+    builders = [*models.MODELS.values(), models.kanet]
+    return {name for build in builders for name in inspect.signature(build).parameters}
 
 
 def explain(message: str, options: Iterable[str]) -> str:
@@ -66,7 +79,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     if (found := UNKNOWN_ARGUMENT.search(message)) is not None:
         return f"{where}{no_such('option', found['name'], [name.removeprefix('--') for name in options])}"
     if (found := UNKNOWN_ENTRY.search(message)) is not None:
-        return no_such("option", found["name"], [])
+        top = found["name"].partition(".")[0]
+        return no_such("option", found["name"], []) if top in ENTRIES else no_such("entry", top, ENTRIES)
     if (found := UNKNOWN_OPTION.search(message)) is not None:
         word = found["words"].split()[0].partition("=")[0]
         if word in recipe_files():

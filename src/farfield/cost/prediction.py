@@ -104,6 +104,11 @@ def formula_name(operator: object) -> str:
     """Return the name of an operator that has a formula; raise LookupError if it has none."""
     if isinstance(operator, str) and operator in FORMULAS:
         return operator
+    if operator is GridAttention:
+        raise TypeError(
+            "cost.predict: operator must be a name, an Operator or a module, got the class GridAttention; "
+            'fix: GridAttention(64, "factorized_gaussian"), for example.'
+        )
     if not isinstance(operator, Operator):
         raise unknown("cost.predict", "operator", operator, FORMULAS)
     name = next((name for name, entry in OPERATORS.items() if entry == operator), None)

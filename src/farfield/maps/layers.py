@@ -35,6 +35,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         Path of the module -> layer, in the order of the calls; the second call of one module is `path (call 2)`.
 
     Raises:
+        TypeError: If the shape of an input is given in place of the input.
         ValueError: If the network calls neither a `GridAttention` nor a replaced attention.
 
     Cost:
@@ -48,6 +49,11 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         >>> layer.attention.operator_name, layer.grid.shape
         ('kronecker_qkv', torch.Size([1, 8, 8, 12]))
     """
+    for shape in inputs:
+        if isinstance(shape, tuple | list) and shape and all(isinstance(length, int) for length in shape):
+            raise TypeError(
+                f"maps.layers: inputs must be tensors, got the shape {tuple(shape)}; fix: torch.zeros{tuple(shape)}."
+            )
     with (
         torch.no_grad(),
         eval_mode(network),

@@ -11,12 +11,17 @@ from farfield.ops.grid import accumulation
 SMALLEST = 1e-6
 
 
-def normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-    """Give the channels of each position mean 0 and variance 1."""
+def split_deviation(grid: Float[Tensor, "b c *n"]) -> tuple[Float[Tensor, "b c *n"], Float[Tensor, "b 1 *n"]]:
+    """Return a grid whose channels have mean 0 and variance 1 at each position, and what it was divided by."""
     features = grid.to(accumulation(grid.dtype))
     centred = features - features.mean(1, keepdim=True)
-    variance = centred.square().mean(1, keepdim=True)
-    return (centred * (variance + SMALLEST).rsqrt()).to(grid.dtype)
+    deviation = (centred.square().mean(1, keepdim=True) + SMALLEST).sqrt()
+    return (centred / deviation).to(grid.dtype), deviation.to(grid.dtype)
+
+
+def normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+    """Give the channels of each position mean 0 and variance 1."""
+    return split_deviation(grid)[0]
 
 
 class ChannelNorm(nn.Module):

@@ -18,8 +18,10 @@ LISTED = 100
 # compared with the weights.
 BOUNDS = {"width": 64, "depth": 16, "layers": 512, "kernel": 99, "image_size": 8192}
 BOUND = 2**20
-# The "format" of a config.json; version 0.1 wrote none, which is format 1.
-FORMAT = 2
+# The "format" of a config.json; version 0.1 wrote none, which is format 1, and version 0.2.0 wrote 2.
+FORMAT = 3
+# Models whose attention was another function in format 2.
+UNETS = ("unet_care", "unet_residual", "unet_projection")
 # Argument -> its values in format 1 that have other names now -> their current names.
 MEANT_IN_1 = {
     "operator": {"kronecker_qkv": "kronecker_qkv_literal"},
@@ -32,9 +34,7 @@ CALLED_IN_1 = {"rank": "spatial_dims"}
 DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
     "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
     "scale": dict.fromkeys(("psmnet_stacked", "psmnet_basic", "video_resnet", "mask_rcnn", "faster_rcnn"), 1.0),
-    "normalized": dict.fromkeys(
-        ("unet_care", "unet_residual", "unet_projection", "sagan", "deeplab_v2", "deeplab_compact"), False
-    ),
+    "normalized": dict.fromkeys((*UNETS, "sagan", "deeplab_v2", "deeplab_compact"), False),
 }
 
 
@@ -52,6 +52,20 @@ def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get("model") in defaults:
             translated.setdefault(name, defaults[config["model"]])
     return translated
+
+
+def translate(form: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a configuration of a format to the current names and defaults."""
+    if form == 1:
+        return translate_format_1(config)
+    return translate_format_2(config) if form == 2 else dict(config)
+
+
+def translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a configuration of version 0.2.0, whose U-Nets did not scale the response of attention."""
+    if config.get("model") in UNETS and config.get("normalized", True) is True:
+        return {**config, "normalized": "unscaled"}
+    return dict(config)
 
 
 def read_text(path: Path) -> str:

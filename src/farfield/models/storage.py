@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield._files import stage_files
 from farfield.models.card import is_edited, operators_of, write_card
-from farfield.models.description import FORMAT, check_arguments, read_config, translate_format_1
+from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # Config entries that are also in the metadata of the weights; both must agree. The shapes of the weights are compared
@@ -209,7 +209,7 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
     """
     config_file, weights_file = find_files(caller, source, hub)
     saved = read_config(caller, config_file)
-    config = translate_format_1(saved) if saved.pop("format", 1) == 1 else saved
+    config = translate(saved.pop("format", 1), saved)
     metadata, shapes = read_header(caller, weights_file)
     try:
         with torch.device("meta"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield.models.storage import Stored
 from farfield.models.unet_parts import (
+    Normalized,
     append_attention,
     build_care,
     build_residual,
@@ -53,8 +54,10 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         in_channels: Channels of the grid and of the restored grid.
         probabilistic: Whether the mean and scale of a Laplace distribution are predicted for each value; the output
             then has twice the channels: first the means, then the scales.
-        normalized: Whether the input of attention is normalized over the channels of each position. It was not in
-            version 0.1, where the features were so small at first that attention had almost no effect.
+        normalized: Whether the input of attention is normalized over the channels of each position, and its response
+            multiplied by the standard deviation that the input was divided by. False is version 0.1, where the features
+            were so small at first that attention had almost no effect; "unscaled" is version 0.2.0, which did not
+            multiply, and where `factorized_gaussian` did not learn.
 
     Raises:
         LookupError: For an unknown model or operator.
@@ -83,7 +86,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         heads: int = 1,
         in_channels: int = 1,
         probabilistic: bool = False,
-        normalized: bool = True,
+        normalized: Normalized = True,
     ) -> None:
         super().__init__()
         check_arguments(model, operator, depth, first_channels, kernel, in_channels)
@@ -207,7 +210,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         kernel: int = 5,
         heads: int = 1,
         probabilistic: bool = False,
-        normalized: bool = True,
+        normalized: Normalized = True,
     ) -> None:
         super().__init__()
         if model != "unet_projection":

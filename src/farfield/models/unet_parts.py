@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error, unknown
-from farfield.models.channel_norm import normalize_channels
+from farfield.models.channel_norm import split_deviation
 from farfield.nn.attention import GridAttention
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("unet_care", "unet_residual")
+# Whether the input of attention is normalized; "unscaled": its response is not multiplied by what it was divided by.
+Normalized = bool | Literal["unscaled"]
 
 
 class PreActivated(nn.Module):
@@ -38,26 +40,35 @@ class PreActivated(nn.Module):
 
 
 class PreNormalized(PreActivated):
-    """Attention for networks without norms: `grid + attention(normalize(relu(grid)))`.
+    """Attention for networks without norms: `grid + deviation * attention(normalize(relu(grid)))`.
 
-    `normalize` gives the channels of each position mean 0 and variance 1. For some operators the attention has a norm
-    of its own (`nn.norm.norm_of`). After convolutions without norms the features are about 0.03 at first; the response
-    of attention, which is up to cubic in them, would be too small to have an effect.
+    `normalize` subtracts the mean of the channels of each position, and divides them by their standard deviation, the
+    `deviation`. For some operators the attention has a norm of its own (`nn.norm.norm_of`). After convolutions without
+    norms the features are about 0.03 at first: the response of attention, which is up to cubic in them, would be too
+    small to have an effect, and that to normalized features, if it is not multiplied by the deviation, so large that
+    training does not recover from it.
+
+    Args:
+        attention: The attention.
+        scaled: Whether the response is multiplied by the deviation; it was not in version 0.2.0.
     """
 
-    _version = 2  # of the state dict; version 1 had no norm
+    _version = 3  # of the state dict; version 1 had no norm, version 2 did not multiply by the deviation
 
-    def __init__(self, attention: GridAttention) -> None:
+    def __init__(self, attention: GridAttention, scaled: bool) -> None:
         super().__init__(attention)
-        self.register_load_state_dict_pre_hook(refuse_version_1)
+        self.scaled = scaled
+        self.register_load_state_dict_pre_hook(refuse_earlier_versions)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid plus the response of attention."""
-        return grid + self.attention(normalize_channels(torch.relu(grid)))
+        features, deviation = split_deviation(torch.relu(grid))
+        response = self.attention(features)
+        return grid + (deviation * response if self.scaled else response)
 
 
-def refuse_version_1(
-    module: nn.Module,
+def refuse_earlier_versions(
+    module: PreNormalized,
     state: Mapping[str, Tensor],
     prefix: str,
     metadata: Mapping[str, Any],
@@ -66,10 +77,14 @@ def refuse_version_1(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Refuse a state dict that farfield 0.1 saved by `torch.save`: its attention had no norm."""
+    """Refuse a state dict that farfield 0.1 or 0.2.0 saved by `torch.save`: its attention was another function."""
     if metadata.get("version") == 1:
         fix = "UNet(…, normalized=False) gives the same numbers."
         errors.append(f"{prefix}: this state is of farfield 0.1, whose attention had no norm before it; fix: {fix}")
+    if metadata.get("version") == 2 and module.scaled:
+        what = "whose attention's response was not multiplied by the deviation of its input"
+        fix = 'UNet(…, normalized="unscaled") gives the same numbers.'
+        errors.append(f"{prefix}: this state is of farfield 0.2.0, {what}; fix: {fix}")
 
 
 class ResidualBlock(nn.Module):
@@ -176,7 +191,12 @@ def build_selection(levels: int, channels: int) -> nn.Sequential:
 
 
 def append_attention(
-    block: nn.Module, channels: int, operator: str | Operator | None, heads: int, activated: bool, normalized: bool
+    block: nn.Module,
+    channels: int,
+    operator: str | Operator | None,
+    heads: int,
+    activated: bool,
+    normalized: Normalized,
 ) -> nn.Module:
     """Append attention, with projections of queries, keys, values and responses, to a block; it starts as the identity.
 
@@ -186,8 +206,10 @@ def append_attention(
         operator: Operator of the attention; None appends nothing.
         heads: Number of attention heads.
         activated: Whether the block ends with a ReLU.
-        normalized: Whether the attention is a `PreNormalized`.
+        normalized: Whether the attention is a `PreNormalized`; "unscaled" for one that is not scaled.
     """
+    if normalized not in (True, False, "unscaled"):
+        raise ValueError(f'UNet: normalized must be True, False or "unscaled", got {normalized!r}; fix: leave it out.')
     if operator is None:
         return nn.Sequential(OrderedDict(block=block))
     entry = OPERATORS[operator] if isinstance(operator, str) else operator
@@ -196,8 +218,9 @@ def append_attention(
     alone = activated and not normalized
     options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(entry) if normalized else False}
     attention = GridAttention(channels, operator, heads=heads, project=project, residual=alone, **options)
-    before = PreNormalized if normalized else PreActivated
-    return nn.Sequential(OrderedDict(block=block, attention=attention if alone else before(attention)))
+    if normalized:
+        return nn.Sequential(OrderedDict(block=block, attention=PreNormalized(attention, normalized != "unscaled")))
+    return nn.Sequential(OrderedDict(block=block, attention=attention if alone else PreActivated(attention)))
 
 
 def initialize(net: nn.Module) -> nn.Module:

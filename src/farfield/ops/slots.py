@@ -7,12 +7,25 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from farfield._checks import shape_error
 from farfield.ops.modes import full_precision
 
 
 def concatenate(slots: Tensor, others: Tensor) -> Tensor:
     """Concatenate the slots of two summaries whose slots are positions."""
     return torch.cat([slots, others], 2)
+
+
+def check_mergeable(summary: Summary, other: Summary) -> None:
+    """Refuse summaries whose slots do not fit each other."""
+    slots = 0 if summary.side_by_side else summary.values.shape[2]
+    pairs = [(summary.values, other.values), (summary.count, other.count)]
+    fits = all(one.shape[:2] == two.shape[:2] and one.shape[3:] == two.shape[3:] for one, two in pairs)
+    same = (summary.side_by_side, summary.peak is None) == (other.side_by_side, other.peak is None)
+    if not (fits and same and slots in (0, other.values.shape[2])):
+        problem = "the slots (batch, heads, slots, channels) of two summaries must be those of one attention."
+        fix = "summarize every tile by the same module or operator."
+        raise shape_error("Summary.merge", problem, fix, summary=summary.values, other=other.values)
 
 
 class Summary(NamedTuple):
@@ -41,7 +54,11 @@ class Summary(NamedTuple):
         """Return the summary of these positions and those of `other`.
 
         The order of merging changes only the rounding and, where slots are positions, the order of the slots.
+
+        Raises:
+            ShapeError: If the two are of different operators, heads, channels or batches.
         """
+        check_mergeable(self, other)
         join = concatenate if self.side_by_side else torch.add
         peak = None
         if self.peak is not None and other.peak is not None:

@@ -24,7 +24,7 @@ from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
 from farfield.streaming.trace import Trace, trace
 
-# Work, in MACs of the network, above which a plan says how to do less.
+# Work, in MACs of the network, above which a plan names a way to do less.
 WORK = 4
 
 
@@ -364,7 +364,7 @@ def refuse_axes(caller: str, model: nn.Module, channels: int, size: tuple[int, .
     if expected != len(size):
         raise ValueError(
             f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
-            f"{expected} spatial dims: {error}\n  fix: tile with {expected} numbers, or one number."
+            f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
         ) from error
     if convolution.in_channels != channels:
         raise ValueError(

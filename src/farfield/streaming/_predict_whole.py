@@ -101,7 +101,7 @@ def predict_whole(
 
     Cost:
         `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
-        Many norms in series cost half their number of times the network's MACs, and about once with `Tiles(disk=...)`.
+        That is about n/2 times for n norms in series, and little more than once with `Tiles(disk=...)`.
         The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
         attention runs as factorized attention, which is equal.
 
@@ -202,13 +202,13 @@ class Prediction:
             return
         for step in each.part.reads:
             given[step] = stored.read(step, index, grids[step].part(self.region, size)).to(spill.network.device)
-        found = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
+        results = spill.network.run(each.part, spill.network.graph_at(self.region, size), given, self.respond)
         for call, step in zip(each.calls, each.inputs, strict=True):
-            self.summarize(call, self.plan.calls[call].layer, found[step], None)
+            self.summarize(call, self.plan.calls[call].layer, results[step], None)
         for step in each.writes:
-            stored.write(step, index, found[step][index_within(own[step], grids[step].part(self.region, size))])
+            stored.write(step, index, results[step][index_within(own[step], grids[step].part(self.region, size))])
         if not each.calls:
-            self.write(found[each.part.wanted[0]])
+            self.write(results[each.part.wanted[0]])
 
     def run_tile(self, calls: Sequence[int], halo: Halo, index: int, core: Region) -> None:
         """Run the network on a tile as far as the pass needs, and write the result in the last pass.

@@ -199,6 +199,16 @@ def record_any_size(
     return Graph(nodes, graphs[0].steps, graphs[0].calls)
 
 
+def check_recording(caller: str, model: nn.Module, graph: Graph, shape: tuple[int, ...]) -> None:
+    """Refuse a graph for any size that does not have the operations that the model runs on a grid of this shape.
+
+    Raises:
+        UntraceableError: If it does not.
+    """
+    if not same(describe_graph(graph.at(shape[2:])), describe_graph(record_graph(caller, model, shape))):
+        raise UntraceableError("it runs other operations on grids of another size")
+
+
 def describe_graph(graph: Graph) -> Any:
     """Return all of a graph that may depend on the size of its input, and what must not."""
     nodes = [

@@ -28,9 +28,11 @@ from farfield.streaming.trace import device_of, dtype_of
 
 # Graphs are recorded at sizes of this many multiples of the strides, on which every layer has inner positions.
 RECORDED = 64
+# Graphs of regions that are kept: most tiles have the same size. Each takes a tenth of a mebibyte.
+KEPT = 16
 
 
-class Part(NamedTuple):
+class NetworkPart(NamedTuple):
     """The part of a network that a pass runs.
 
     Attributes:
@@ -96,6 +98,8 @@ class PartialNetwork:
             for (_, stop), length, multiple in zip(region, whole, self.multiple, strict=True)
         )
         if (remainders, size) not in self.sized:
+            if len(self.sized) == KEPT:
+                del self.sized[next(iter(self.sized))]
             self.sized[remainders, size] = self.graph(remainders).at(size)
         return self.sized[remainders, size]
 
@@ -110,7 +114,9 @@ class PartialNetwork:
             math.lcm(*(length.ratios[axis].denominator for length in lengths)) for axis in range(len(self.multiple))
         )
 
-    def run(self, part: Part, graph: Graph, given: dict[int | None, Tensor], respond: Respond) -> dict[int, Tensor]:
+    def run(
+        self, part: NetworkPart, graph: Graph, given: dict[int | None, Tensor], respond: Respond
+    ) -> dict[int, Tensor]:
         """Run a part of the network on a region.
 
         Args:
@@ -125,10 +131,10 @@ class PartialNetwork:
         values = {INPUT if step is None else step_value(graph, step): given.pop(step) for step in list(given)}
         wanted = {step: step_value(graph, step) for step in part.wanted}
         order = graph.order(wanted.values(), values)
-        found = evaluate(graph, order, values, respond, set(wanted.values()), self.device)
-        return {step: found[value] for step, value in wanted.items()}
+        results = evaluate(graph, order, values, respond, set(wanted.values()), self.device)
+        return {step: results[value] for step, value in wanted.items()}
 
-    def peak(self, part: Part, graph: Graph) -> int:
+    def peak(self, part: NetworkPart, graph: Graph) -> int:
         """Return the most bytes of grids that a part holds at once, those that it reads included."""
 
         def respond(call: int, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from farfield.streaming.geometry import NetworkGrid
 from farfield.streaming.graph import INPUT, Graph, Value
-from farfield.streaming.partial_network import Part, step_value
+from farfield.streaming.partial_network import NetworkPart, step_value
 
 # A grid that saves fewer MACs than this for each of its bytes is recomputed: writing and reading it takes longer.
 MACS_A_BYTE = 20
@@ -30,7 +30,7 @@ class PlannedPart(NamedTuple):
 
     calls: tuple[int, ...]
     inputs: tuple[int, ...]
-    part: Part
+    part: NetworkPart
     writes: tuple[int, ...]
     order: tuple[int, ...]
 
@@ -82,7 +82,7 @@ class SpillChoice:
         sources = self.graph.sources(values, [INPUT, *given])
         reads = tuple(given[value] for value in sources if value in given)
         order = tuple(self.graph.order(values, [INPUT, *given]))
-        return PlannedPart(calls, inputs, Part(wanted, reads, INPUT in sources), writes, order)
+        return PlannedPart(calls, inputs, NetworkPart(wanted, reads, INPUT in sources), writes, order)
 
     def macs(self, stored: Collection[int]) -> float:
         """Return the MACs of all passes on the whole volume, without halos, if these steps are stored."""

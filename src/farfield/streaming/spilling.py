@@ -12,7 +12,8 @@ from torch import Tensor
 from farfield.streaming.geometry import Halo, NetworkGrid, index_within, round_up
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, placeholder_response
-from farfield.streaming.partial_network import Part, PartialNetwork, step_value
+from farfield.streaming.graph_recording import check_recording
+from farfield.streaming.partial_network import NetworkPart, PartialNetwork, step_value
 from farfield.streaming.receptive_field import find_nan_span, plain_kernels
 from farfield.streaming.scale import replace_length
 from farfield.streaming.source import Region
@@ -93,6 +94,7 @@ class SpillDraft:
         self.network = PartialNetwork(draft.caller, draft.model, leading, self.multiple, self.grids)
         self.ends = tuple(length % multiple for length, multiple in zip(self.size, self.multiple, strict=True))
         self.graph = self.network.graph(self.ends)
+        check_recording(draft.caller, draft.model, self.graph, (*leading, *self.size))
         ratio = draft.whole.macs[-1] / max(1, sum(node.macs for node in self.graph.nodes))
         self.choice = SpillChoice(self.graph, self.grids, [step.dtype for step in draft.whole.steps], ratio)
 
@@ -209,10 +211,10 @@ class SpillDraft:
             for step, grid in given.items():
                 grid[index_within(self.part_of(step, grid, core, size), whole_region(grid.shape[2:]))] = torch.nan
             with torch.no_grad(), plain_kernels():
-                found = self.network.run(each.part, graph, given, placeholder_response)
+                results = self.network.run(each.part, graph, given, placeholder_response)
             spans = {
                 step: find_nan_span(self.as_step(step, grid), self.grids[step].axis_scales[axis])
-                for step, grid in found.items()
+                for step, grid in results.items()
             }
             if not any(span is not None and span.everywhere for span in spans.values()):
                 needs = [
@@ -281,7 +283,7 @@ class SpillDraft:
         wanted = (*dict.fromkeys([*each.part.wanted, *each.part.reads]),)
         volume = self.draw(graph, None)
         with torch.no_grad():
-            whole = self.network.run(Part(wanted, (), True), graph, {None: volume}, placeholder_response)
+            whole = self.network.run(NetworkPart(wanted, (), True), graph, {None: volume}, placeholder_response)
             for core in zip([0, *stops], stops, strict=False):
                 tile = tuple(core if other == axis else (0, length) for other, length in enumerate(size))
                 region = halo.around(tile, size)

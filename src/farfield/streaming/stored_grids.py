@@ -249,7 +249,7 @@ class StoredGrids:
         """Do nothing: `holds` has compared the files with the state."""
 
     def holds(self, state: Mapping[str, Any], stage: int) -> bool:
-        """Whether the files that passes from `stage` on read hold what the checksums of a state say."""
+        """Whether the files that passes from `stage` on read hold what has the checksums of a state."""
         sums = {int(step): own for step, own in state.get("stored", {}).items()}
         return all(
             file.intact(sums.get(step, []))

@@ -16,7 +16,6 @@ from farfield.insertion._insert.checks import (
     check_batch,
     check_free,
     check_open,
-    describe_error,
     find_alternatives,
     fix_text,
     grid_at,
@@ -24,6 +23,7 @@ from farfield.insertion._insert.checks import (
     times,
 )
 from farfield.insertion._insert.effects import Effects
+from farfield.insertion._insert.example import describe_error
 from farfield.insertion._insert.hooks import tidy, watch
 from farfield.insertion._insert.layout import (
     LAYOUTS,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.insertion._insert.additions import Entries, grid_of, places_of
-from farfield.insertion._insert.effects import Effects, tensors
+from farfield.insertion._insert.effects import Effects
+from farfield.insertion._insert.example import describe, entries, run_example
 from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
-from farfield.insertion._insert.probe import Seen, probe
+from farfield.insertion._insert.probe import Seen
 from farfield.insertion._places import CHILD, Place, join
 from farfield.nn.attention import GridAttention
 
@@ -27,9 +28,6 @@ CALLS: dict[str, Callable[[str], str]] = {
     "remove": "remove({})".format,
     "places": "places({}, example)".format,
 }
-
-# An error of a model with more lines, such as all signatures of an operation, is cut to its first.
-LINES = 5
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
@@ -88,10 +86,12 @@ def check_arguments(model: Any, where: Any, make: Any) -> None:
     call = "insert(model, where, make, example=…)"
     if not isinstance(model, nn.Module) and isinstance(where, nn.Module):
         raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
-    paths = [where] if isinstance(where, str) else where or ()
-    if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
-        kind = "a function" if callable(where) else type(where).__name__
-        raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {call}.")
+    paths = [where] if isinstance(where, str) else () if where is None else where
+    if isinstance(where, nn.Module) or not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in paths):
+        kind, path = type(where).__name__, path_of(model, where)
+        kind = "a function" if callable(where) and not isinstance(where, nn.Module) else kind
+        fix = call if path is None else f'its path, "{path}"'
+        raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
     if isinstance(make, nn.Module):
         name = type(make).__name__
         options = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
@@ -110,6 +110,14 @@ def check_arguments(model: Any, where: Any, make: Any) -> None:
             f"insert: make must be a function from channels to a new module, got {make!r:.60}; "
             f"fix: lambda channels: GridAttention(channels, {operator}, residual=True)."
         )
+
+
+def path_of(model: nn.Module, where: object) -> str | None:
+    """Return the path of a module of a model, or of the child at an index; None if there is none."""
+    for path, module in model.named_modules():
+        if module is where or (isinstance(where, int) and path == str(where)):
+            return path
+    return None
 
 
 def check_free(place: Place, host: nn.Module) -> None:
@@ -161,57 +169,6 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
                 f"module that it calls once."
             )
     return seen
-
-
-def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
-    """Run the model once and record the modules at some paths.
-
-    Raises:
-        ValueError: If the model fails with the example or returns no tensor for it; the text has the fix.
-    """
-    try:
-        seen = probe(model, example, paths)
-    except Exception as error:
-        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
-        raise ValueError(
-            f"{caller}: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
-            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
-        ) from error
-    if not tensors(seen.outputs[""]):
-        raise ValueError(
-            f"{caller}: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
-            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
-        )
-    return seen
-
-
-def fix_of_example(model: nn.Module, example: Any) -> str:
-    """Return the fix for an example that the model refuses: an input for its shape, the batch, or the dtype."""
-    if isinstance(example, tuple | list) and example and all(isinstance(length, int) for length in example):
-        return f"an input and not its shape: torch.zeros{tuple(example)}."
-    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-    if isinstance(example, Tensor):
-        fixes = [
-            (example[None], "add the batch, example[None]."),
-            (example.to(dtype), f"example.to({dtype})."),
-        ]
-        if example.dim() > 2:
-            fixes.append((example.movedim(-1, 1), "channels first, example.movedim(-1, 1)."))
-        for changed, fix in fixes:
-            try:
-                probe(model, changed, set())
-            except Exception:  # noqa: BLE001  (a model may raise anything)
-                continue
-            return fix
-    if hasattr(example, "__array__") and not isinstance(example, Tensor):
-        return "a tensor, torch.as_tensor(example)."
-    return "an input that model(example) takes."
-
-
-def describe_error(error: Exception) -> str:
-    """Return an error's class and text; of a long text, such as all signatures of an operation, the first line."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if len(lines) > LINES else error}"
 
 
 def caller_of(seen: Seen, path: str) -> str:
@@ -355,23 +312,6 @@ def is_grid(value: Any, batch: set[int]) -> bool:
 def is_floating(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is a floating-point tensor with one shape."""
     return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested
-
-
-def entries(outputs: Any) -> dict[str, Any]:
-    """Return the entries of a tuple, list or dict under the names that `insert` takes."""
-    return {
-        str(name): value for name, value in (outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs))
-    }
-
-
-def describe(value: Any) -> str:
-    """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
-    if isinstance(value, Mapping | tuple | list):
-        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
-        return f"{type(value).__name__}({inside})"
-    return type(value).__name__
 
 
 def times(count: int) -> str:

@@ -12,13 +12,12 @@ from farfield.insertion._insert.additions import grid_of
 from farfield.insertion._insert.checks import (
     check_free,
     check_open,
-    entries,
     has_batch_second,
     is_called_once,
     is_floating,
     keeps_batch,
-    run_example,
 )
+from farfield.insertion._insert.example import entries, run_example
 from farfield.insertion._insert.layout import (
     Layout,
     changes,
