@@ -60,7 +60,7 @@ def test_kronecker_qkv_of_0_1_is_the_literal_operator(tmp_path: Path, net: Any, 
     # Saved again, it says so in today's names.
     found.save_pretrained(tmp_path / "new")
     config = config_of(tmp_path / "new")
-    assert config["format"] == 2
+    assert config["format"] == 3
     assert {name: config[name] for name in keys} == keys
     again = models.from_pretrained(tmp_path / "new")
     assert operators(again) == {LITERAL}
@@ -77,7 +77,7 @@ def test_other_operators_of_0_1_keep_their_names(tmp_path: Path, operator: str) 
 @pytest.mark.parametrize("net", [lambda: models.kanet_qkv(**SMALL), lambda: models.kanet(**SMALL)])
 def test_what_is_saved_now_is_the_normalized_operator(tmp_path: Path, net: Any) -> None:
     net().save_pretrained(tmp_path)
-    assert config_of(tmp_path)["format"] == 2
+    assert config_of(tmp_path)["format"] == 3
     assert operators(models.from_pretrained(tmp_path)) == {"kronecker_qkv"}
 
 
@@ -97,15 +97,15 @@ def test_weights_of_0_1_are_compared_with_its_own_configuration(tmp_path: Path) 
         models.from_pretrained(tmp_path / "old")
 
 
-@pytest.mark.parametrize("number", [0, 3, "2", None, [2]])
+@pytest.mark.parametrize("number", [0, 4, "2", None, [2]])
 def test_an_unknown_format_is_refused(tmp_path: Path, number: Any) -> None:
     models.sanet(**SMALL).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config_of(tmp_path) | {"format": number}))
-    with pytest.raises(ValueError, match="and this version reads formats up to 2") as found:
+    with pytest.raises(ValueError, match="and this version reads formats up to 3") as found:
         models.from_pretrained(tmp_path)
     assert str(found.value) == (
         f"models.from_pretrained: {tmp_path / 'config.json'} is of format {number!r}, and this version reads formats "
-        "up to 2; fix: a newer farfield."
+        "up to 3; fix: a newer farfield."
     )
 
 

@@ -103,9 +103,9 @@ def test_what_is_written(tmp_path: Path) -> None:
     models.kanet("dot", width=0.125, num_classes=3).save_pretrained(tmp_path)
     assert sorted(files(tmp_path)) == ["README.md", "config.json", "model.safetensors"]
     text = (tmp_path / "config.json").read_text()
-    assert text.startswith('{\n  "format": 2,\n')
+    assert text.startswith('{\n  "format": 3,\n')
     assert json.loads(text) == {
-        "format": 2,
+        "format": 3,
         "model": "kanet",
         "operator": "dot",
         "num_classes": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError
 from farfield.streaming import Tiles, plan_whole, predict_whole
+from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.scale import DIVISIBLE
 from helpers.streamed_nets import Hourglass, attention, settled
 
@@ -120,6 +122,25 @@ def test_attention_to_a_context() -> None:
 
     with pytest.raises(ValueError, match="attention attends to a context; only self-attention"):
         predict_whole(Across().eval(), torch.randn(6, 8, 8), tile=(4, 4), quiet=True)
+
+
+class Weighted(nn.Module):
+    """A norm whose weights are computed from all positions, over axes for which there is no summary."""
+
+    def __init__(self, reduce: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.reduce = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1), reduce
+
+    def forward(self, grid: Tensor) -> Tensor:
+        features = self.first(grid)
+        return self.last(F.group_norm(features, 2, self.reduce(features, (0, 2, 3))))
+
+
+@pytest.mark.parametrize("disk", [0, 10**9])
+@pytest.mark.parametrize("reduce", [torch.mean, torch.amax])
+def test_weights_of_norms_that_are_computed_from_all_positions(reduce: Callable[..., Tensor], disk: int) -> None:
+    with pytest.raises(NotLocalError, match='Conv2d at "last" sees further than'):
+        predict_whole(Weighted(reduce).eval(), np.zeros((1, 40, 50), np.float32), tile=Tiles(16, disk=disk), quiet=True)
 
 
 @pytest.mark.parametrize("row", ["softmax", "softmax_pooled", "siamese"])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from farfield.nn import GridAttention
 from farfield.streaming.flattening import FlattenedGrid
@@ -131,8 +132,12 @@ class StatisticLayer(NamedTuple):
         return StatisticLayer(cast(Statistic, FUNCTIONS[function](*args, **kwargs)), arguments)
 
     def placeholder(self, grid: Tensor) -> Tensor:
-        """Return the statistic's placeholder."""
-        return self.statistic.placeholder(grid)
+        """Return the statistic's placeholder, NaN if a weight or bias is, as one that depends on all positions is."""
+        result = self.statistic.placeholder(grid)
+        others = [
+            leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor) and leaf is not self.statistic.grid
+        ]
+        return result + sum((each - each).sum().to(result.dtype) for each in others) if others else result
 
     def start(self, name: str) -> MergedParts:
         """Return the empty summary."""
