@@ -21,13 +21,26 @@ WINDOWS = r'Linear at "swinViT\.layers1\.0\.blocks\.0\.attn\.qkv" gets windows o
 REFUSED = {
     "MONAI SwinUNETR, 2-D": WINDOWS,
     "MONAI SwinUNETR, 3-D": WINDOWS,
+    "smp MAnet, resnet18": r'Conv2d at "decoder\.center\.out_conv" sees further',
+    "smp Unet, mit_b0": r'at "encoder\.block1\.0\.attn\.attn_drop" sees further',
+    **{
+        f"smp {name}, resnet18": "align_corners=True"
+        for name in ("DeepLabV3Plus", "PAN", "PSPNet", "Segformer", "UPerNet")
+    },
     "smp FPN, resnet18": "align_corners=True",
 }
 EXACT = [
-    *(f"MONAI {name}, {dims}-D" for name in ("UNet, instance norm", "DynUNet", "SegResNet") for dims in (2, 3)),
-    *(f"MONAI {name}, 2-D" for name in ("UNet, group norm", "BasicUNet", "AttentionUnet")),
-    *(f"CARE U-Net with {name}, 2-D" for name in ("kronecker_qkv", "factorized_gaussian", "softmax")),
-    "nnU-Net PlainConvUNet, 2-D",
+    *(
+        f"MONAI {name}, {dims}-D"
+        for name in ("UNet, instance norm", "UNet, group norm", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet")
+        for dims in (2, 3)
+    ),
+    *(
+        f"CARE U-Net with {name}, {dims}-D"
+        for name in ("kronecker_qkv", "factorized_gaussian", "softmax")
+        for dims in (2, 3)
+    ),
+    *(f"nnU-Net PlainConvUNet, {dims}-D" for dims in (2, 3)),
     "diffusers AutoencoderKL, encode",
     "diffusers AutoencoderKL, decode",
     "smp Unet, timm-efficientnet-b0",
