@@ -201,6 +201,18 @@ def test_names_of_channels_have_the_range_of_their_values(tmp_path: Path) -> Non
         assert (channel["window"]["min"], channel["window"]["max"]) == (float(values.min()), float(values.max()))
 
 
+@pytest.mark.parametrize("inside", ["nothing", "a group"])
+def test_a_level_that_is_no_array_is_refused(inside: str, tmp_path: Path) -> None:
+    axes = [{"name": name, "type": "space"} for name in "yx"]
+    datasets = [{"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0]}]}]
+    image = zarr.create_group(tmp_path / "a.ome.zarr")
+    image.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": datasets}]}
+    if inside == "a group":
+        image.create_group("0")
+    with pytest.raises(ValueError, match='names "0" as its level 0, which is no array in it; fix: write or download'):
+        open_volume(tmp_path / "a.ome.zarr")
+
+
 def test_where_a_volume_lies_is_kept(tmp_path: Path) -> None:
     metadata = ImageMetadata("YX", {"Y": 0.2, "X": 0.2}, {"Y": "micrometer", "X": "micrometer"}, {"Y": 7.0, "X": -3.0})
     image = volume_of(20, 18, metadata=metadata)

@@ -210,7 +210,13 @@ def open_zarr_volume(file: Path, level: int) -> tuple[Any, ImageMetadata]:
         raise ValueError(
             f'open_volume: "{file}" has {len(levels)} levels, got level={level}; fix: 0 to {len(levels) - 1}.'
         )
-    return opened[levels[level].path], levels[level].metadata
+    array = opened.get(levels[level].path)
+    if not isinstance(array, zarr.Array):
+        raise ValueError(
+            f'open_volume: "{file}" names "{levels[level].path}" as its level {level}, which is no array in it; '
+            "fix: write or download it again."
+        )
+    return array, levels[level].metadata
 
 
 def read_array_metadata(array: Any) -> ImageMetadata:
