@@ -134,10 +134,10 @@ class StatisticLayer(NamedTuple):
     def placeholder(self, grid: Tensor) -> Tensor:
         """Return the statistic's placeholder, NaN if a weight or bias is, as one that depends on all positions is."""
         result = self.statistic.placeholder(grid)
-        others = [
-            leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor) and leaf is not self.statistic.grid
-        ]
-        return result + sum((each - each).sum().to(result.dtype) for each in others) if others else result
+        for each in tree_leaves(self.arguments):
+            if isinstance(each, Tensor) and each is not self.statistic.grid:
+                result = result + (each - each).sum().to(result.dtype)
+        return result
 
     def start(self, name: str) -> MergedParts:
         """Return the empty summary."""
