@@ -81,7 +81,8 @@ def outputs_joined(caller: str, model: Any, reduce: Any) -> Iterator[Outputs]:
             listed = "".join(f"\n  {name}  {tuple(grid.shape)} {grid.dtype}" for name, grid in named.items())
             raise TypeError(
                 f"{caller}: {type(module).__name__} returns grids of several sizes or dtypes, which do not fit in one "
-                f"output.{listed}\n  fix: a module around it that returns those of one size, a call for each size."
+                f"output.\n  input  {tuple(inputs[0].shape)}{listed}\n"
+                "  fix: a module around it that returns those of one size, and a call for each size."
             )
         outputs.names, outputs.keyed = tuple(map(str, named)), isinstance(output, Mapping)
         outputs.channels = tuple(grid.shape[1] for grid in grids)
