@@ -77,7 +77,7 @@ def test_the_plan_is_for_all_outputs() -> None:
 
 
 def test_outputs_that_do_not_fit_in_one_are_refused() -> None:
-    text = r"(?s)predict_whole: Heads returns grids of several sizes or dtypes, .*\n  distance  \(1, 4, .*\n  fix: a module"
+    text = r"(?s)predict_whole: Heads returns grids of several sizes or dtypes, .*\n  distance  \(1, 4, .*\n  fix: a"
     with pytest.raises(TypeError, match=text):
         predict_whole(settled(Heads("dict", stride=2)), IMAGE, tile=8, quiet=True)
     with pytest.raises(TypeError, match="predict_whole: reduce is for a network of one output, and Heads returns 2"):
