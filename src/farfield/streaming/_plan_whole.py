@@ -19,6 +19,7 @@ from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.scale import Scale, find_scale, refuse_other_layers, trace_or_raise
+from farfield.streaming.several_outputs import outputs_joined
 from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
 from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
@@ -237,7 +238,7 @@ def make_plan(
         raise unknown(caller, "pad", pad, MODES)
     check_reduction(caller, reduce)
     # A named reduction is positionwise: the checks are of the scores that it reduces.
-    with function_applied(caller, model, reduce):
+    with outputs_joined(caller, model, reduce), function_applied(caller, model, reduce):
         plan = make_checked_plan(caller, model, shape, tiles, pad)
     smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
     reduced = reduce_channels(caller, reduce, smallest)

@@ -19,10 +19,12 @@ from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.flips import MeanOverFlips, flip_grid, flip_region, mean_of
 from farfield.streaming.geometry import Halo, count_positions, enlarge_region, index_within
 from farfield.streaming.global_layers import NotLocalError
+from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.reduction import Reduction, call_reduction, describe, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
+from farfield.streaming.several_outputs import Outputs, outputs_joined
 from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
 from farfield.streaming.source import Region, VolumeSource
 from farfield.streaming.spilling import SpillPlan
@@ -55,7 +57,7 @@ def predict_whole(
 
     Args:
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
-            over flips of the volume.
+            over flips of the volume. It may return several grids of one size, in a dict, tuple or list.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution.
@@ -77,8 +79,9 @@ def predict_whole(
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
-        volume's device if the volume is a tensor, else an array of NumPy; otherwise the user's array, or the file at
-        the path, opened for reading.
+        volume's device if the volume is a tensor, else an array of NumPy, or a dict or tuple of these as the model
+        returns several; otherwise the user's array, or the file at the path, opened for reading. An array or file has
+        several outputs as channels, one after the other; `open_volume` reads their names in a file.
 
     Raises:
         ValueError: If the model is in training mode, does not take the volume's size, has a layer that needs the whole
@@ -126,32 +129,40 @@ def predict_whole(
         if tiles.size is None:
             saved = saved_tile("predict_whole", path, overwrite, model, {"volume": volume})
             tiles = replace(tiles, size=saved)
-    plan = make_plan("predict_whole", model, volume.shape, tiles, pad, reduce)
-    if not quiet:
-        print(plan, file=sys.stderr)
-    source = VolumeSource(
-        volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect"
-    )
+    with outputs_joined("predict_whole", model, reduce) as outputs:
+        plan = make_plan("predict_whole", model, volume.shape, tiles, pad, reduce)
+        if not quiet:
+            print(plan, file=sys.stderr)
+        source = VolumeSource(
+            volume, plan.layout, device_of(model), dtype_of(model), padding=plan.padding, mode=pad or "reflect"
+        )
+        output = output_for("predict_whole", out, make_spec(known, plan, source, outputs), volume, overwrite)
+        stored = plan.spill.stored if plan.spill else ()
+        settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path), *stored)
+        identity = partial(compute_identity, model, {"volume": volume}, settings)
+        progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
+        stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
+        if isinstance(model, MeanOverFlips):
+            return FlippedPrediction(model, plan, reduce, stream).run(quiet)
+        with function_applied("predict_whole", model, reduce):
+            result = Prediction(model, plan, reduce, stream).run(quiet)
+    return result if out is not None else outputs.split(result, int(plan.layout.batch), plan.layout.channels)
+
+
+def make_spec(known: ImageMetadata | None, plan: StreamingPlan, source: VolumeSource, outputs: Outputs) -> OutputSpec:
+    """Return the description of the output of a plan.
+
+    Args:
+        known: Axes and voxel size of the volume; None if they are not known.
+        plan: The plan.
+        source: The volume.
+        outputs: What the network returns; names of several outputs become those of channels.
+    """
     shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
     metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
-    spec = OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
-    output = output_for("predict_whole", out, spec, volume, overwrite)
-    settings = (
-        plan.tile,
-        plan.passes,
-        plan.padding,
-        pad,
-        describe(reduce),
-        str(path),
-        *(plan.spill.stored if plan.spill else ()),
-    )
-    identity = partial(compute_identity, model, {"volume": volume}, settings)
-    progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
-    stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
-    if isinstance(model, MeanOverFlips):
-        return FlippedPrediction(model, plan, reduce, stream).run(quiet)
-    with function_applied("predict_whole", model, reduce):
-        return Prediction(model, plan, reduce, stream).run(quiet)
+    if outputs.names:
+        metadata = replace(metadata, channels=outputs.channel_names())
+    return OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
 
 
 class Prediction:
