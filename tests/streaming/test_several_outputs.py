@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import open_volume, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, open_volume, plan_whole, predict_whole
 from helpers.streamed_nets import attention, relative, settled
+
+
+class Both(NamedTuple):
+    distance: Any
+    probability: Any
 
 
 class Heads(nn.Module):
@@ -29,25 +35,65 @@ class Heads(nn.Module):
         distances, probability = self.distances(shared), self.probability(shared).sigmoid()
         if self.kind == "dict":
             return {"distance": distances, "probability": probability}
+        if self.kind == "named tuple":
+            return Both(distances, probability)
         return [distances, probability] if self.kind == "list" else (distances, probability)
+
+
+class Pyramid(nn.Module):
+    """Scores at the whole size and at half of it, as networks with deep supervision return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scores, self.coarse = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 3, 1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, grid: Tensor) -> list[Tensor]:
+        features = self.first(grid)
+        return [self.scores(features), self.coarse(nn.functional.avg_pool2d(features, 2))]
+
+
+class Wrapped(nn.Module):
+    """What the texts of errors advise: a module around a network."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+class First(Wrapped):
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.network(grid)[0]
+
+
+class Reduced(Wrapped):
+    def forward(self, grid: Tensor) -> dict[str, Tensor]:
+        outputs = self.network(grid)
+        return {
+            "nearest": outputs["distance"].argmax(1, keepdim=True).to(torch.uint8),
+            "inside": (outputs["probability"] > 0.5).to(torch.uint8),
+        }
 
 
 IMAGE = np.random.default_rng(0).standard_normal((30, 26)).astype("float32")
 
 
-def whole(net: nn.Module, image: np.ndarray) -> list[Tensor]:
-    with torch.no_grad():
-        output = net(torch.from_numpy(image).reshape(1, 1, *image.shape[-2:]))
+def parts_of(output: Any) -> list[Any]:
     return list(output.values()) if isinstance(output, dict) else list(output)
 
 
+def whole(net: nn.Module, image: np.ndarray) -> list[Tensor]:
+    with torch.no_grad():
+        return parts_of(net(torch.from_numpy(image).reshape(1, 1, *image.shape[-2:])))
+
+
 @pytest.mark.parametrize("shape", [(30, 26), (1, 30, 26), (1, 1, 30, 26)])
-@pytest.mark.parametrize("kind", ["dict", "tuple", "list"])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "list", "named tuple"])
 def test_outputs_are_those_of_the_whole(kind: str, shape: tuple[int, ...]) -> None:
     net, image = settled(Heads(kind)), IMAGE.reshape(shape)
     got = predict_whole(net, image, tile=8, quiet=True)
     assert list(got) == ["distance", "probability"] if kind == "dict" else isinstance(got, tuple)
-    parts = list(got.values()) if isinstance(got, dict) else got
+    assert kind != "named tuple" or isinstance(got, Both)
+    parts = parts_of(got)
     leading = shape[:-2]
     assert [part.shape for part in parts] == [
         ((1,) * (len(shape) - 3) + (4, 30, 26)) if leading else (4, 30, 26),
@@ -56,14 +102,14 @@ def test_outputs_are_those_of_the_whole(kind: str, shape: tuple[int, ...]) -> No
     for part, want in zip(parts, whole(net, IMAGE), strict=True):
         assert relative(torch.as_tensor(part).reshape(want.shape), want) < 1e-5
     tensors = predict_whole(net, torch.from_numpy(image), tile=8, quiet=True)
-    assert all(isinstance(each, Tensor) for each in (tensors.values() if kind == "dict" else tensors))
+    assert all(isinstance(each, Tensor) for each in parts_of(tensors))
 
 
 def test_a_file_has_them_as_named_channels(tmp_path: Path) -> None:
     net = settled(Heads("dict"))
     written = predict_whole(net, IMAGE, tile=8, out=tmp_path / "out.ome.tif", quiet=True)
     for part, want in zip((written[:4], written[4:]), whole(net, IMAGE), strict=True):
-        assert relative(part, want[0]) < 1e-5
+        assert relative(np.array(part), want[0]) < 1e-5
     names = ("distance 0", "distance 1", "distance 2", "distance 3", "probability")
     assert open_volume(tmp_path / "out.ome.tif").metadata.channels == names
     out = np.zeros((5, 30, 26), "float32")
@@ -76,16 +122,65 @@ def test_the_plan_is_for_all_outputs() -> None:
     assert plan_whole(settled(Heads("tuple")), IMAGE.shape, tile=8).output.channels == 5
 
 
-def test_outputs_that_do_not_fit_in_one_are_refused() -> None:
-    text = r"(?s)predict_whole: Heads returns grids of several sizes or dtypes, .*\n  distance  \(1, 4, .*\n  fix: a"
-    with pytest.raises(TypeError, match=text):
-        predict_whole(settled(Heads("dict", stride=2)), IMAGE, tile=8, quiet=True)
-    with pytest.raises(TypeError, match="predict_whole: reduce is for a network of one output, and Heads returns 2"):
-        predict_whole(settled(Heads("dict")), IMAGE, tile=8, reduce="argmax", quiet=True)
+def flipped_by_hand(net: nn.Module, grid: Tensor) -> Iterator[list[Tensor]]:
+    for axes in ([], [2], [3], [2, 3]):
+        with torch.no_grad():
+            yield [part.flip(axes) for part in parts_of(net(grid.flip(axes)))]
 
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_each_output_has_its_mean_over_flips(kind: str, tmp_path: Path) -> None:
+    net, grid = settled(Heads(kind)), torch.from_numpy(IMAGE)[None, None]
+    want = [torch.stack(each).mean(0) for each in zip(*flipped_by_hand(net, grid), strict=True)]
+    flipped = MeanOverFlips(net, (0, 1)).eval()
+    with torch.no_grad():
+        in_one_piece = flipped(grid)
+    for got in (in_one_piece, predict_whole(flipped, IMAGE, tile=8, quiet=True)):
+        assert isinstance(got, dict if kind == "dict" else tuple)
+        for part, mean in zip(parts_of(got), want, strict=True):
+            assert relative(torch.as_tensor(part).reshape(mean.shape), mean) < 1e-5
+    written = predict_whole(flipped, IMAGE, tile=8, out=tmp_path / "out.npy", quiet=True)
+    assert relative(np.array(written), torch.cat(want, 1)[0]) < 1e-5
+
+
+def test_outputs_of_several_sizes_are_refused_and_the_fix_works() -> None:
+    net = settled(Pyramid())
+    text = r"(?s)predict_whole: Pyramid returns grids of several sizes .*\n  0  \(1, 3, .*self\.network\(grid\)\[0\]\."
+    with pytest.raises(TypeError, match=text):
+        predict_whole(net, IMAGE, tile=8, quiet=True)
+    got = predict_whole(First(net).eval(), IMAGE, tile=8, quiet=True)
+    assert relative(got, whole(net, IMAGE)[0][0]) < 1e-5
+    text = r"(?s)plan_whole: Heads returns .*\n  distance  \(1, 4, .*self\.network\(grid\)\['distance'\]\."
+    with pytest.raises(TypeError, match=text):
+        plan_whole(settled(Heads("dict", stride=2)), IMAGE.shape, tile=8)
+
+
+def test_a_reduction_of_several_outputs_is_refused_and_the_fix_works() -> None:
+    net = settled(Heads("dict"))
+    text = "predict_whole: reduce is for a network of one output, and Heads returns 2"
+    for reduce in ("argmax", lambda grid: grid.amax(1, keepdim=True)):
+        with pytest.raises(TypeError, match=text):
+            predict_whole(net, IMAGE, tile=8, reduce=reduce, quiet=True)
+    got = predict_whole(Reduced(net).eval(), IMAGE, tile=8, quiet=True)
+    distances, probability = whole(net, IMAGE)
+    assert got["nearest"].dtype == got["inside"].dtype == np.uint8
+    assert (got["nearest"] == distances[0].argmax(0).numpy()).mean() > 0.99
+    assert (got["inside"] == (probability[0, 0] > 0.5).numpy()).mean() > 0.99
+
+
+def test_outputs_that_are_no_grids_are_refused() -> None:
     class Words(nn.Conv2d):
         def forward(self, grid: Tensor) -> Any:
             return {"grid": super().forward(grid), "name": "conv"}
 
     with pytest.raises(TypeError, match=r"Words returns dict, not one grid \(batch, channels, \*size\)"):
         predict_whole(settled(Words(1, 1, 1)), IMAGE, tile=8, quiet=True)
+
+    class Labels(nn.Conv2d):
+        def forward(self, grid: Tensor) -> Any:
+            return {"labels": super().forward(grid).argmax(1, keepdim=True)}
+
+    for call in (predict_whole, plan_whole):
+        volume = IMAGE if call is predict_whole else IMAGE.shape
+        with pytest.raises(TypeError, match=r"Labels returns torch\.int64, of which there is no mean over flips"):
+            call(MeanOverFlips(settled(Labels(1, 3, 1)), (0,)).eval(), volume, tile=8)

@@ -226,7 +226,7 @@ def make_plan(
         )
     if isinstance(model, MeanOverFlips):
         tiles = parse_tiles(caller, tile)
-        with refuse_integers(caller, model):
+        with outputs_joined(caller, model.network, reduce), refuse_integers(caller, model):
             plan = make_plan(caller, model.network, shape, replace(tiles, disk=0), pad, reduce)
         if tiles.disk:
             plan = replace(plan, not_spilled="grids of flips are not stored on disk")

@@ -129,7 +129,8 @@ def predict_whole(
         if tiles.size is None:
             saved = saved_tile("predict_whole", path, overwrite, model, {"volume": volume})
             tiles = replace(tiles, size=saved)
-    with outputs_joined("predict_whole", model, reduce) as outputs:
+    network = model.network if isinstance(model, MeanOverFlips) else model
+    with outputs_joined("predict_whole", network, reduce) as outputs:
         plan = make_plan("predict_whole", model, volume.shape, tiles, pad, reduce)
         if not quiet:
             print(plan, file=sys.stderr)
@@ -143,9 +144,10 @@ def predict_whole(
         progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
         stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
         if isinstance(model, MeanOverFlips):
-            return FlippedPrediction(model, plan, reduce, stream).run(quiet)
-        with function_applied("predict_whole", model, reduce):
-            result = Prediction(model, plan, reduce, stream).run(quiet)
+            result = FlippedPrediction(model, plan, reduce, stream).run(quiet)
+        else:
+            with function_applied("predict_whole", model, reduce):
+                result = Prediction(model, plan, reduce, stream).run(quiet)
     return result if out is not None else outputs.split(result, int(plan.layout.batch), plan.layout.channels)
 
 

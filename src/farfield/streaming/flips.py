@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo
+from farfield.streaming.several_outputs import outputs_joined
 from farfield.streaming.source import Region
 
 
@@ -25,7 +26,8 @@ class MeanOverFlips(nn.Module):
     before it is written.
 
     Args:
-        network: From one grid `(batch, channels, *size)` to one, of floating-point numbers.
+        network: From one grid `(batch, channels, *size)` to one, of floating-point numbers, or to several of one size
+            in a dict, tuple or list, of which each has its mean.
         axes: Spatial axes that are flipped, from 0; all subsets of them, so n axes give 2^n flips.
 
     Raises:
@@ -66,10 +68,12 @@ class MeanOverFlips(nn.Module):
         """Return the axes, as text."""
         return f"axes={self.axes}"
 
-    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
-        """Return the mean over all flips."""
+    def forward(self, grid: Float[Tensor, "b c *n"]) -> Any:
+        """Return the mean over all flips: a grid, or several as the network returns them."""
         check_axes("MeanOverFlips", self, grid.dim() - 2)
-        return mean_of(flip_grid(self.network(flip_grid(grid, flip)), flip) for flip in self.flips)
+        with outputs_joined("MeanOverFlips", self.network) as outputs:
+            mean = mean_of(flip_grid(self.network(flip_grid(grid, flip)), flip) for flip in self.flips)
+        return outputs.split(mean, 1, True)
 
 
 def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:

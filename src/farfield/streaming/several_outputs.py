@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ class Outputs:
     """What a network returns: one grid, or several with names.
 
     Attributes:
-        names: Names of the outputs: the keys of a dict, or "0", "1", … of a sequence; empty for one grid.
+        names: Names of the outputs: the keys of a dict, the fields of a named tuple, or "0", "1", … of another
+            sequence; empty for one grid.
         channels: Number of channels of each.
-        keyed: Whether the network returns a dict.
+        make: Outputs with their names -> what the network returns: a dict or a tuple.
     """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         self.channels: tuple[int, ...] = ()
-        self.keyed = False
+        self.make: Callable[[dict[str, Any]], Any] = dict
 
     def channel_names(self) -> tuple[str, ...]:
         """Return a name for each channel of the joined grid: that of its output, with a number if it has several."""
@@ -42,21 +43,54 @@ class Outputs:
         """
         if not self.names:
             return result
-        parts, start = [], 0
-        for count in self.channels:
+        parts, start = {}, 0
+        for name, count in zip(self.names, self.channels, strict=True):
             index = start if count == 1 and not keep_axis else slice(start, start + count)
-            parts.append(result[(slice(None),) * axis + (index,)])
+            parts[name] = result[(slice(None),) * axis + (index,)]
             start += count
-        return dict(zip(self.names, parts, strict=True)) if self.keyed else tuple(parts)
+        return self.make(parts)
+
+    def join(self, output: Any) -> Any:
+        """Return the outputs of a network joined along the channels, and note them; anything else as it is."""
+        named = name_outputs(output)
+        if not is_several(named):
+            return output
+        grids = list(named.values())
+        self.names, self.channels = tuple(named), tuple(grid.shape[1] for grid in grids)
+        self.make = find_maker(output)
+        return torch.cat(grids, 1)
+
+
+def find_maker(output: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return the function that makes of outputs with names what the network returns: a dict or a tuple."""
+    if isinstance(output, Mapping):
+        return dict
+    kind = type(output) if hasattr(output, "_fields") else None
+    return lambda parts: tuple(parts.values()) if kind is None else kind(*parts.values())
+
+
+def name_outputs(output: Any) -> dict[str, Any]:
+    """Return what is in a dict or a sequence with names; nothing for another object."""
+    if isinstance(output, Mapping):
+        return {str(name): part for name, part in output.items()}
+    if isinstance(output, tuple | list):
+        names = getattr(output, "_fields", range(len(output)))
+        return {str(name): part for name, part in zip(names, output, strict=True)}
+    return {}
+
+
+def is_several(named: dict[str, Any]) -> bool:
+    """Whether outputs are grids; there may be one."""
+    return bool(named) and all(isinstance(part, Tensor) and part.dim() > 2 for part in named.values())
 
 
 @contextmanager
-def outputs_joined(caller: str, model: Any, reduce: Any) -> Iterator[Outputs]:
+def outputs_joined(caller: str, model: Any, reduce: Any = None) -> Iterator[Outputs]:
     """Join the outputs of a network along the channels, inside the context; they are noted when it runs.
 
     Args:
         caller: The function that errors name.
-        model: The network.
+        model: The network; another object is refused later.
         reduce: The argument of `predict_whole`.
 
     Raises:
@@ -66,30 +100,35 @@ def outputs_joined(caller: str, model: Any, reduce: Any) -> Iterator[Outputs]:
     outputs = Outputs()
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Mapping | tuple | list):
-            return output
-        named = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
-        grids = list(named.values())
-        if not grids or not all(isinstance(grid, Tensor) and grid.dim() > 2 for grid in grids):
-            return output  # refused later
-        if reduce is not None:
-            raise TypeError(
-                f"{caller}: reduce is for a network of one output, and {type(module).__name__} returns {len(grids)}; "
-                "fix: a module around it that reduces them."
-            )
-        if len({(len(grid), grid.shape[2:], grid.dtype) for grid in grids}) > 1:
-            listed = "".join(f"\n  {name}  {tuple(grid.shape)} {grid.dtype}" for name, grid in named.items())
-            raise TypeError(
-                f"{caller}: {type(module).__name__} returns grids of several sizes or dtypes, which do not fit in one "
-                f"output.\n  input  {tuple(inputs[0].shape)}{listed}\n"
-                "  fix: a module around it that returns those of one size, and a call for each size."
-            )
-        outputs.names, outputs.keyed = tuple(map(str, named)), isinstance(output, Mapping)
-        outputs.channels = tuple(grid.shape[1] for grid in grids)
-        return torch.cat(grids, 1)
+        refuse_outputs(caller, module, tuple(inputs[0].shape), output, reduce)
+        return outputs.join(output)
 
-    if not isinstance(model, nn.Module):  # refused later
+    with model.register_forward_hook(hook) if isinstance(model, nn.Module) else nullcontext():
         yield outputs
+
+
+def refuse_outputs(caller: str, module: nn.Module, shape: tuple[int, ...], output: Any, reduce: Any) -> None:
+    """Refuse several outputs that cannot be joined, or would be reduced.
+
+    Raises:
+        TypeError: If they have several sizes or dtypes, or there is a reduction.
+    """
+    named, name = name_outputs(output), type(module).__name__
+    if not is_several(named):
         return
-    with model.register_forward_hook(hook):
-        yield outputs
+    listed = f"\n  input  {shape}" + "".join(
+        f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
+    )
+    if len({(len(part), part.shape[2:], part.dtype) for part in named.values()}) > 1:
+        key, _ = max(enumerate(named.values()), key=lambda each: each[1][0, 0].numel())
+        chosen = repr(list(named)[key]) if isinstance(output, Mapping) else key
+        raise TypeError(
+            f"{caller}: {name} returns grids of several sizes or dtypes, which do not fit in one output, as with deep "
+            f"supervision.{listed}\n  fix: switch the others off, or a module around it that returns one of them, "
+            f"self.network(grid)[{chosen}]."
+        )
+    if reduce is not None:
+        raise TypeError(
+            f"{caller}: reduce is for a network of one output, and {name} returns {len(named)}.{listed}\n"
+            "  fix: a module around it that reduces them, and returns grids of one dtype."
+        )
