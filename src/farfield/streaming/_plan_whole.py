@@ -36,11 +36,13 @@ class PlannedCall(NamedTuple):
         grid: The input of the call.
         layer: What is called, and how it runs in tiles.
         summary: Bytes of its summary.
+        in_tile: Whether its statistics are those of what each tile reads.
     """
 
     grid: NetworkGrid
     layer: GlobalLayer
     summary: int
+    in_tile: bool
 
 
 class Output(NamedTuple):
@@ -104,7 +106,12 @@ class StreamingPlan:
     @property
     def recomputed(self) -> float:
         """MACs of all passes, relative to those of the network on the whole volume."""
-        return self.flips * sum(each.share * read_ratio(self.size, self.tile, each.halo) for each in self.passes)
+        return self.flips * sum(map(self.work, self.passes))
+
+    def work(self, each: Pass) -> float:
+        """Return the MACs of a pass, relative to those of the network on the whole volume."""
+        least = self.least if self.spill is None else (0,) * len(self.size)
+        return each.share * read_ratio(self.size, self.tile, each.halo, least)
 
     @property
     def kept(self) -> Region:
@@ -137,11 +144,13 @@ class StreamingPlan:
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
+        if any(call.in_tile for call in self.calls) and len(self.cores) > 1:
+            patch = " × ".join(map(str, self.least))
+            text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         for index, each in enumerate(self.passes):
-            summarized = [self.calls[call] for call in each.calls]
+            summarized, work = [self.calls[call] for call in each.calls], self.work(each)
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
             what = f"summarize {names}" if names else "write"
-            work = each.share * read_ratio(self.size, self.tile, each.halo)
             stored = "" if self.spill is None else self.spill.describe(index)
             text.append(f"pass {index + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs{stored}")
         if self.flips > 1:
@@ -264,7 +273,12 @@ def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels:
                 f'pad="reflect", a volume of such a size, or tile with None for axis {odd[0]}, which is not cut then.'
             )
     passes = tuple(each._replace(halo=symmetric(each.halo, model.axes)) for each in plan.passes)
-    return replace(plan, passes=passes, flips=len(model.flips))
+    plan = replace(plan, passes=passes, flips=len(model.flips))
+    if not any(call.in_tile for call in plan.calls):
+        return plan
+    # All tiles have the size of one whose halo is cut nowhere.
+    grown = zip(plan.least, plan.size, plan.tile, *passes[-1].halo, strict=True)
+    return replace(plan, least=tuple(min(length, max(least, own + a + b)) for least, length, own, a, b in grown))
 
 
 def make_checked_plan(
@@ -287,7 +301,7 @@ def make_checked_plan(
         NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
-    draft = Draft(caller, model, batch, channels, size, scale, grids, whole)
+    draft = Draft(caller, model, batch, channels, size, scale, grids, whole, tiles.statistics)
     spilled, reason = plan_spill(draft, tiles)
     positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
     plan = StreamingPlan(
@@ -295,8 +309,10 @@ def make_checked_plan(
         size=size,
         padding=padding,
         tile=positions,
-        least=draft.least,
-        calls=tuple(map(PlannedCall, [each for each in grids if each.summarized], whole.layers, whole.summaries)),
+        least=draft.least(positions, passes[-1].halo),
+        calls=tuple(
+            map(PlannedCall, [each for each in grids if each.summarized], whole.layers, whole.summaries, draft.in_tile)
+        ),
         passes=passes,
         output=Output(grids[-1], whole.steps[-1].shape[1], whole.steps[-1].dtype),
         macs=whole.macs[-1],

@@ -262,7 +262,7 @@ class Prediction:
         """Run the network on what a tile reads, and return its output.
 
         A layer in `calls` is summarized. Any other responds to its summary, or by a placeholder if an earlier pass has
-        not summarized it: then no layer in `calls` depends on it.
+        not summarized it: then no layer in `calls` depends on it. Layers whose statistics are those of a tile run.
 
         Raises:
             EnoughError: When the last layer in `calls` is summarized.
@@ -272,6 +272,8 @@ class Prediction:
         def forward(path: str | None, layer: GlobalLayer, own: Tensor, mask: Tensor | None) -> Tensor:
             call, self.call = self.call, self.call + 1
             self.check_call(call, layer, own)
+            if self.plan.calls[call].in_tile:
+                return layer.run_whole(own, mask)[1]
             if call in calls:
                 self.summarize(call, layer, own, mask)
                 if call == calls[-1]:

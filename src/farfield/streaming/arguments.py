@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError
+from farfield._checks import ShapeError, unknown
 
+# What norms and pooling see: all positions of the volume, or those that a tile reads.
+STATISTICS = ("whole", "tile")
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
@@ -29,6 +31,10 @@ class Tiles:
             free memory. Workspace of kernels, the network and the libraries come on top.
         disk: Bytes of disk that grids inside the network may take at once, which are stored between passes so that
             later passes start from them; by default none, and each pass starts from the volume.
+        statistics: What norms, means and pooling see: "whole", all positions of the volume, or "tile", the positions
+            that a tile reads, as in training on patches. Tiles then all read as many positions, their halo included,
+            and the result depends on where they are cut. Attention, layers with `summarize` and `respond`, and
+            layer norm over positions see the whole in either case.
 
     Example:
         >>> from torch import nn
@@ -42,6 +48,7 @@ class Tiles:
     halo: int | Sequence[int] | None = None
     memory: int | None = None
     disk: int = 0
+    statistics: str = "whole"
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
@@ -79,12 +86,16 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
     Raises:
         TypeError: If a number is no integer.
         ShapeError: If a number is too small.
+        LookupError: If `statistics` is unknown.
     """
     given = tile if isinstance(tile, Tiles) else Tiles(tile)
     size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
     halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
     memory = None if given.memory is None else parse_bytes(caller, "memory", given.memory)
-    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, parse_bytes(caller, "disk", given.disk))
+    if given.statistics not in STATISTICS:
+        raise unknown(caller, "statistics", given.statistics, STATISTICS)
+    disk = parse_bytes(caller, "disk", given.disk)
+    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 
 def parse_bytes(caller: str, name: str, given: Any) -> int:

@@ -117,9 +117,10 @@ def count_positions(region: Region) -> int:
     return math.prod(stop - start for start, stop in region)
 
 
-def read_ratio(size: Sequence[int], tile: Sequence[int], halo: Halo) -> float:
-    """Return how many positions all tiles with their halos read, per position of the volume."""
-    return sum(count_positions(halo.around(core, size)) for core in cores(size, tile)) / math.prod(size)
+def read_ratio(size: Sequence[int], tile: Sequence[int], halo: Halo, least: Sequence[int]) -> float:
+    """Return how many positions all tiles with their halos read, per position of the volume; see `enlarge_region`."""
+    regions = [enlarge_region(least, halo.around(core, size), size) for core in cores(size, tile)]
+    return sum(map(count_positions, regions)) / math.prod(size)
 
 
 def index_within(part: Region, read: Region) -> tuple[Any, ...]:

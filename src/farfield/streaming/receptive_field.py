@@ -176,9 +176,15 @@ class Probe:
         after = half - Fraction(span.start) / axis_scale.ratio
         return round_up(max(before, Fraction(0)), multiple), round_up(max(after, Fraction(0)), multiple)
 
-    @cached_property
-    def levels(self) -> list[int]:
-        """The level of each attention call: one more than the highest of those that it depends on, 0 without any."""
+    def find_levels(self, in_tile: Sequence[bool]) -> list[int]:
+        """Return the level of each call of a global layer: the number of passes that must have run before it.
+
+        It is one more than the highest of those that it depends on, 0 without any. A layer that takes its statistics
+        from a tile needs no pass, and has the level of those itself.
+
+        Args:
+            in_tile: Whether a call is of such a layer.
+        """
         grid = self.draw(self.small)
         count = sum(step.summarized for step in self.run(grid))
         levels = [0] * count
@@ -194,7 +200,7 @@ class Probe:
             steps = [step for step in steps if step.summarized]
             for later in range(source + 1, count):
                 if cast(Tensor, steps[later].grid).isnan().any():
-                    levels[later] = max(levels[later], levels[source] + 1)
+                    levels[later] = max(levels[later], levels[source] + (not in_tile[source]))
         return levels
 
 

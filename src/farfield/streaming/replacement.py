@@ -159,6 +159,15 @@ class StatisticLayer(NamedTuple):
         return size, self.statistic.apply(grid, parts, place)
 
 
+def follows_tile(layer: GlobalLayer) -> bool:
+    """Whether a layer is a norm, mean or pooling that can take its statistics from what a tile reads.
+
+    Layer norm over positions cannot: its weights belong to the positions of the whole.
+    """
+    function = layer.arguments[0] if isinstance(layer, StatisticLayer) and layer.arguments else None
+    return function not in (None, F.layer_norm)
+
+
 # (path, layer, grid, mask) -> result; the path is None for functions, which do not know it.
 LayerForward = Callable[["str | None", GlobalLayer, Tensor, "Tensor | None"], Tensor]
 

@@ -314,6 +314,8 @@ def plan_spill(draft: Draft, tiles: Tiles) -> tuple[tuple[tuple[int, ...], tuple
     """
     if not tiles.disk:
         return None, ""
+    if any(draft.in_tile):
+        return None, "norms see what a tile reads of the volume, and stored grids would be read with other halos"
     try:
         return SpillDraft(draft, tiles.disk, tiles.memory).plan(tiles), ""
     except (UntraceableError, RuntimeError) as error:  # a part of the network may not take a grid that the whole takes

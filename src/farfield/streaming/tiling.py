@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.receptive_field import Probe, not_local_error
-from farfield.streaming.replacement import AttentionLayer
+from farfield.streaming.replacement import AttentionLayer, follows_tile
 from farfield.streaming.scale import Scale
 from farfield.streaming.softmax_layer import SoftmaxLayer
 from farfield.streaming.summaries import has_grid_summary
@@ -60,6 +61,10 @@ class Draft:
         scale: The network's strides.
         grids: The network's grids, for the whole volume.
         whole: The network's trace on the whole volume.
+        statistics: The attribute of `Tiles`.
+
+    Attributes:
+        in_tile: For each call whether its statistics are those of what a tile reads.
     """
 
     def __init__(
@@ -72,9 +77,11 @@ class Draft:
         scale: Scale,
         grids: list[NetworkGrid],
         whole: Trace,
+        statistics: str,
     ) -> None:
         self.caller, self.model, self.batch, self.channels, self.size = caller, model, batch, channels, size
         self.scale, self.grids, self.whole = scale, grids, whole
+        self.in_tile = [statistics == "tile" and follows_tile(layer) for layer in whole.layers]
         self.probe: Probe | None = None
 
     def cut(
@@ -166,10 +173,29 @@ class Draft:
         multiple = self.scale.multiple[axis]
         return round_up(max(Fraction(0), -min(ends)), multiple), round_up(max(Fraction(0), max(ends)), multiple)
 
-    @property
-    def least(self) -> tuple[int, ...]:
-        """The smallest size that a tile reads, because the network takes no smaller one; zeros if nothing is cut."""
-        return (0,) * len(self.size) if self.probe is None else self.probe.least
+    def least(self, positions: Sequence[int], halo: Halo) -> tuple[int, ...]:
+        """Return the smallest size that a tile reads: what the network takes, or all tiles if they have statistics.
+
+        Args:
+            positions: Size of the tiles; zeros are returned if nothing is cut.
+            halo: Halo of all passes.
+        """
+        if self.probe is None:
+            return (0,) * len(self.size)
+        if not any(self.in_tile):
+            return self.probe.least
+        # The remainder of the volume's size, so that a tile at the volume's end starts at a multiple of the strides.
+        return tuple(
+            min(length, max(least, own + before + after + length % multiple))
+            for length, least, own, before, after, multiple in zip(
+                self.size, self.probe.least, positions, *halo, self.scale.multiple, strict=True
+            )
+        )
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """As `Probe.find_levels` returns them."""
+        return self.get_probe().find_levels(self.in_tile)
 
     def cut_axes(self, positions: Sequence[int]) -> list[int]:
         """Return the axes along which tiles of this size are shorter than the volume."""
@@ -283,15 +309,21 @@ class Draft:
         return halo
 
     def passes(self, grid_halos: dict[int, list[tuple[int, int]]]) -> tuple[Pass, ...]:
-        """Return one pass for each level of attentions, and the last pass, which writes."""
+        """Return one pass for each level of attentions, and the last pass, which writes.
+
+        Layers that take their statistics from a tile need no pass. All passes then have the same halo, so that these
+        statistics are the same in all.
+        """
         summarized = [index for index, each in enumerate(self.grids) if each.summarized]
-        levels = self.get_probe().levels
+        levels = {call: level for call, level in enumerate(self.levels) if not self.in_tile[call]}
+        whole = self.join_halos(grid_halos, [*summarized, len(self.grids) - 1]) if any(self.in_tile) else None
         passes = []
-        for level in range(max(levels, default=-1) + 1):
-            calls = tuple(call for call, own in enumerate(levels) if own == level)
+        for level in range(max(levels.values(), default=-1) + 1):
+            calls = tuple(call for call, own in levels.items() if own == level)
             share = self.whole.macs[calls[-1]] / max(1, self.whole.macs[-1])
-            passes.append(Pass(calls, self.join_halos(grid_halos, [summarized[call] for call in calls]), share))
-        return (*passes, Pass((), self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
+            halo = whole or self.join_halos(grid_halos, [summarized[call] for call in calls])
+            passes.append(Pass(calls, halo, share))
+        return (*passes, Pass((), whole or self.join_halos(grid_halos, [len(self.grids) - 1]), 1.0))
 
     def tile_bytes(self, positions: Sequence[int], halo: Halo) -> int:
         """Return the most bytes that the grids of one tile and its halo take at once."""
