@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
 from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
+from farfield.streaming.network_axes import refuse_axes, spatial_dims_of, split_padding, trace_volume
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
-from farfield.streaming.scale import Scale, find_scale, refuse_other_layers, trace_or_raise
+from farfield.streaming.scale import find_scale, refuse_other_layers
+from farfield.streaming.several_inputs import check_arguments, inputs_split, parse_layouts
 from farfield.streaming.several_outputs import outputs_joined
-from farfield.streaming.source import MODES, AxisLayout, Region, Span, parse_layout
+from farfield.streaming.source import MODES, AxisLayout, Region, Span
 from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
-from farfield.streaming.trace import Trace, trace
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 WORK = 4
@@ -64,7 +64,8 @@ class StreamingPlan:
     """The plan of `predict_whole`.
 
     Attributes:
-        layout: Axes of the volume.
+        layout: Axes of the volume; of the first of several.
+        channels: Number of channels of each volume that the network takes.
         size: Size of the volume, padded.
         padding: How many positions are padded before and after each spatial axis.
         tile: Size of the tiles that are written.
@@ -80,6 +81,7 @@ class StreamingPlan:
     """
 
     layout: AxisLayout
+    channels: tuple[int, ...]
     size: tuple[int, ...]
     padding: tuple[Span, ...]
     tile: tuple[int, ...]
@@ -106,12 +108,7 @@ class StreamingPlan:
     @property
     def recomputed(self) -> float:
         """MACs of all passes, relative to those of the network on the whole volume."""
-        return self.flips * sum(map(self.work, self.passes))
-
-    def work(self, each: Pass) -> float:
-        """Return the MACs of a pass, relative to those of the network on the whole volume."""
-        least = self.least if self.spill is None else (0,) * len(self.size)
-        return each.share * read_ratio(self.size, self.tile, each.halo, least)
+        return self.flips * sum(pass_work(self, each) for each in self.passes)
 
     @property
     def kept(self) -> Region:
@@ -148,7 +145,7 @@ class StreamingPlan:
             patch = " × ".join(map(str, self.least))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         for index, each in enumerate(self.passes):
-            summarized, work = [self.calls[call] for call in each.calls], self.work(each)
+            summarized, work = [self.calls[call] for call in each.calls], pass_work(self, each)
             names = ", ".join(f"{call.grid.name} ({call.summary:,} bytes)" for call in summarized)
             what = f"summarize {names}" if names else "write"
             stored = "" if self.spill is None else self.spill.describe(index)
@@ -171,9 +168,15 @@ class StreamingPlan:
         return []
 
 
+def pass_work(plan: StreamingPlan, each: Pass) -> float:
+    """Return the MACs of a pass, relative to those of the network on the whole volume."""
+    least = plan.least if plan.spill is None else (0,) * len(plan.size)
+    return each.share * read_ratio(plan.size, plan.tile, each.halo, least)
+
+
 def plan_whole(
     model: nn.Module,
-    shape: Sequence[int],
+    shape: Sequence[int] | Sequence[Sequence[int]],
     *,
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
@@ -183,7 +186,7 @@ def plan_whole(
 
     Args:
         model: As in `predict_whole`.
-        shape: Shape of the volume.
+        shape: Shape of the volume; a tuple of shapes for a network of several inputs.
         tile: As in `predict_whole`.
         pad: As in `predict_whole`.
         reduce: As in `predict_whole`.
@@ -208,21 +211,25 @@ def plan_whole(
         >>> len(plan.cores), len(plan.passes), plan.passes[-1].halo.before
         (16, 2, (2, 2))
     """
-    if hasattr(shape, "shape"):
-        raise TypeError(
-            f"plan_whole: shape must be numbers, got a volume of shape {tuple(shape.shape)}; "
-            "fix: plan_whole(model, volume.shape)."
-        )
-    given: object = shape
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise TypeError(f"plan_whole: shape must be numbers, got {given!r:.60}; fix: plan_whole(model, volume.shape).")
-    return make_plan("plan_whole", model, shape, tile, pad, reduce)
+    several = isinstance(shape, tuple | list) and bool(shape) and not any(isinstance(each, int) for each in shape)
+    shapes: list[Any] = list(shape) if several else [shape]
+    for each in shapes:
+        if hasattr(each, "shape"):
+            raise TypeError(
+                f"plan_whole: shape must be numbers, got a volume of shape {tuple(each.shape)}; "
+                "fix: plan_whole(model, volume.shape)."
+            )
+        if not isinstance(each, Sequence) or isinstance(each, str):
+            raise TypeError(
+                f"plan_whole: shape must be numbers, got {each!r:.60}; fix: plan_whole(model, volume.shape)."
+            )
+    return make_plan("plan_whole", model, shapes, tile, pad, reduce)
 
 
 def make_plan(
     caller: str,
     model: nn.Module,
-    shape: Sequence[int],
+    shapes: Sequence[Sequence[int]],
     tile: int | Sequence[int | None] | Tiles | None,
     pad: str | None,
     reduce: Reduction,
@@ -236,10 +243,10 @@ def make_plan(
     if isinstance(model, MeanOverFlips):
         tiles = parse_tiles(caller, tile)
         with outputs_joined(caller, model.network, reduce), refuse_integers(caller, model):
-            plan = make_plan(caller, model.network, shape, replace(tiles, disk=0), pad, reduce)
+            plan = make_plan(caller, model.network, shapes, replace(tiles, disk=0), pad, reduce)
         if tiles.disk:
             plan = replace(plan, not_spilled="grids of flips are not stored on disk")
-        return plan_flips(caller, model, plan, plan.layout.batch_and_channels(shape)[1])
+        return plan_flips(caller, model, plan)
     tiles = parse_tiles(caller, tile)
     refuse_training(caller, model)
     refuse_global(caller, model)
@@ -248,13 +255,13 @@ def make_plan(
     check_reduction(caller, reduce)
     # A named reduction is positionwise: the checks are of the scores that it reduces.
     with outputs_joined(caller, model, reduce), function_applied(caller, model, reduce):
-        plan = make_checked_plan(caller, model, shape, tiles, pad)
+        plan = make_checked_plan(caller, model, shapes, tiles, pad)
     smallest = torch.zeros((1, plan.output.channels, *(1,) * len(plan.kept)), dtype=plan.output.dtype)
     reduced = reduce_channels(caller, reduce, smallest)
     return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
 
 
-def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels: int) -> StreamingPlan:
+def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan) -> StreamingPlan:
     """Return the plan for all flips of a volume, from that for the network without flips.
 
     Raises:
@@ -264,7 +271,8 @@ def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels:
     check_axes(caller, model, len(plan.size))
     cut = [axis for axis in model.axes if plan.tile[axis] < plan.size[axis]]
     if cut:
-        scale = find_scale(caller, model.network, channels, plan.size)
+        with inputs_split(model.network, plan.channels):
+            scale = find_scale(caller, model.network, sum(plan.channels), plan.size)
         odd = [axis for axis in cut if plan.size[axis] % scale.multiple[axis]]
         if odd:
             multiples = " × ".join(map(str, scale.multiple))
@@ -282,20 +290,46 @@ def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan, channels:
 
 
 def make_checked_plan(
-    caller: str, model: nn.Module, shape: Sequence[int], tiles: Tiles, pad: str | None
+    caller: str, model: nn.Module, shapes: Sequence[Sequence[int]], tiles: Tiles, pad: str | None
 ) -> StreamingPlan:
     """Make the plan from arguments that were checked."""
-    layout = parse_layout(caller, shape, spatial_dims_of(caller, model, tiles.size))
-    batch, channels = layout.batch_and_channels(shape)
-    own = tuple(shape[len(shape) - layout.spatial_dims :])
+    check_arguments(caller, model, len(shapes))
+    layouts = parse_layouts(caller, shapes, spatial_dims_of(caller, model, tiles.size))
+    pairs = [layout.batch_and_channels(shape) for layout, shape in zip(layouts, shapes, strict=True)]
+    channels = tuple(own for _, own in pairs)
+    size = tuple(shapes[0][len(shapes[0]) - layouts[0].spatial_dims :])
+    with inputs_split(model, channels):
+        return plan_grid(caller, model, (pairs[0][0], channels, size), layouts[0], tiles, pad)
+
+
+def plan_grid(
+    caller: str,
+    model: nn.Module,
+    shape: tuple[int, tuple[int, ...], tuple[int, ...]],
+    layout: AxisLayout,
+    tiles: Tiles,
+    pad: str | None,
+) -> StreamingPlan:
+    """Make the plan for a grid that has all inputs as channels.
+
+    Args:
+        caller: The function that errors name.
+        model: The network, which takes such a grid.
+        shape: Batch, the channels of each input, and the volume's size.
+        layout: Axes of the first volume.
+        tiles: How it is cut.
+        pad: As in `predict_whole`.
+    """
+    batch, inputs, own = shape
+    channels = sum(inputs)
     try:
         scale = find_scale(caller, model, channels, own)
     except ValueError as error:
-        refuse_axes(caller, model, channels, own, error)
+        refuse_axes(caller, model, inputs, own, error)
         raise
     padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, scale.strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
-    whole = trace_volume(caller, model, batch, channels, size, scale)
+    whole = trace_volume(caller, model, batch, inputs, size, scale)
     refuse_other_layers(caller, scale.steps, whole.steps)
     grids = [
         NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
@@ -306,6 +340,7 @@ def make_checked_plan(
     positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
     plan = StreamingPlan(
         layout=layout,
+        channels=inputs,
         size=size,
         padding=padding,
         tile=positions,
@@ -326,65 +361,3 @@ def make_checked_plan(
             f"without the {padding} padded positions; fix: a larger volume, or one that needs no padding."
         )
     return plan
-
-
-def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
-    """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
-    if isinstance(tile, Sequence):
-        return len(tile)
-    convolution = first_convolution(model)
-    if convolution is None:
-        name = type(model).__name__
-        raise ValueError(
-            f"{caller}: the number of spatial dims is unknown, because {name} has no convolution; fix: tile with "
-            f"one number per spatial dim."
-        )
-    return convolution.weight.dim() - 2
-
-
-def first_convolution(model: nn.Module) -> _ConvNd | None:
-    """Return the first convolution of a model, transposed ones included; None if it has none."""
-    return next((module for module in model.modules() if isinstance(module, _ConvNd)), None)
-
-
-def split_padding(length: int, multiple: int, pad: str | None) -> Span:
-    """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
-    missing = -length % multiple if pad is not None else 0
-    return missing // 2, missing - missing // 2
-
-
-def trace_volume(
-    caller: str, model: nn.Module, batch: int, channels: int, size: tuple[int, ...], scale: Scale
-) -> Trace:
-    """Trace the network on the whole volume.
-
-    Raises:
-        ValueError: If the network does not take its size; the text has sizes that it takes if the strides are why.
-    """
-    try:
-        trace_or_raise(caller, model, channels, size)
-        return trace(caller, model, (batch, channels, *size), whole=True)
-    except ValueError as error:
-        refuse_axes(caller, model, channels, size, error)
-        if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
-            multiples = " × ".join(map(str, scale.strides))
-            raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
-        raise
-
-
-def refuse_axes(caller: str, model: nn.Module, channels: int, size: tuple[int, ...], error: ValueError) -> None:
-    """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
-    convolution = first_convolution(model)
-    if convolution is None:
-        return
-    expected = convolution.weight.dim() - 2
-    if expected != len(size):
-        raise ValueError(
-            f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
-            f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
-        ) from error
-    if convolution.in_channels != channels:
-        raise ValueError(
-            f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
-            f"(channels, *size) this one has {channels} channels of size {size}."
-        ) from error

@@ -26,8 +26,8 @@ class MeanOverFlips(nn.Module):
     before it is written.
 
     Args:
-        network: From one grid `(batch, channels, *size)` to one, of floating-point numbers, or to several of one size
-            in a dict, tuple or list, of which each has its mean.
+        network: From one grid `(batch, channels, *size)`, or several of one size, to one of floating-point numbers, or
+            to several of one size in a dict, tuple or list, of which each has its mean.
         axes: Spatial axes that are flipped, from 0; all subsets of them, so n axes give 2^n flips.
 
     Raises:
@@ -68,11 +68,13 @@ class MeanOverFlips(nn.Module):
         """Return the axes, as text."""
         return f"axes={self.axes}"
 
-    def forward(self, grid: Float[Tensor, "b c *n"]) -> Any:
-        """Return the mean over all flips: a grid, or several as the network returns them."""
-        check_axes("MeanOverFlips", self, grid.dim() - 2)
+    def forward(self, *grids: Float[Tensor, "b _ *n"]) -> Any:
+        """Return the mean over all flips of the network's inputs: a grid, or several as the network returns them."""
+        check_axes("MeanOverFlips", self, grids[0].dim() - 2)
         with outputs_joined("MeanOverFlips", self.network) as outputs:
-            mean = mean_of(flip_grid(self.network(flip_grid(grid, flip)), flip) for flip in self.flips)
+            mean = mean_of(
+                flip_grid(self.network(*(flip_grid(grid, flip) for grid in grids)), flip) for flip in self.flips
+            )
         return outputs.split(mean, 1, True)
 
 

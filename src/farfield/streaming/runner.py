@@ -19,7 +19,7 @@ from farfield.streaming.geometry import index_within
 from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.resume import Progress, Written, begin
 from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
-from farfield.streaming.source import Region, VolumeSource, checksum
+from farfield.streaming.source import Readable, Region, checksum
 from farfield.streaming.summaries import Resumable
 from farfield.streaming.unfinished import explain_disk_errors
 
@@ -35,7 +35,7 @@ class TiledVolume:
         tiles: Own positions of each tile.
     """
 
-    def __init__(self, source: VolumeSource, tiles: list[Region]) -> None:
+    def __init__(self, source: Readable, tiles: list[Region]) -> None:
         self.source, self.tiles = source, tiles
 
 

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLa
     if 0 in shape:
         raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
     return AxisLayout(leading == 2, leading >= 1, spatial_dims)
+
+
+class Readable(Protocol):
+    """A volume that is read region by region."""
+
+    def read(self, region: Region) -> Tensor:
+        """Read a region as a grid `(batch, channels, *size)`."""
+        ...
 
 
 class VolumeSource:
