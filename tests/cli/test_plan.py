@@ -68,6 +68,13 @@ def test_plan_with_times(run: Any) -> None:
     assert "ms" in text
 
 
+@pytest.mark.long
+def test_where_nothing_fits_tiles_are_named(run: Any) -> None:
+    size = "--channels 16 --size 12,10 --no-time"
+    assert "In tiles most do" in run(f"{size} --memory 1kB")
+    assert "In tiles" not in run(f"{size} --memory 100kB")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("8GiB", 8 << 30), ("8 GiB", 8 << 30), ("1.5MB", 1_500_000), ("4096", 4096), ("2e9", 2 * 10**9), ("1TB", 10**12)],

@@ -145,9 +145,9 @@ def test_validate_test_and_predict_with_the_best_weights(tmp_path: Path, capsys:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
     farfield("validate", config=run / "config.yaml", ckpt_path="best", **{"trainer.limit_val_batches": "null"})
-    assert "val/accuracy" in capsys.readouterr().out
+    assert re.fullmatch(r"farfield validate: val/accuracy \S+, .*; \S+best\.ckpt\n", capsys.readouterr().out)
     farfield("test", config=run / "config.yaml", ckpt_path=run / "checkpoints" / "best.ckpt")
-    assert "test/accuracy" in capsys.readouterr().out
+    assert re.fullmatch(r"farfield test: test/accuracy \S+, .*; \S+best\.ckpt\n", capsys.readouterr().out)
     farfield("predict", config=run / "config.yaml", ckpt_path="best")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     rows = table(Path("runs/predictions.csv"))

@@ -112,6 +112,19 @@ def test_a_layer_of_bert_base(operator: str) -> None:
     check(net, torch.randint(300, (1, 64)))
 
 
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "siamese_ones"])
+def test_tokens_differ_behind_the_layers_of_bert(operator: str) -> None:
+    """Where a fifth of it differed, softmax and `factorized_gaussian` learned which words are frequent and no more.
+
+    The response of `siamese_ones`, a sum of all channels in all channels, is the larger part with any initial values.
+    """
+    net = models.bert_small(operator, vocabulary=512, positions=128, channels=128, layers=4, heads=4)
+    with torch.no_grad():
+        tokens = net.encode(torch.randint(512, (4, 128)))
+    constant = tokens.mean(1).square().mean() / tokens.square().mean()
+    assert 1 - float(constant) > 0.5
+
+
 # ---- video -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_nonlocal_blocks(operator: str) -> None:

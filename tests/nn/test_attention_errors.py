@@ -140,12 +140,19 @@ def test_a_mask_in_the_place_of_the_context_and_a_context_of_another_dtype() -> 
         module(grid, mask=torch.zeros(2, 4, 6))
 
 
-def test_memory_that_does_not_suffice_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operator", "fix"),
+    [
+        ("dot", "factorized, which is equal to dot, whose memory grows with the positions"),
+        ("softmax", "factorized_gaussian or kronecker_kv, whose memory grows with the positions"),
+    ],
+)
+def test_memory_that_does_not_suffice_has_a_note(monkeypatch: pytest.MonkeyPatch, operator: str, fix: str) -> None:
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("farfield.nn.attention.attend", full)
     with pytest.raises(RuntimeError) as raised:
-        GridAttention(8, "dot")(torch.zeros(1, 8, 6))
+        GridAttention(8, operator)(torch.zeros(1, 8, 6))
     assert "36 coefficients for 6 queries" in raised.value.__notes__[0]
-    assert "fix: factorized, which is equal to dot" in raised.value.__notes__[0]
+    assert f"fix: {fix}" in raised.value.__notes__[0]

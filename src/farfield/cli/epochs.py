@@ -22,6 +22,8 @@ UNRELATED = (
     "Loading `",
     "Seed set to",
     "`Trainer.fit` stopped",
+    "Restoring states from the checkpoint path",
+    "Loaded model weights from the checkpoint",
 )
 
 
@@ -65,13 +67,17 @@ class EpochLines(TQDMProgressBar):
             self._train_progress_bar.leave = False
             self._train_progress_bar.close()
         most = f" of {trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-        values = metrics_of_epoch(trainer.callback_metrics)
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self._say(f"epoch {trainer.current_epoch + 1}{most} ({duration(time.monotonic() - self.started)}): {shown}")
+        took = duration(time.monotonic() - self.started)
+        self._say(f"epoch {trainer.current_epoch + 1}{most} ({took}): {metrics_text(trainer)}")
 
     def _say(self, line: str) -> None:
         if self._enabled:
             print(line, flush=True)
+
+
+def metrics_text(trainer: Trainer) -> str:
+    """Return the metrics of an epoch or an evaluation with four digits, as text."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics_of_epoch(trainer.callback_metrics).items())
 
 
 def metrics_of_epoch(metrics: dict[str, Tensor]) -> dict[str, float]:

@@ -95,6 +95,11 @@ def plan_table(arguments: argparse.Namespace) -> Table:
     ]
     if not arguments.no_time:
         notes.insert(1, f"Time: estimated from a short run on {arguments.device}.")
+    if arguments.memory and not any(plan.fits for plan in plans):
+        notes.append(
+            "No operator fits as a whole. In tiles most do: a layer by streaming.respond_whole, a network by "
+            "streaming.predict_whole (farfield predict for saved ones)."
+        )
     return Table(title, columns, [table_row(plan) for plan in plans], notes)
 
 

@@ -42,7 +42,7 @@ import farfield.data.segment
 import farfield.data.stereo  # noqa: F401
 from farfield._checks import unknown
 from farfield.cli.configuration import read_configuration, section
-from farfield.cli.epochs import EpochLines, leave_out_unrelated
+from farfield.cli.epochs import EpochLines, leave_out_unrelated, metrics_text
 from farfield.cli.options import Parser
 from farfield.cli.recipes import find_configuration
 from farfield.cli.signals import Stop
@@ -207,6 +207,9 @@ class Training(LightningCLI):
         elif config.logger in (None, True) and not config.fast_dev_run:
             events = TensorBoardLogger(str(self.folder.parent), "", number(self.folder), purge_step=self.resumed_at)
             kwargs["logger"] = [RunLog(self.folder, self.resumed_at), events]
+        if self.subcommand in ("validate", "test"):
+            # Lightning's table of the metrics: they are printed in a line.
+            self.config_init[self.subcommand].verbose = False
         if config.enable_model_summary is None:
             kwargs["enable_model_summary"] = False  # the first line has the parameters
         callbacks = config.callbacks or []
@@ -233,6 +236,18 @@ class Training(LightningCLI):
             rank_zero_info(
                 f"farfield fit: best weights{score}: {folder / 'model.safetensors'}; curves: {folder / 'metrics.csv'}"
             )
+
+    def after_validate(self) -> None:
+        """Print the metrics in a line."""
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        """Print the metrics in a line."""
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        weights = self.config[str(self.subcommand)].ckpt_path or "the initial weights"
+        rank_zero_only(print)(f"farfield {self.subcommand}: {metrics_text(self.trainer)}; {weights}")
 
     def after_predict(self) -> None:
         """Print the paths of the predictions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,7 +105,9 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         """Draw weights as BERT, normal with deviation 0.02 and truncated at two deviations; attention draws its own.
 
         With a deviation of 0.02 a projection scales its input by about a half at 768 channels and by a fifth at 128;
-        the response of attention, which is up to cubic in its projections, would be nearly 0.
+        the response of attention, which is up to cubic in its projections, would be nearly 0. At the start it is nearly
+        the same for all tokens, so that after a few layers tokens would differ by little: each output projection is
+        divided by √(2·layers), as GPT-2 divides the last projection of each of its 2·layers residual branches.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -112,7 +115,11 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for layer in self.layers:
-            cast(TransformerLayer, layer).attention.reset_parameters()
+            attention = cast(TransformerLayer, layer).attention
+            attention.reset_parameters()
+            if attention.output is not None:
+                with torch.no_grad():
+                    attention.output.weight.div_(math.sqrt(2 * len(self.layers)))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of the text whose MACs a model card counts, in tokens."""
