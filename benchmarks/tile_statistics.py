@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS, help="of the held-out stack")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for seed in options.seeds:
@@ -129,7 +130,7 @@ def main() -> None:
             tiles = Tiles(size, statistics="tile")
             read = plan_whole(network, (38, 118, 132), tile=tiles).least
             ways["tiles that read " + " × ".join(map(str, read))] = tiles
-        for condition in CONDITIONS:
+        for condition in options.conditions:
             print(
                 json.dumps({"seed": seed, "condition": condition, **measure(network, options.root, condition, ways)}),
                 flush=True,
