@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
-from farfield.streaming.geometry import Halo, NetworkGrid, cores, read_ratio
+from farfield.streaming.geometry import Halo, NetworkGrid, StoredGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
 from farfield.streaming.network_axes import refuse_axes, spatial_dims_of, split_padding, trace_volume
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
@@ -78,6 +78,7 @@ class StreamingPlan:
         spill: How passes start from grids that are stored on disk; None if each starts from the volume.
         not_spilled: Why none are stored, although `Tiles.disk` allows it.
         flips: Number of flips of the volume whose mean is written.
+        keys: Call of softmax attention -> its keys and values, as a grid that is stored on disk.
     """
 
     layout: AxisLayout
@@ -94,11 +95,12 @@ class StreamingPlan:
     spill: SpillPlan | None = None
     not_spilled: str = ""
     flips: int = 1
+    keys: Mapping[int, StoredGrid] = field(default_factory=dict)
 
     @property
     def disk_bytes(self) -> int:
-        """The most bytes of disk that stored grids take at once; the output is not counted."""
-        return 0 if self.spill is None else self.spill.peak
+        """The most bytes of disk that stored grids, keys and values take at once; the output is not counted."""
+        return (0 if self.spill is None else self.spill.peak) + sum(each.bytes for each in self.keys.values())
 
     @property
     def cores(self) -> list[Region]:
@@ -157,15 +159,19 @@ class StreamingPlan:
         return text + self.disk_lines()
 
     def disk_lines(self) -> list[str]:
-        """Return the lines of text about stored grids."""
+        """Return the lines of text about what is stored on disk."""
+        text = [
+            f"keys and values of {each.grid.name}, {each.bytes:,} bytes, are stored on disk"
+            for each in self.keys.values()
+        ]
         if self.spill is not None:
             grids = f"{len(self.spill.stored)} grids, {self.spill.written:,} bytes, are stored on disk between passes"
-            return [f"{grids}, at most {self.spill.peak:,} bytes at once"]
-        if self.not_spilled:
-            return [f"each pass starts from the volume: {self.not_spilled}"]
-        if self.recomputed > WORK and self.flips == 1:
-            return ["to do less work: tile=Tiles(…, disk=bytes) stores grids inside the network between passes"]
-        return []
+            text.append(f"{grids}, at most {self.spill.peak:,} bytes at once")
+        elif self.not_spilled:
+            text.append(f"each pass starts from the volume: {self.not_spilled}")
+        elif self.recomputed > WORK and self.flips == 1:
+            text.append("to do less work: tile=Tiles(…, disk=bytes) stores grids inside the network between passes")
+        return text
 
 
 def pass_work(plan: StreamingPlan, each: Pass) -> float:
@@ -335,7 +341,7 @@ def plan_grid(
         NetworkGrid(step.name, step.summarized, step.shape, axis_scales)
         for step, axis_scales in zip(whole.steps, scale.axis_scales, strict=True)
     ]
-    draft = Draft(caller, model, batch, channels, size, scale, grids, whole, tiles.statistics)
+    draft = Draft(caller, model, batch, channels, size, scale, grids, whole, tiles)
     spilled, reason = plan_spill(draft, tiles)
     positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
     plan = StreamingPlan(
@@ -354,6 +360,7 @@ def plan_grid(
         tile_bytes=spilled[2].tile_bytes if spilled else draft.tile_bytes(positions, passes[-1].halo),
         spill=spilled[2] if spilled else None,
         not_spilled=reason,
+        keys=draft.keys if len(passes) > 1 else {},
     )
     if any(start >= stop for start, stop in plan.kept):
         raise ShapeError(

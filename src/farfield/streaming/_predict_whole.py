@@ -100,7 +100,8 @@ def predict_whole(
     Cost:
         `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
         That is about n/2 times for n norms in series, and little more than once with `Tiles(disk=...)`.
-        The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; dot
+        The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; that
+        of torch's `scaled_dot_product_attention` is keys and values, which `Tiles(disk=...)` stores on disk. dot
         attention runs as factorized attention, which is equal.
 
     Example:
@@ -132,7 +133,7 @@ def predict_whole(
         source = join_sources(model, plan, volumes, pad or "reflect")
         spec = make_spec(known, plan, source.sources[0], outputs)
         output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-        stored = plan.spill.stored if plan.spill else ()
+        stored = (*(plan.spill.stored if plan.spill else ()), *[f"keys {call}" for call in plan.keys])
         settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path), *stored)
         identity = partial(compute_identity, model, volumes, settings)
         progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)

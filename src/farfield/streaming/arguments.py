@@ -30,7 +30,8 @@ class Tiles:
         memory: Bytes that the grids of a tile may take, for tiles whose size is not given; by default a quarter of the
             free memory. Workspace of kernels, the network and the libraries come on top.
         disk: Bytes of disk that grids inside the network may take at once, which are stored between passes so that
-            later passes start from them; by default none, and each pass starts from the volume.
+            later passes start from them, and keys and values of softmax attention; by default none: each pass starts
+            from the volume, and keys and values are in memory.
         statistics: What norms, means and pooling see: "whole", all positions of the volume, or "tile", the positions
             that a tile reads, as in training on patches. Tiles then all read as many positions, their halo included,
             and the result depends on where they are cut. Attention, layers with `summarize` and `respond`, and

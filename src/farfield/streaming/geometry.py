@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import torch
+
 from farfield.streaming.source import Region, Span
 
 
@@ -62,6 +64,22 @@ class NetworkGrid(NamedTuple):
         """
         start, stop = (min(int(index * axis_scale.ratio), self.shape[axis_scale.axis]) for index in span)
         return start, self.shape[axis_scale.axis] if span[1] == length else stop
+
+
+class StoredGrid(NamedTuple):
+    """A grid that is stored on disk between passes.
+
+    Attributes:
+        grid: The grid, for the whole volume.
+        dtype: Its dtype.
+        bytes: Its size.
+        last: Index of the last pass that reads it.
+    """
+
+    grid: NetworkGrid
+    dtype: torch.dtype
+    bytes: int
+    last: int
 
 
 class Halo(NamedTuple):

@@ -78,12 +78,16 @@ class SoftmaxLayer(NamedTuple):
         """Return a positionwise function of the grid."""
         return mix_channels(grid).repeat(1, self.heads * self.channels[1], *[1] * (grid.dim() - 2))
 
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a grid that has its keys and values as channels, from that of its own grid."""
+        return (shape[0], self.heads * sum(self.channels), *shape[2:])
+
     def start(self, name: str) -> MergedKeys:
         """Return the empty summary."""
         return MergedKeys(name)
 
-    def add(self, merged: MergedKeys, tile: Tensor, mask: Tensor | None, place: TilePlace) -> None:
-        """Add keys and values of a tile."""
+    def add(self, merged: Any, tile: Tensor, mask: Tensor | None, place: TilePlace) -> None:
+        """Add keys and values of a tile to `MergedKeys` or `StoredKeys`."""
         _, key, value = self.split(tile)
         merged.add((key, value), place.origin)
 

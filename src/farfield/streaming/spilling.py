@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.geometry import Halo, NetworkGrid, index_within, round_up
+from farfield.streaming.geometry import Halo, StoredGrid, index_within, round_up
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, placeholder_response
 from farfield.streaming.graph_recording import check_recording
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 
 # Largest half of the length of a small grid, in multiples of the strides, on which halos are looked for.
 LONGEST = 64
-
-
-class StoredGrid(NamedTuple):
-    """A grid that is stored on disk between passes.
-
-    Attributes:
-        grid: The grid, for the whole volume.
-        dtype: Its dtype.
-        bytes: Its size.
-        last: Index of the last pass that reads it.
-    """
-
-    grid: NetworkGrid
-    dtype: torch.dtype
-    bytes: int
-    last: int
 
 
 class SpillPlan(NamedTuple):
@@ -317,7 +301,7 @@ def plan_spill(draft: Draft, tiles: Tiles) -> tuple[tuple[tuple[int, ...], tuple
     if any(draft.in_tile):
         return None, "norms see what a tile reads of the volume, and stored grids would be read with other halos"
     try:
-        return SpillDraft(draft, tiles.disk, tiles.memory).plan(tiles), ""
+        return SpillDraft(draft, tiles.disk - draft.keys_bytes, tiles.memory).plan(tiles), ""
     except (UntraceableError, RuntimeError) as error:  # a part of the network may not take a grid that the whole takes
         return None, str(error)
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farfield.streaming.geometry import NetworkGrid, index_within
+from farfield.streaming.geometry import NetworkGrid, StoredGrid, index_within
 from farfield.streaming.runner import Stream
 from farfield.streaming.sink import FileOutput
 from farfield.streaming.source import Region, Span, release
-from farfield.streaming.spilling import SpillPlan, StoredGrid
+from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.unfinished import FULL_DISK, REASONS
 
 # Names of the files, in the folder of the unfinished output, end with this.
@@ -110,8 +110,7 @@ class StoredFile:
             ValueError: If the file was changed since it was written.
         """
         array = self.mapped()
-        if zlib.crc32(array[self.offsets[index] : self.offsets[index + 1]]) != self.checksums[index]:
-            raise self.changed(f"in tile {index}")
+        self.check(array, index)
         size = tuple(stop - start for start, stop in region)
         result = torch.empty((*self.leading, *size), dtype=self.stored.dtype, device="cpu")
         near = [
@@ -127,6 +126,15 @@ class StoredFile:
             result[index_within(both, region)] = self.block(array, block)[index_within(both, part)]
             release(array)  # after each block, or all neighbors of a tile would be resident at once
         return result
+
+    def check(self, array: Any, index: int) -> None:
+        """Compare a block of the mapped file with its checksum.
+
+        Raises:
+            ValueError: If it was changed since it was written.
+        """
+        if zlib.crc32(array[self.offsets[index] : self.offsets[index + 1]]) != self.checksums[index]:
+            raise self.changed(f"in tile {index}")
 
     def block(self, array: Any, index: int) -> Tensor:
         """Return a block of the mapped file, as a tensor that shares its memory."""
@@ -271,11 +279,7 @@ def store_grids(caller: str, plan: SpillPlan, size: Sequence[int], tile: Sequenc
         stream: Has the output and the progress.
     """
     folder = stream.output.folder if isinstance(stream.output, FileOutput) else None
-    tiles = [
-        [(start, min(start + own, length)) for start in range(0, length, own)]
-        for length, own in zip(size, tile, strict=True)
-    ]
-    stored, progress = StoredGrids(caller, folder, plan.stored, tiles), stream.progress
+    stored, progress = StoredGrids(caller, folder, plan.stored, axis_tiles(size, tile)), stream.progress
     if progress.summaries and not stored.holds(progress.summaries[-1], progress.stage):
         warnings.warn(
             f'{caller}: "{folder}" does not hold any more the grids that were stored between passes; all passes run '
@@ -285,6 +289,14 @@ def store_grids(caller: str, plan: SpillPlan, size: Sequence[int], tile: Sequenc
         progress.restart()
     stream.merged = [*stream.merged, stored]
     return stored
+
+
+def axis_tiles(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
+    """Return for each axis of a volume the tiles' own positions."""
+    return [
+        [(start, min(start + own, length)) for start in range(0, length, own)]
+        for length, own in zip(size, tile, strict=True)
+    ]
 
 
 def spans_in(grid: NetworkGrid, tiles: Sequence[Sequence[Span]], whole: Sequence[int]) -> list[list[Span]]:

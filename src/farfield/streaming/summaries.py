@@ -52,7 +52,10 @@ class Resumable(Protocol):
 class Merged(Resumable, Protocol):
     """The merged summary of the tiles of one layer."""
 
-    parts: list[Any]
+    @property
+    def parts(self) -> Sequence[Any]:
+        """What was added; empty before."""
+        ...
 
     def whole(self, device: torch.device) -> Any:
         """Return the merged summary on a device."""
@@ -66,6 +69,12 @@ def not_finite(name: str, origin: tuple[int, ...]) -> ValueError:
         f"position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in respond_whole, a mask of the "
         f"valid positions."
     )
+
+
+def check_keys(name: str, parts: Sequence[Tensor], origin: tuple[int, ...]) -> None:
+    """Raise ValueError if keys or values of the tile at `origin` are not finite."""
+    if not all(part.isfinite().all() for part in parts):
+        raise not_finite(name, origin)
 
 
 class MergedParts:
@@ -121,8 +130,7 @@ class MergedKeys:
         Raises:
             ValueError: If they are not finite.
         """
-        if not all(part.isfinite().all() for part in parts):
-            raise not_finite(self.name, origin)
+        check_keys(self.name, parts, origin)
         key, value = (part.cpu().contiguous() for part in parts)
         self.parts.append((key, value))
 

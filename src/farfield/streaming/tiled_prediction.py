@@ -20,7 +20,8 @@ from farfield.streaming.sink import box_index
 from farfield.streaming.source import Region
 from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.statistics import TilePlace
-from farfield.streaming.stored_grids import StoredGrids, store_grids
+from farfield.streaming.stored_grids import StoredGrids, axis_tiles, store_grids
+from farfield.streaming.stored_keys import store_keys
 from farfield.streaming.summaries import Merged
 from farfield.streaming.tiling import Pass
 
@@ -40,6 +41,8 @@ class Prediction:
         self.merged: list[Merged] = []
         if len(plan.passes) > 1:
             self.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
+            tiles = axis_tiles(plan.size, plan.tile)
+            store_keys("predict_whole", self.merged, [call.layer for call in plan.calls], plan.keys, tiles, stream)
         stream.merged = self.merged
         self.stored = store_grids("predict_whole", plan.spill, plan.size, plan.tile, stream) if plan.spill else None
         self.summaries: dict[int, Any] = {}  # call -> the merged summary

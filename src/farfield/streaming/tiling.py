@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.geometry import Halo, NetworkGrid, cores, enlarge_region, round_up
+from farfield.streaming.geometry import Halo, NetworkGrid, StoredGrid, cores, enlarge_region, round_up
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.receptive_field import Probe, not_local_error
 from farfield.streaming.replacement import AttentionLayer, follows_tile
 from farfield.streaming.scale import Scale
 from farfield.streaming.softmax_layer import SoftmaxLayer
+from farfield.streaming.spill_choice import is_storable
 from farfield.streaming.summaries import has_grid_summary
 from farfield.streaming.trace import OUTPUT, Trace, device_of, trace
 from farfield.streaming.verification import find_difference
+
+if TYPE_CHECKING:
+    from farfield.streaming.arguments import Tiles
 
 # Share of the free memory that the grids of a tile may take; the workspace of kernels is not counted.
 SHARE = 1 / 4
@@ -61,10 +66,11 @@ class Draft:
         scale: The network's strides.
         grids: The network's grids, for the whole volume.
         whole: The network's trace on the whole volume.
-        statistics: The attribute of `Tiles`.
+        tiles: The argument of `predict_whole`.
 
     Attributes:
         in_tile: For each call whether its statistics are those of what a tile reads.
+        keys: Call of softmax attention -> its keys and values as a grid, if the disk space that is allowed holds all.
     """
 
     def __init__(
@@ -77,11 +83,14 @@ class Draft:
         scale: Scale,
         grids: list[NetworkGrid],
         whole: Trace,
-        statistics: str,
+        tiles: Tiles,
     ) -> None:
         self.caller, self.model, self.batch, self.channels, self.size = caller, model, batch, channels, size
         self.scale, self.grids, self.whole = scale, grids, whole
-        self.in_tile = [statistics == "tile" and follows_tile(layer) for layer in whole.layers]
+        self.in_tile = [tiles.statistics == "tile" and follows_tile(layer) for layer in whole.layers]
+        self.keys = self.find_keys()
+        if self.keys_bytes > tiles.disk:
+            self.keys = {}
         self.probe: Probe | None = None
 
     def cut(
@@ -335,6 +344,22 @@ class Draft:
         )
         return trace(self.caller, self.model, (self.batch, self.channels, *size), whole=True).peak
 
+    def find_keys(self) -> dict[int, StoredGrid]:
+        """Return the keys and values of softmax attentions whose grids have the volume's axes, as grids."""
+        steps = [index for index, grid in enumerate(self.grids) if grid.summarized]
+        found = {}
+        for call, (step, layer) in enumerate(zip(steps, self.whole.layers, strict=True)):
+            dtype = self.whole.steps[step].dtype
+            if isinstance(layer, SoftmaxLayer) and is_storable(self.grids[step], dtype):
+                grid = self.grids[step]._replace(shape=layer.stored_shape(self.grids[step].shape))
+                found[call] = StoredGrid(grid, dtype, math.prod(grid.shape) * dtype.itemsize, -1)
+        return found
+
+    @property
+    def keys_bytes(self) -> int:
+        """Bytes of disk for keys and values."""
+        return sum(each.bytes for each in self.keys.values())
+
     def check_summaries(self) -> None:
         """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
 
@@ -343,14 +368,22 @@ class Draft:
         """
         free = free_bytes(device_of(self.model))
         names = [grid.name for grid in self.grids if grid.summarized]
-        for layer, name, size in zip(self.whole.layers, names, self.whole.summaries, strict=True):
+        for call, (layer, name, size) in enumerate(zip(self.whole.layers, names, self.whole.summaries, strict=True)):
+            if call in self.keys:  # on disk
+                continue
             attends = isinstance(layer, AttentionLayer) and has_grid_summary(layer.attention)
             if (attends or isinstance(layer, SoftmaxLayer)) and size > SUMMARY_SHARE * free:
                 operator = layer.attention.operator_name if isinstance(layer, AttentionLayer) else "softmax attention"
+                needed = sum(each.bytes for each in self.find_keys().values())
+                fix = (
+                    f"tile=Tiles(…, disk={needed}), which stores keys and values on disk, or "
+                    if attends is False
+                    else ""
+                )
                 raise ValueError(
                     f"{self.caller}: the summary of {operator} at {name} is its grid, {size:,} "
-                    f"bytes, and may take half of the {free:,} bytes that are free; fix: an operator that compresses, "
-                    f"such as factorized_gaussian."
+                    f"bytes, and may take half of the {free:,} bytes that are free; fix: {fix}an operator that "
+                    f"compresses, such as factorized_gaussian."
                 )
 
 
