@@ -85,7 +85,7 @@ def picture(runs: dict[str, list[Path]], file: Path) -> None:
             held = [(int(row["step"]), float(row["val/loss"])) for row in rows if row.get("val/loss")]
             label = f"{operator}, held-out" if index == 0 else None
             axes.plot(*zip(*held, strict=True), "o-", color=f"C{colour}", label=label)
-    axes.set(xlabel="step", ylabel="loss of hidden words", title="Small BERTs on the text corpus; thin: training")
+    axes.set(xlabel="step", ylabel="loss of masked words", title="Small BERTs on the text corpus; thin: training")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=150)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError, maps, models
 from farfield.insertion import insert
+from farfield.maps.overlays import full_weight
 from farfield.nn import GridAttention
 
 
@@ -149,6 +150,15 @@ def test_overlay_brightness_follows_the_weights() -> None:
     result = maps.overlay(image, torch.linspace(0, 1, 10)[None]).sum(0)[4]
     assert (result.diff() >= -1e-6).all()
     assert maps.overlay(image, torch.zeros(1, 1)).isfinite().all()
+
+
+def test_overlays_of_one_scale_are_comparable() -> None:
+    image, weights = torch.rand(3, 8, 12), torch.rand(4, 6)
+    # Half the weight of full colour on both scales; twice the scale takes twice the weights.
+    assert torch.equal(maps.overlay(image, weights, full=2.0), maps.overlay(image, 2 * weights, full=4.0))
+    assert not torch.equal(maps.overlay(image, weights, full=2.0), maps.overlay(image, 4 * weights, full=2.0))
+    own = maps.overlay(image, weights)
+    assert torch.equal(own, maps.overlay(image, weights, full=full_weight(weights)))
 
 
 def test_overlay_refuses_batches() -> None:

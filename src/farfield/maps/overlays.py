@@ -19,18 +19,21 @@ DARK = (0.30, 0.32, 0.36)
 LUMINANCE = (0.299, 0.587, 0.114)
 
 
-def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Float[Tensor, "3 y x"]:
+def overlay(
+    image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"], *, full: float | None = None
+) -> Float[Tensor, "3 y x"]:
     """Draw weights over an image: bright where they are large, blue where they are negative, dark where they are 0.
 
     The image is darkened to grey and the weights are interpolated between the centres of the positions. A weight has
     its full colour if its absolute value is among the largest hundredth of all and at least a quarter of the largest:
-    after a softmax one or two weights can be far above the others, which a scale up to the largest would hide. Each
-    overlay has its own scale, so the colours of two overlays are not comparable.
+    after a softmax one or two weights can be far above the others, which a scale up to the largest would hide. So each
+    overlay has its own scale; give several the same `full` where their colours are to be compared.
 
     Args:
         image: Colours in 0..1, red, green and blue.
         weights: An attention row of one head or the mean of several, a basis mask, or any other map of positions. Its
             size may differ from the image's.
+        full: The absolute weight that has its full colour, as have all above it; from the weights by default.
 
     Returns:
         A new image of the same size: for `plt.imshow(result.permute(1, 2, 0))`, TensorBoard's `add_image`, or a file.
@@ -54,14 +57,24 @@ def overlay(image: Float[Tensor, "3 y x"], weights: Float[Tensor, "h w"]) -> Flo
         problem = "the image must be (3, height, width), the weights (height, width)."
         raise shape_error("overlay", problem, fix, image=image, weights=weights)
     weights = weights.detach().to(image)
-    sizes = weights.abs().flatten()
-    full = torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4)
-    weights = (weights / full.clamp_min(torch.finfo(full.dtype).tiny)).clamp(-1, 1)
+    largest = full_weight(weights) if full is None else full
+    weights = (weights / max(largest, torch.finfo(weights.dtype).tiny)).clamp(-1, 1)
     glow = F.interpolate(weights[None, None], image.shape[1:], mode="bilinear", align_corners=False)[0, 0]
     grey = (image * image.new_tensor(LUMINANCE)[:, None, None]).sum(0) * image.new_tensor(DARK)[:, None, None]
     colours = torch.where(glow > 0, ramp(WARM, glow.abs()), ramp(COLD, glow.abs()))
     strength = glow.abs().sqrt() * 0.9
     return torch.lerp(grey, colours, strength.expand_as(grey)).clamp(0, 1)
+
+
+def full_weight(weights: Tensor) -> float:
+    """Return the weight of full colour: the largest but for a hundredth of all, and at least a quarter of the largest.
+
+    Example:
+        >>> full_weight(torch.tensor([[0.1, -0.2], [0.4, 8.0]]))
+        8.0
+    """
+    sizes = weights.abs().flatten()
+    return float(torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4))
 
 
 def ramp(anchors: tuple[tuple[float, ...], ...], values: Tensor) -> Tensor:

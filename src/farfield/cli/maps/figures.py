@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from farfield.maps import overlay
+from farfield.maps.overlays import full_weight
 from farfield.tasks.checkpoints import written
 
 # Colours of the query positions: distinguishable with colour vision deficiency, and on any photograph.
@@ -40,7 +44,7 @@ class Photograph(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """A heat map: weights `(h, w)`, the text above it, and the pixel of the query with its colour."""
+    """A heat map: weights `(h, w)` as multiples of 1/N, the text above it, the pixel of the query with its colour."""
 
     weights: Tensor
     label: str
@@ -52,12 +56,13 @@ def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: s
     """Draw the photograph with the query positions, then the attention row of each (FA Figure 2)."""
     columns = len(heats) + 1 if len(heats) < 4 else 3
     figure, axes = panels(-(-(len(heats) + 1) // columns), columns, photograph.height / photograph.width, title, note)
-    positions = axes.ravel()
+    positions, full = axes.ravel(), max(full_weight(heat.weights) for heat in heats)
     show(positions[0], photograph, photograph.shown, "the query positions")
     for heat, axis in zip(heats, positions[1:], strict=False):
-        show(axis, photograph, overlay(photograph.shown, heat.weights), heat.label)
+        show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
         mark(positions[0], heat)
         mark(axis, heat)
+    add_colour_bar(figure, axes, heats, full)
     return figure
 
 
@@ -65,10 +70,13 @@ def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, no
     """Draw one row of panels per photograph: the photograph, then its basis masks (FA Figure 7)."""
     tallest = max(photograph.height / photograph.width for photograph, _ in rows)
     figure, axes = panels(len(rows), len(rows[0][1]) + 1, tallest, title, note)
+    every = [heat for _, heats in rows for heat in heats]
+    full = max(full_weight(heat.weights) for heat in every)
     for (photograph, heats), positions in zip(rows, axes, strict=True):
         show(positions[0], photograph, photograph.shown, photograph.path.name)
         for heat, axis in zip(heats, positions[1:], strict=True):
-            show(axis, photograph, overlay(photograph.shown, heat.weights), heat.label)
+            show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
+    add_colour_bar(figure, axes, every, full)
     return figure
 
 
@@ -108,6 +116,16 @@ def show(axis: Axes, photograph: Photograph, colours: Tensor, label: str) -> Non
     """Show an image with the photograph's pixels as its coordinates, and a line of text above it."""
     axis.imshow(colours.permute(1, 2, 0).numpy(), extent=(0, photograph.width, photograph.height, 0))
     axis.set_title(label, fontsize=8, color=INK)
+
+
+def add_colour_bar(figure: Figure, axes: np.ndarray, heats: Sequence[Heat], full: float) -> None:
+    """Add the one scale of all heat maps: the colours of their weights over a grey photograph."""
+    low = -full if any(bool((heat.weights < 0).any()) for heat in heats) else 0.0
+    colours = overlay(torch.full((3, 1, 256), 0.5), torch.linspace(low, full, 256)[None], full=full)
+    scale = ScalarMappable(Normalize(low, full), ListedColormap(colours[:, 0].T.numpy()))
+    bar = figure.colorbar(scale, ax=axes, extend="both" if low else "max", fraction=0.03, pad=0.02)
+    bar.set_label("weight, times 1/N", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7, colors=FAINT)
 
 
 def mark(axis: Axes, heat: Heat) -> None:

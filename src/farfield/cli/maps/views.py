@@ -25,7 +25,7 @@ from farfield.tasks.checkpoints import read
 
 # The largest height or width of a shown photograph, in pixels.
 SHOWN = 800
-WEIGHTS = "Each panel has its own colour scale; blue: negative. 1/N: the weight of each position in a mean. "
+WEIGHTS = "All panels have one colour scale; blue: negative. 1/N: the weight of each position in a mean."
 
 
 class View(NamedTuple):
@@ -154,7 +154,7 @@ def show_rows(
         weights = weights.mean(0) if head is None else weights[head]
         numbers.append({**where, **extremes(weights), "row": weights.tolist()})
         pixel = None if isinstance(query, int) else query
-        heats.append(Heat(weights, f"{label}\n{span(weights)}", pixel, COLOURS[index % len(COLOURS)]))
+        heats.append(Heat(weights * weights.numel(), f"{label}\n{span(weights)}", pixel, COLOURS[index % len(COLOURS)]))
     one = f"head {head} of {layer.attention.heads}" if head is not None else "the average of its heads"
     heading = f"{describe(name, layer)} · {'one head' if layer.attention.heads == 1 else one}"
     figure = draw_rows(photograph, heats, heading, f"{WEIGHTS} Pixels: row, column from the top left.")
@@ -228,7 +228,7 @@ def show_masks(
         for one, slot in select_slots(masks, head, slots):
             weights, where = masks[one, slot], {"layer": name, "image": str(photograph.path)}
             numbers.append(where | {"head": one, "slot": slot, **extremes(weights), "mask": weights.tolist()})
-            heats.append(Heat(weights, f"head {one}, slot {slot}\n{span(weights)}"))
+            heats.append(Heat(weights * weights.numel(), f"head {one}, slot {slot}\n{span(weights)}"))
         drawn.append((photograph, heats))
     heading = f"{describe(name, layers[0])} · {len(heats)} of {masks.shape[0] * masks.shape[1]} basis masks"
     return View("Basis masks", numbers, [heading], draw_masks(drawn, heading, WEIGHTS))
