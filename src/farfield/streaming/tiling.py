@@ -347,13 +347,13 @@ class Draft:
     def find_keys(self) -> dict[int, StoredGrid]:
         """Return the keys and values of softmax attentions whose grids have the volume's axes, as grids."""
         steps = [index for index, grid in enumerate(self.grids) if grid.summarized]
-        found = {}
+        keys = {}
         for call, (step, layer) in enumerate(zip(steps, self.whole.layers, strict=True)):
             dtype = self.whole.steps[step].dtype
             if isinstance(layer, SoftmaxLayer) and is_storable(self.grids[step], dtype):
                 grid = self.grids[step]._replace(shape=layer.stored_shape(self.grids[step].shape))
-                found[call] = StoredGrid(grid, dtype, math.prod(grid.shape) * dtype.itemsize, -1)
-        return found
+                keys[call] = StoredGrid(grid, dtype, math.prod(grid.shape) * dtype.itemsize, -1)
+        return keys
 
     @property
     def keys_bytes(self) -> int:
