@@ -92,7 +92,7 @@ def measure(folder: Path, root: Path, held_out: list[str]) -> dict[str, float]:
 
 def table(runs: dict[str, list[Path]]) -> str:
     """Format the errors on the training scenes and on the held-out scene as a Markdown table."""
-    heads = ["attention", "EPE, scenes trained on, px", "mean", "above 3 px", "EPE, scene held back, px", "mean"]
+    heads = ["attention", "EPE, scenes trained on, px", "mean", "above 3 px", "EPE, scene held out, px", "mean"]
     heads += ["spread, px", "above 3 px", "minutes of a core"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
     for name, folders in runs.items():
@@ -120,7 +120,7 @@ def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: 
 
     name, folders = list(runs.items())[-1]
     module, pairs = trained(folders[0]), scenes(root, held_out)
-    shown = {"trained on": pairs["trained"][0], "held back": pairs["back"][0]}
+    shown = {"trained on": pairs["trained"][0], "held out": pairs["back"][0]}
     figure, axes = plt.subplots(len(shown), 3, figsize=(9, 5.2), layout="constrained")
     mean, deviation = (torch.tensor(values)[:, None, None] for values in IMAGENET)
     for row, (what, (left, right, truth)) in zip(axes, shown.items(), strict=True):
