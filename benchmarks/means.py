@@ -187,7 +187,7 @@ def run(name: str, seed: int, training: tuple[Tensor, Tensor], held: tuple[Tenso
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Format all runs as a Markdown table."""
-    rows = ["| responses | in training, % | held back, % | mean | spread | within an image, last block | minutes |"]
+    rows = ["| responses | in training, % | held out, % | mean | spread | within an image, last block | minutes |"]
     rows.append("|---|---|---|---|---|---|---|")
     for name in dict.fromkeys(line["variant"] for line in lines):
         mine = [line for line in lines if line["variant"] == name]
