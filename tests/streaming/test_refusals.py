@@ -103,7 +103,7 @@ def test_training_is_refused_by_name() -> None:
 def test_networks_that_do_not_return_a_grid() -> None:
     class Pair(nn.Module):
         def forward(self, grid: Tensor) -> dict[str, Tensor]:
-            return {"out": grid}
+            return {"out": grid, "mean": grid.mean((2, 3))}
 
     flat = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
     for net, kind in ((Pair().eval(), "dict"), (flat, "a tensor of 2 axes")):
