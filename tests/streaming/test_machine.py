@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import hypothesis
@@ -9,7 +10,7 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers import faults
-from helpers.prediction_machine import Predictions, plans_made_once
+from helpers.prediction_machine import Key, Predictions, plans_made_once
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +25,13 @@ def watched() -> Iterator[None]:
 def test_programs_of_predictions() -> None:
     settings = hypothesis.settings(max_examples=25, stateful_step_count=6, deadline=None)
     run_state_machine_as_test(Predictions, settings=settings)
+
+
+def test_a_tiff_that_lost_what_follows_its_array_is_made_again() -> None:
+    """Its numbers were right, which have checksums, and its description was gone. A drawn program."""
+    key, state = Key(0, (4, 4)), Predictions()
+    state.choose_a_format(suffix=".ome.tif")
+    state.break_the_disk(code=errno.ENOSPC, index=23, key=key, overwrite=False)
+    state.truncate(share=0.5, which=0.0)
+    state.call(key=key, overwrite=False)
+    state.teardown()

@@ -157,6 +157,8 @@ class FileOutput:
         if self.growing.is_symlink():
             return False
         try:
+            if self.is_cut(self.path if was_moved(self.path) else self.growing):
+                return False
             if was_moved(self.path):
                 self.array = self.format.open(self.path, self.spec, "r")
             else:
@@ -169,6 +171,16 @@ class FileOutput:
         except Exception:  # noqa: BLE001  # libraries raise many types of errors for damaged files
             return False
         return (tuple(self.array.shape), self.array.dtype) == (self.spec.shape, self.spec.dtype)
+
+    def is_cut(self, file: Path) -> bool:
+        """Whether a memory-mapped file is shorter than a new one; what TIFF has after the array has no checksum."""
+        if not self.format.mapped:
+            return False
+        new = self.folder / f"new-{self.path.name}"
+        self.format.make(new, self.spec)
+        length = new.stat().st_size
+        remove(new)
+        return file.stat().st_size < length
 
     def holds(self, index: tuple[slice, ...], checksum: int) -> bool:
         """Whether the box at an index of the file is readable and has this checksum."""
