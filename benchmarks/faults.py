@@ -3,7 +3,8 @@
     python benchmarks/faults.py --kills 1000
     python benchmarks/faults.py --programs 10000 --seed 0
 
-Kills go round the formats, and for each format through all calls that change files, whole and half done. Programs are
+Kills go round the formats and what is stored between passes, and for each through the calls that change files, whole
+and half done. Programs are
 those of `tests/helpers/prediction_machine.py`: calls with other weights and plans, kills, errors of the disk, damage,
 two processes and a clock that goes back, five steps each. The first that fails ends the run with the shortest that
 fails. Linux on x86-64 alone. `tests/streaming/test_faults.py` and `test_machine.py` run a part in every test run.
@@ -21,20 +22,29 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import numpy as np
 import torch
 from hypothesis.stateful import run_state_machine_as_test
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from farfield.streaming import predict_whole
 from helpers import faults
-from helpers.prediction_machine import SUFFIXES, Predictions, content, plans_made_once
-from helpers.streamed_nets import attention, settled
+from helpers.prediction_machine import (
+    SUFFIXES,
+    TILES,
+    Key,
+    Predictions,
+    content,
+    plans_made_once,
+    predict,
+    undisturbed,
+)
 
 # Programs that are drawn with one seed. More of them take longer each: a program is drawn as unlike the earlier ones.
 PART = 50
+# Kills of one case go through its calls in such steps, and then from the next call on.
+STEP = 7
+# What is killed: without files between passes, with stored grids, with stored keys and values.
+KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]))
 
 
 def run_programs(programs: int, first: int) -> None:
@@ -84,39 +94,28 @@ def main() -> None:
 def run_kills(kills: int) -> None:
     """Kill predictions, resume them, and exit with 1 if a byte is wrong."""
     torch.set_num_threads(1)
-    near, last = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 1, 3, padding=1)
-    net = settled(nn.Sequential(near, attention("factorized_gaussian"), last))
-    volume = np.random.default_rng(0).random((20, 24), "float32")
-
-    def predict(out: Path) -> None:
-        predict_whole(net, volume, tile=(10, 8), out=out, quiet=True)
-
-    started, done, finished, wrong, rounds = time.monotonic(), 0, 0, 0, 0
+    cases = list(itertools.product(SUFFIXES, KEYS))
+    place, done, finished, wrong, rounds = dict.fromkeys(cases, 0), 0, 0, 0, 0
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as name, plans_made_once():
-        folder = Path(name)
-        want = {}
-        for suffix in SUFFIXES:
-            predict(folder / f"plain{suffix}")
-            want[suffix] = content(folder / f"plain{suffix}")
-        place = dict.fromkeys(SUFFIXES, 0)
         while done < kills:
-            suffix = SUFFIXES[rounds % len(SUFFIXES)]
+            case = suffix, key = cases[rounds % len(cases)]
+            action = "torn" if rounds // len(cases) % 2 else "kill"
             rounds += 1
-            out = folder / str(rounds) / f"out{suffix}"
+            out = Path(name) / str(rounds) / f"out{suffix}"
             out.parent.mkdir()
-            action = "torn" if rounds % 2 else "kill"
-            at = faults.at(place[suffix], action)
-            outcome = faults.run(lambda out=out: predict(out), out.parent, at)
-            place[suffix] = place[suffix] + 1 if outcome.kind == "killed" else 0
-            done += outcome.kind == "killed"
-            state = out.with_name(f"{out.name}.unfinished") / "progress.zip"
-            if out.exists() and not state.exists():
-                finished += outcome.kind == "killed"
+            at = faults.at(place[case], action)
+            outcome = faults.run(lambda key=key, out=out: predict(key, out), out.parent, at)
+            killed = outcome.kind == "killed"
+            place[case] = place[case] + STEP if killed else (place[case] + 1) % STEP
+            done += killed
+            if out.exists() and not (out.with_name(f"{out.name}.unfinished") / "progress.zip").exists():
+                finished += killed
             else:
-                predict(out)
-            if content(out) != want[suffix] or outcome.outside:
+                predict(key, out)
+            if content(out) != undisturbed(key, out.name) or outcome.outside:
                 wrong += 1
-                print(f"wrong: {suffix}, {action} at {place[suffix] - 1}, {outcome.outside}", flush=True)
+                print(f"wrong: {key}, {suffix}, {action} at {outcome.calls[-1]}, {outcome.outside}", flush=True)
             shutil.rmtree(out.parent)
     seconds = time.monotonic() - started
     print(f"{done} kills ({finished} after the file was complete), {seconds:.0f} s, {wrong} wrong")

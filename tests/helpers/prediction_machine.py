@@ -25,17 +25,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
-from farfield.streaming import _predict_whole, predict_whole, resume
+from farfield.streaming import Tiles, _predict_whole, predict_whole, resume, spill_choice, stored_grids, stored_keys
 from helpers import faults
-from helpers.streamed_nets import settled
+from helpers.streamed_nets import SoftmaxBetween, settled
 
 SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
-# Two plans: six tiles, and four.
-TILES = ((4, 4), (4, 6))
+# Six tiles, four, and six with grids, or keys and values, stored on disk between passes.
+TILES = ((4, 4), (4, 6), Tiles((4, 4), disk=10**6))
 VOLUME = np.random.default_rng(0).random((7, 12), "float32")
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
-# More calls than a prediction makes: a fault at the last of them does not happen.
-CALLS = 150
+# More calls than a prediction makes, without and with grids on disk: a fault at the last of them does not happen.
+CALLS, STORING_CALLS = 150, 520
+# How the names of grids, and of keys and values, on disk end.
+STORED = (stored_grids.SUFFIX, stored_keys.SUFFIX)
 
 
 class Key(NamedTuple):
@@ -43,11 +45,11 @@ class Key(NamedTuple):
 
     Attributes:
         weights: Index of the network.
-        tile: Size of the tiles.
+        tile: Size of the tiles, or `Tiles` with disk.
     """
 
     weights: int
-    tile: tuple[int, int]
+    tile: tuple[int, int] | Tiles
 
 
 class Ending(NamedTuple):
@@ -64,7 +66,7 @@ class Ending(NamedTuple):
 
 @contextmanager
 def plans_made_once() -> Iterator[None]:
-    """Make the plan of each network and tile once: it takes most of the time of a small prediction."""
+    """Make the plan of each network and tile once, which takes most of the time; grids are stored however small."""
     plan, plans = _predict_whole.make_plan, {}
 
     def cached(caller: str, model: nn.Module, shape: Any, *settings: Any) -> Any:
@@ -73,7 +75,11 @@ def plans_made_once() -> Iterator[None]:
         return plans[key]
 
     # The progress is saved after each tile, not after some seconds, so that a program runs again as it ran.
-    with mock.patch.object(_predict_whole, "make_plan", cached), mock.patch.object(resume, "SHARE", 0):
+    with (
+        mock.patch.object(_predict_whole, "make_plan", cached),
+        mock.patch.object(resume, "SHARE", 0),
+        mock.patch.object(spill_choice, "MACS_A_BYTE", 0),
+    ):
         yield
 
 
@@ -87,13 +93,19 @@ def clock_going_back() -> Iterator[None]:
 
 
 @cache
-def networks() -> tuple[nn.Module, nn.Module]:
-    """Two networks that differ in their weights alone: a convolution, a norm over all positions, a convolution."""
+def networks() -> tuple[nn.Module, ...]:
+    """Two networks with norms over all positions that differ in their weights alone, and one with softmax attention."""
     first, second = (
-        settled(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1)), seed)
+        settled(
+            nn.Sequential(
+                *[nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 2, 3, padding=1)],
+                *[nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1)],
+            ),
+            seed,
+        )
         for seed in (0, 1)
     )
-    return first, second
+    return first, second, settled(SoftmaxBetween())
 
 
 def content(path: Path) -> dict[str, bytes] | None:
@@ -128,8 +140,18 @@ def attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
     return Ending("returned")
 
 
-KEYS = st.builds(Key, st.integers(0, 1), st.sampled_from(TILES))
-INDICES, SHARES = st.integers(0, CALLS), st.floats(0, 1, exclude_max=True)
+def flip(file: Path, share: float, bit: int) -> bool:
+    """Flip the bit at a share of a file's bytes, and return whether there was one."""
+    numbers = bytearray(file.read_bytes() if file.exists() else b"")
+    if numbers:
+        numbers[int(share * len(numbers))] ^= 1 << bit
+        file.write_bytes(numbers)
+    return bool(numbers)
+
+
+KEYS = st.builds(Key, st.integers(0, 2), st.sampled_from(TILES))
+INDICES = st.integers(0, CALLS) | st.integers(0, STORING_CALLS)
+SHARES = st.floats(0, 1, exclude_max=True)
 
 
 class Predictions(RuleBasedStateMachine):
@@ -216,12 +238,13 @@ class Predictions(RuleBasedStateMachine):
 
     @rule(share=SHARES, bit=st.integers(0, 7))
     def flip_a_bit(self, share: float, bit: int) -> None:
-        file = self.unfinished / "progress.zip"
-        numbers = bytearray(file.read_bytes() if file.exists() else b"")
-        if numbers:
-            numbers[int(share * len(numbers))] ^= 1 << bit
-            file.write_bytes(numbers)
-            self.damaged = True
+        self.damaged |= flip(self.unfinished / "progress.zip", share, bit)
+
+    @rule(which=SHARES, share=SHARES, bit=st.integers(0, 7))
+    def flip_a_bit_of_a_stored_grid(self, which: float, share: float, bit: int) -> None:
+        for file in self.choose(which):
+            if file.suffix in STORED:
+                self.damaged |= flip(file, share, bit)
 
     def choose(self, which: float) -> list[Path]:
         """Return one file of the unfinished prediction, which is at a share of all; nothing if there is none.

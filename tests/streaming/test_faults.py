@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ from torch import nn
 
 from farfield.streaming import ome_zarr, predict_whole
 from helpers import faults
-from helpers.prediction_machine import CODES, SUFFIXES, content, plans_made_once
+from helpers import prediction_machine as machine
+from helpers.prediction_machine import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once
 from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
@@ -96,6 +97,50 @@ def test_an_error_of_the_disk_names_the_file_and_the_fix(suffix: str, net: nn.Mo
             assert "; fix: " in failed.error[2]
         resume(net, out)
         assert content(out) == want
+
+
+STORING = pytest.mark.parametrize("key", [Key(0, TILES[2]), Key(2, TILES[2])], ids=["grids", "keys"])
+
+
+@STORING
+def test_what_was_killed_with_grids_or_keys_on_disk_resumes_to_the_same_bytes(key: Key, tmp_path: Path) -> None:
+    for index in range(0, len(calls_of(key, tmp_path)), 19):
+        out = tmp_path / str(index) / "out.npy"
+        out.parent.mkdir()
+        action = "torn" if index % 2 else "kill"
+        killed = faults.run(lambda out=out: machine.predict(key, out), out.parent, faults.at(index, action))
+        assert (killed.kind, killed.outside) == ("killed", ())
+        machine.predict(key, out)
+        assert content(out) == machine.undisturbed(key, "out.npy")
+        assert [each.name for each in out.parent.iterdir()] == ["out.npy"]
+
+
+@STORING
+def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tmp_path: Path) -> None:
+    """At every call that writes it: it is opened, made as long as it will be, and written through a memory map."""
+    calls = calls_of(key, tmp_path)
+    at = [index for index, call in enumerate(calls) if any(Path(path).suffix in STORED for path in call.paths)]
+    assert at
+    for number, index in enumerate(at):
+        out, code = tmp_path / str(index) / "out.npy", CODES[number % len(CODES)]
+        out.parent.mkdir()
+        failed = faults.run(lambda out=out: machine.predict(key, out), out.parent, faults.from_call(index, code))
+        if failed.kind == "raised":
+            assert failed.error[1] == code
+            assert "predict_whole: " in failed.error[2]
+            assert str(out.parent) in failed.error[2]
+            assert "; fix: " in failed.error[2]
+        machine.predict(key, out)
+        assert content(out) == machine.undisturbed(key, "out.npy")
+
+
+def calls_of(key: Key, folder: Path) -> Sequence[faults.Call]:
+    """The calls by which a prediction writes."""
+    plain = folder / "plain"
+    plain.mkdir()
+    watched = faults.run(lambda: machine.predict(key, plain / "out.npy"), plain, faults.at(0, None))
+    assert (watched.kind, watched.outside) == ("returned", ())
+    return watched.calls
 
 
 def test_a_call_killed_after_the_file_has_its_path_returns_it(net: nn.Module, tmp_path: Path) -> None:

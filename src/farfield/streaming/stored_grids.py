@@ -159,13 +159,15 @@ class StoredFile:
         """Return the file as an array of bytes in memory that is mapped.
 
         Raises:
+            OSError: If it cannot be mapped.
             ValueError: If it became shorter; reading it would kill the process.
         """
         file = self.open()
         if os.fstat(file.fileno()).st_size < self.stored.bytes:
             raise self.changed("and is shorter")
         if self.array is None:
-            self.array = np.memmap(file, np.uint8, "r+", shape=(self.stored.bytes,))
+            with self.explained("make room"):
+                self.array = np.memmap(file, np.uint8, "r+", shape=(self.stored.bytes,))
         return self.array
 
     def open(self) -> Any:
