@@ -1,12 +1,13 @@
 """Time of the CPU kernels and of the equations they replace, in copies of the grid: the table of docs/performance.md.
 
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --cases            # equations ÷ kernels with projections, masks, norms, channels-last
+    python benchmarks/kernels.py --cases            # with projections, masks, norms, channels-last, bfloat16, float16
     python benchmarks/kernels.py --tiny             # small grids, to check that everything runs
 
 Operators without projections, one head. Every number is from a race with a copy, after the responses and gradients were
 compared with the equation in float64; races with and without kernels run in turns. The cases are those of paths.py:
-how many times as long the equations take, forward / forward and backward, the medians of turns.
+how many times as long the equations take and, in brackets, the kernels in copies of the grid, forward / forward and
+backward, the medians of turns.
 """
 
 from __future__ import annotations
@@ -66,30 +67,44 @@ class Switched(nn.Module):
         return self.attention(grid, mask=self.mask)
 
 
+class Copy(nn.Module):
+    """A copy of the grid."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Copy."""
+        return grid.clone()
+
+
 def ratios(name: str, case: Case, shape: tuple[int, ...], repeats: int) -> str:
-    """Format how many times as long the equations take, forward / forward and backward."""
+    """Format how many times as long the equations take, and the kernels in copies, forward / forward and backward."""
     options = {"project": OPERATORS[name].projections(case.project), "coefficient_norm": case.normed}
     attention = GridAttention(shape[1], name, **options).to(case.dtype)
     grid = torch.randn(shape).to(case.dtype)
     grid = grid.contiguous(memory_format=torch.channels_last) if case.wide else grid
     mask = torch.rand(shape[0], *shape[2:]) > 0.2 if case.masked else None
-    texts = []
+    texts, copy = [], 0.0
     for backward in (False, True):
-        runs = {str(on): (Switched(attention, mask, kernels=on), grid.requires_grad_(backward)) for on in (False, True)}
+        grid.requires_grad_(backward)
+        runs: dict[str, tuple[nn.Module, Tensor]] = {
+            str(on): (Switched(attention, mask, kernels=on), grid) for on in (False, True)
+        }
         with torch.set_grad_enabled(backward):
             plain, ours_own = (run[0](run[1]) for run in runs.values())
             bound = max(1.2e-4, 4 * torch.finfo(case.dtype).eps)
             if (plain - ours_own).float().norm() > bound * plain.float().norm():
                 raise SystemExit(f"kernels.py: {name}, {case.name}: kernels and equations differ")
+            if not backward:
+                runs["copy"] = Copy(), grid
             rows = cost.compare(runs, backward=backward, repeats=repeats)
-        texts.append(f"{rows['False'].seconds / rows['True'].seconds:.2f}")
+        copy = copy or rows["copy"].seconds
+        texts.append(f"{rows['False'].seconds / rows['True'].seconds:.2f} ({rows['True'].seconds / copy:.1f})")
     return " / ".join(texts)
 
 
 def print_cases(shape: tuple[int, ...], repeats: int) -> None:
     """Print the table of the cases."""
     keep_freed_memory()
-    print(f"| equations ÷ kernels, {'×'.join(map(str, shape))} | {' | '.join(case.name for case in CASES)} |")
+    print(f"| equations ÷ kernels (copies), {'×'.join(map(str, shape))} | {' | '.join(case.name for case in CASES)} |")
     print("|---|" + "---|" * len(CASES))
     for name in IN_CASES:
         print(f"| `{name}` | {' | '.join(ratios(name, case, shape, repeats) for case in CASES)} |", flush=True)

@@ -316,7 +316,8 @@ def test_cases_of_kernels() -> None:
     cases = [case.name for case in module("paths").CASES]
     assert header.split(" | ")[1:] == [*cases[:-1], f"{cases[-1]} |"]
     assert [line.split("`")[1] for line in lines] == list(module("kernels").IN_CASES)
-    assert all(len(re.findall(r"[\d.]+ / [\d.]+", line)) == len(cases) for line in lines)
+    entry = r"[\d.]+ \([\d.]+\) / [\d.]+ \([\d.]+\)"
+    assert all(len(re.findall(entry, line)) == len(cases) for line in lines)
 
 
 @pytest.mark.long
