@@ -116,6 +116,30 @@ def test_what_was_killed_with_grids_or_keys_on_disk_resumes_to_the_same_bytes(ke
 
 
 @STORING
+def test_a_call_killed_while_it_removes_what_was_stored_returns_the_file(key: Key, tmp_path: Path) -> None:
+    calls = calls_of(key, tmp_path)
+    moved = next(
+        index for index, call in enumerate(calls) if call.name == "rename" and call.paths[-1].endswith("/out.npy")
+    )
+    for index in range(moved + 1, len(calls)):
+        out = tmp_path / str(index) / "out.npy"
+        out.parent.mkdir()
+        killed = faults.run(lambda out=out: predict_stored(key, out), out.parent, faults.at(index, "kill"))
+        assert (killed.kind, killed.outside) == ("killed", ())
+        if (out.with_name("out.npy.unfinished") / "progress.zip").exists():
+            predict_stored(key, out)
+        assert content(out) == machine.undisturbed(key, "out.npy")
+
+
+def predict_stored(key: Key, out: Path) -> None:
+    """Predict without a warning: nothing is computed again."""
+    net = machine.networks()[key.weights]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict_whole(net, machine.VOLUME, tile=key.tile, out=out, quiet=True)
+
+
+@STORING
 def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tmp_path: Path) -> None:
     """At every call that writes it: it is opened, made as long as it will be, and written through a memory map."""
     calls = calls_of(key, tmp_path)

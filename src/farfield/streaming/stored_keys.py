@@ -91,6 +91,7 @@ def store_keys(
     layers: Sequence[Any],
     keys: Mapping[int, StoredGrid],
     tiles: Sequence[Sequence[Span]],
+    passes: int,
     stream: Stream,
 ) -> None:
     """Replace the empty summaries of some softmax attentions by ones that are stored on disk.
@@ -103,6 +104,7 @@ def store_keys(
         layers: Layer of each call.
         keys: Call -> grid of its keys and values.
         tiles: For each axis of the volume, the tiles' own positions.
+        passes: Number of passes; after the last the files are not needed, and may have been removed.
         stream: Has the output and the progress.
     """
     folder = stream.output.folder if isinstance(stream.output, FileOutput) else None
@@ -111,7 +113,7 @@ def store_keys(
         path = None if folder is None else folder / f"{call}{SUFFIX}"
         file = StoredFile(caller, path, grid, spans_in(grid.grid, tiles, whole))
         merged[call] = StoredKeys(f"{caller}: {grid.grid.name}", layers[call], file)
-        sums = saved[call]["keys"] if saved else []
+        sums = saved[call]["keys"] if saved and stream.progress.stage < passes else []
         intact = intact and (not sums or file.intact(sums))
     if not intact:
         warnings.warn(

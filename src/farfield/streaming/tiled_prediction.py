@@ -41,8 +41,8 @@ class Prediction:
         self.merged: list[Merged] = []
         if len(plan.passes) > 1:
             self.merged = [call.layer.start(f"predict_whole: {call.grid.name}") for call in plan.calls]
-            tiles = axis_tiles(plan.size, plan.tile)
-            store_keys("predict_whole", self.merged, [call.layer for call in plan.calls], plan.keys, tiles, stream)
+            layers, tiles = [call.layer for call in plan.calls], axis_tiles(plan.size, plan.tile)
+            store_keys("predict_whole", self.merged, layers, plan.keys, tiles, len(plan.passes), stream)
         stream.merged = self.merged
         self.stored = store_grids("predict_whole", plan.spill, plan.size, plan.tile, stream) if plan.spill else None
         self.summaries: dict[int, Any] = {}  # call -> the merged summary
