@@ -240,11 +240,15 @@ class Predictions(RuleBasedStateMachine):
     def flip_a_bit(self, share: float, bit: int) -> None:
         self.damaged |= flip(self.unfinished / "progress.zip", share, bit)
 
-    @rule(which=SHARES, share=SHARES, bit=st.integers(0, 7))
-    def flip_a_bit_of_a_stored_grid(self, which: float, share: float, bit: int) -> None:
-        for file in self.choose(which):
+    @rule(weights=st.integers(0, 2), overwrite=st.booleans(), index=INDICES, share=SHARES, bit=st.integers(0, 7))
+    def flip_a_bit_of_what_is_stored(self, weights: int, overwrite: bool, index: int, share: float, bit: int) -> None:
+        """In one step, between a kill and a call: drawn apart, they hardly ever meet."""
+        key = Key(weights, TILES[2])
+        self.kill(key=key, overwrite=overwrite, index=index, action="kill")
+        for file in self.parts():
             if file.suffix in STORED:
                 self.damaged |= flip(file, share, bit)
+        self.call(key=key, overwrite=overwrite)
 
     def choose(self, which: float) -> list[Path]:
         """Return one file of the unfinished prediction, which is at a share of all; nothing if there is none.
