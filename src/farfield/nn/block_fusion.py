@@ -6,18 +6,27 @@ A 1x1 convolution W of a concatenation is a sum, W [a | b] = W_a a + W_b b, and 
 
 so the block's last convolution acts on the slots of the global path and not on its responses. What the global path adds
 is then one product with a few coefficients per position, or, where queries are axis means, one vector per axis.
+
+In inference a block computes a few samples at a time: its wide grid then stays in a cache, and in memory that the C
+library reuses, where that of a whole batch takes new pages from the system each time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
-from farfield.nn.conv_norm_act import Convolved, convolve, hooked
+from farfield.nn.conv_norm_act import Convolved, convolve, hooked, is_watched
 from farfield.ops.engine import respond_grid, summarize_grid
 from farfield.ops.projection import Projection
+
+# Most bytes of the wide grid of the samples that a block computes at once in inference: a quarter of a last cache of
+# 32 MB. 4 to 24 MB take the same time there (docs/performance.md).
+SLICE_BYTES = 2**23
 
 
 class Block(Protocol):
@@ -53,6 +62,25 @@ class BlockWithAttention(Protocol):
 def are_bare(*parts: nn.Module | None) -> bool:
     """Whether no part is wrapped or has hooks, so that its layers may be computed in another way; None is ignored."""
     return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
+
+
+def in_slices(block: nn.Module, compute: Callable[[Tensor], Tensor], grid: Tensor, wide_channels: int) -> Tensor:
+    """Compute a block for a few samples at a time in inference, where nothing is recorded and no layer has hooks.
+
+    Args:
+        block: The block, whose layers compute each sample by itself in eval mode.
+        compute: Computes the block's output of a grid.
+        grid: The block's input.
+        wide_channels: Channels of its widest grid.
+    """
+    sample_bytes = wide_channels * grid[:1, 0].numel() * grid.element_size()
+    few = max(1, SLICE_BYTES // max(1, sample_bytes))
+    if few >= len(grid) or type(grid) is not Tensor or not grid.is_cpu or is_watched(grid, *block.parameters()):
+        return compute(grid)
+    layers = [module for part in block.children() for module in part.modules()]
+    if any(module.training or hooked(module) for module in layers):
+        return compute(grid)
+    return torch.cat([compute(part) for part in grid.split(few)])
 
 
 def base_block(block: Block, grid: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ batch norm and ReLU6, the last 1x1 by batch norm alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class BaseBlock(Fusable):
         """
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
-            return block_fusion.base_block(self, grid)
+            compute = partial(block_fusion.base_block, self)
+            return block_fusion.in_slices(self, compute, grid, self.depthwise.convolution.in_channels)
         return self.plain(grid)
 
     def plain(self, grid: Tensor) -> Tensor:
@@ -176,7 +178,10 @@ class AttentionBlock(Fusable):
         """
         check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
-            return self.bounded(block_fusion.attention_block(self, grid))
+            compute = partial(block_fusion.attention_block, self)
+            if type(self.attention) in (GridAttention, SqueezeExcite):  # which compute each sample by itself
+                return self.bounded(block_fusion.in_slices(self, compute, grid, self.expanded + self.channels))
+            return self.bounded(compute(grid))
         return self.bounded(self.plain(grid))
 
     def plain(self, grid: Tensor) -> Tensor:
