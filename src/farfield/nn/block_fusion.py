@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from farfield.nn.attention import GridAttention
 from farfield.nn.conv_norm_act import Convolved, convolve, hooked, is_watched
 from farfield.ops.engine import respond_grid, summarize_grid
+from farfield.ops.grid import in_channels_last
 from farfield.ops.projection import Projection
 
 # Most bytes of the wide grid of the samples that a block computes at once in inference: a quarter of a last cache of
@@ -80,7 +81,10 @@ def in_slices(block: nn.Module, compute: Callable[[Tensor], Tensor], grid: Tenso
     layers = [module for part in block.children() for module in part.modules()]
     if any(module.training or hooked(module) for module in layers):
         return compute(grid)
-    return torch.cat([compute(part) for part in grid.split(few)])
+    parts = [compute(part) for part in grid.split(few)]
+    if in_channels_last(grid):  # of one sample, torch.cat cannot tell the memory format
+        return torch.cat([part.movedim(1, -1) for part in parts]).movedim(-1, 1)
+    return torch.cat(parts)
 
 
 def base_block(block: Block, grid: Tensor) -> Tensor:

@@ -1,0 +1,150 @@
+"""In inference a block computes a few samples at a time, and what it returns stays the same; otherwise the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farfield import models
+from farfield.cost.measuring import peak_of
+from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite, block_fusion
+from farfield.ops import OPERATORS
+
+BATCH = 5
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "base": lambda: BaseBlock(16, 16, expansion=3),
+    "base_without_expansion": lambda: BaseBlock(16, 24, expansion=1),
+    "base_skip": lambda: BaseBlock(16, 24, expansion=3, stride=2, skip=True),
+    "base_3d": lambda: BaseBlock(16, 16, expansion=2, spatial_dims=3),
+    "attention_strided": lambda: AttentionBlock(16, 24, "kronecker_kv", expansion=3, stride=2),
+    "squeeze_excite": lambda: AttentionBlock(16, 16, SqueezeExcite(16), expansion=3),
+} | {name: lambda name=name: AttentionBlock(16, 16, name, expansion=3) for name in OPERATORS}  # type: ignore[misc]
+
+
+class BatchSizes(TorchDispatchMode):
+    """Record how many samples each convolution computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "conv" in str(function):
+            self.sizes.append(len(args[0]))
+        return function(*args, **kwargs or {})
+
+
+def batch_sizes(block: nn.Module, grid: Tensor) -> set[int]:
+    with BatchSizes() as record:
+        block(grid)
+    assert record.sizes
+    return set(record.sizes)
+
+
+def drawn(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    block = BLOCKS[name]()
+    grid = torch.randn(BATCH, 16, *(7, 6, 5)[: 3 if name.endswith("3d") else 2])
+    with torch.no_grad():
+        for _ in range(3):
+            block(grid + torch.randn_like(grid))  # statistics of the norms
+    return block.eval(), grid
+
+
+@pytest.fixture
+def one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("wide", [False, True])
+def test_slices_give_what_the_whole_batch_gives(name: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, grid = drawn(name)
+    memory_format = torch.channels_last if wide and grid.dim() == 4 else torch.contiguous_format
+    block, grid = block.double(), grid.double().contiguous(memory_format=memory_format)
+    with torch.inference_mode():
+        expected = block(grid)
+        assert batch_sizes(block, grid) == {BATCH}
+        monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+        found = block(grid)
+        assert batch_sizes(block, grid) == {1}
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found.is_contiguous(memory_format=memory_format)
+
+
+def test_a_slice_has_as_many_samples_as_the_bound_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, grid = drawn("base")
+    bytes_of_a_sample = 3 * 16 * 7 * 6 * 4
+    with torch.no_grad():
+        for few, sizes in ((1, {1}), (2, {1, 2}), (3, {2, 3}), (4, {1, 4}), (5, {5})):
+            monkeypatch.setattr(block_fusion, "SLICE_BYTES", few * bytes_of_a_sample)
+            assert batch_sizes(block, grid) == sizes
+
+
+@pytest.mark.parametrize("name", ["base", "kronecker_qkv"])
+def test_whole_batches_in_training_with_gradients_and_under_transforms(one_sample: None, name: str) -> None:
+    block, grid = drawn(name)
+    assert batch_sizes(block, grid) == {BATCH}  # gradients of the parameters are recorded
+    with torch.no_grad():
+        assert batch_sizes(block, grid) == {1}
+        block.depthwise.norm.train()
+        assert batch_sizes(block, grid) == {BATCH}  # its statistics are the batch's
+        assert batch_sizes(block.train(), grid) == {BATCH}
+    block.eval().requires_grad_(False)
+    assert batch_sizes(block, grid) == {1}
+    assert batch_sizes(block, grid.requires_grad_()) == {BATCH}
+
+
+@pytest.mark.parametrize("name", ["base", "siamese"])
+def test_a_hook_sees_the_whole_batch(one_sample: None, name: str) -> None:
+    block, grid = drawn(name)
+    seen: list[int] = []
+    layers = [block.depthwise.convolution] + ([block.attention] if name == "siamese" else [])
+    for layer in layers:
+        handle = layer.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
+        with torch.no_grad():
+            block(grid)
+        handle.remove()
+        assert seen.pop() == BATCH
+        assert not seen
+
+
+class BatchMean(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid.mean(0, keepdim=True).expand_as(grid)
+
+
+def test_a_users_path_sees_the_whole_batch(one_sample: None) -> None:
+    torch.manual_seed(0)
+    block = AttentionBlock(16, 16, BatchMean(), expansion=3).eval()
+    grid = torch.randn(BATCH, 16, 5, 6)
+    with torch.no_grad():
+        assert batch_sizes(block, grid) == {BATCH}
+        torch.testing.assert_close(block(grid), block.plain(grid))
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "senet"])
+def test_a_network_needs_less_memory(name: str) -> None:
+    torch.manual_seed(0)
+    net = models.MODELS[name](num_classes=10).eval()
+    image = torch.randn(16, 3, 128, 128)
+
+    def run() -> None:
+        with torch.inference_mode():
+            net(image)
+
+    sliced = peak_of(run, image.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_fusion, "SLICE_BYTES", 2**40)
+        assert sliced < 0.8 * peak_of(run, image.device)
+
+
+def test_an_empty_batch_and_no_positions(one_sample: None) -> None:
+    block, grid = drawn("base")
+    with torch.no_grad():
+        assert block(grid[:0]).shape == (0, 16, 7, 6)
