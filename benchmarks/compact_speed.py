@@ -6,7 +6,8 @@
 
 All networks run in turns, in alternating order of the list from round to round; a ratio is the median over rounds of a
 network's time divided by torchvision's in the same round. "plain" is a network whose blocks run layer by layer, as in
-the papers' figures. Before anything is timed, both forms are compared in float64, gradients included.
+the papers' figures; "whole batch" one whose blocks compute all samples at once in inference, and not a few at a time.
+Before anything is timed, both forms are compared in float64, gradients included.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ from torch.fx.experimental.optimization import fuse
 from farfield import models
 from farfield.cli.output import Column, Table, megabytes, milliseconds, write_table
 from farfield.cost.measuring import device_name, peak_of
-from farfield.nn import AttentionBlock, BaseBlock
+from farfield.nn import AttentionBlock, BaseBlock, block_fusion
 
 NETWORKS = ["kanet_qkv", "sanet", "attnnet", "mobilenet_v2"]
 REFERENCE, FUSED = "torchvision", "torchvision, fused"
@@ -69,6 +71,12 @@ def infer(net: nn.Module, image: Tensor) -> None:
     """Compute the classes."""
     with torch.inference_mode():
         net(image)
+
+
+def infer_whole(net: nn.Module, image: Tensor) -> None:
+    """Compute the classes, each block of the whole batch at once."""
+    with mock.patch.object(block_fusion, "SLICE_BYTES", 2**62):
+        infer(net, image)
 
 
 def check(name: str) -> dict[str, float]:
@@ -133,6 +141,8 @@ def race(section: str, arguments: argparse.Namespace) -> list[Row]:
         net.to(memory_format=memory_format)  # type: ignore[call-overload]
         training = section == "training step"
         runs[name] = partial(step, net, image, labels) if training else partial(infer, net, image)
+        if not training and name.removesuffix(", fused") in arguments.networks:
+            runs[f"{name}, whole batch"] = partial(infer_whole, net, image)
     seconds = take_turns(runs, arguments.rounds, CLOCKS[arguments.clock])
     peaks = {name: peak_of(run, image.device) for name, run in runs.items()}
     rows = []

@@ -1,4 +1,4 @@
-"""In inference a block computes a few samples at a time, and what it returns stays the same; otherwise the whole batch."""
+"""In inference a block computes a few samples at a time, and what it returns stays the same; else the whole batch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from farfield.ops.grid import in_channels_last
 from farfield.ops.projection import Projection
 
 # Most bytes of the wide grid of the samples that a block computes at once in inference: a quarter of a last cache of
-# 32 MB. 4 to 24 MB take the same time there (docs/performance.md).
+# 32 MB, and less than the size from which the C library takes new pages from the system for each tensor.
 SLICE_BYTES = 2**23
 
 
@@ -74,9 +74,10 @@ def in_slices(block: nn.Module, compute: Callable[[Tensor], Tensor], grid: Tenso
         grid: The block's input.
         wide_channels: Channels of its widest grid.
     """
-    sample_bytes = wide_channels * grid[:1, 0].numel() * grid.element_size()
-    few = max(1, SLICE_BYTES // max(1, sample_bytes))
-    if few >= len(grid) or type(grid) is not Tensor or not grid.is_cpu or is_watched(grid, *block.parameters()):
+    if type(grid) is not Tensor or not grid.is_cpu or is_watched(grid, *block.parameters()):
+        return compute(grid)
+    few = max(1, SLICE_BYTES // max(1, wide_channels * grid[:1, 0].numel() * grid.element_size()))
+    if few >= len(grid):
         return compute(grid)
     layers = [module for part in block.children() for module in part.modules()]
     if any(module.training or hooked(module) for module in layers):

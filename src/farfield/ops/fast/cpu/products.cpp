@@ -447,12 +447,27 @@ void write_columns(const float* from, int64_t stride, int64_t rows, int64_t firs
     std::memcpy(to + r * stride + first, from + r * block, length * sizeof(float));
 }
 
-// weights (n × block): the softmax over keys of the products of all keys with a block of queries.
+// weights (n × block): the softmax over keys of the products of all keys with a block of queries. Keys and queries are
+// the same positions, so that those of the block have symmetric products: each square beside the diagonal is computed
+// once, and transposed.
 void weigh(
     const float* positions, int64_t count, int64_t depth, int64_t first, int64_t length, float scale, float* queries,
     float* weights, int64_t block) {
+  const int64_t last = first + length;
+  const auto products = [&](int64_t begin, int64_t end, int64_t column, int64_t columns) {
+    multiply({positions + begin, 1, count}, queries + column, block, weights + begin * block + column, block, end - begin,
+             depth, columns, false);
+  };
   read_columns(positions, count, depth, first, length, scale, queries, block);
-  multiply({positions, 1, count}, queries, block, weights, block, count, depth, block, false);
+  products(0, first, 0, block);
+  products(last, count, 0, block);
+  for (int64_t column = 0; column < length; column += COLUMNS) {
+    products(first + column, last, column, COLUMNS);
+    const int64_t below = column + COLUMNS;
+    if (below < length)
+      transpose(weights + (first + below) * block + column, block, weights + (first + column) * block + below, block,
+                length - below, COLUMNS);
+  }
   softmax_of_rows(weights, 1, count, block);
 }
 
