@@ -77,11 +77,11 @@ def test_slices_give_what_the_whole_batch_gives(name: str, wide: bool, monkeypat
     assert found.is_contiguous(memory_format=memory_format)
 
 
-def test_a_slice_has_as_many_samples_as_the_bound_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_about_equal_and_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     block, grid = drawn("base")
     bytes_of_a_sample = 3 * 16 * 7 * 6 * 4
     with torch.no_grad():
-        for few, sizes in ((1, {1}), (2, {1, 2}), (3, {2, 3}), (4, {1, 4}), (5, {5})):
+        for few, sizes in ((1, {1}), (2, {1, 2}), (3, {2, 3}), (4, {2, 3}), (5, {5})):
             monkeypatch.setattr(block_fusion, "SLICE_BYTES", few * bytes_of_a_sample)
             assert batch_sizes(block, grid) == sizes
 

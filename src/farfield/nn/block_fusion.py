@@ -13,6 +13,7 @@ library reuses, where that of a whole batch takes new pages from the system each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol, TypeGuard
 
@@ -25,9 +26,9 @@ from farfield.ops.engine import respond_grid, summarize_grid
 from farfield.ops.grid import in_channels_last
 from farfield.ops.projection import Projection
 
-# Most bytes of the wide grid of the samples that a block computes at once in inference: a quarter of a last cache of
-# 32 MB, and less than the size from which the C library takes new pages from the system for each tensor.
-SLICE_BYTES = 2**23
+# Most bytes of the wide grid of the samples that a block computes at once in inference: half of a last cache of 32 MB,
+# and less than the size from which the C library takes new pages from the system for each tensor.
+SLICE_BYTES = 2**24
 
 
 class Block(Protocol):
@@ -82,7 +83,8 @@ def in_slices(block: nn.Module, compute: Callable[[Tensor], Tensor], grid: Tenso
     layers = [module for part in block.children() for module in part.modules()]
     if any(module.training or hooked(module) for module in layers):
         return compute(grid)
-    parts = [compute(part) for part in grid.split(few)]
+    slices = math.ceil(len(grid) / few)
+    parts = [compute(part) for part in grid.split(math.ceil(len(grid) / slices))]
     if in_channels_last(grid):  # of one sample, torch.cat cannot tell the memory format
         return torch.cat([part.movedim(1, -1) for part in parts]).movedim(-1, 1)
     return torch.cat(parts)

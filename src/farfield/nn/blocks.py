@@ -53,7 +53,7 @@ class BaseBlock(Fusable):
     Cost:
         With m the output's positions, b·n·c·rc MACs for the first 1x1 (b·n·c·(r-1)c with `skip`), 9·b·m·rc for the 3x3
         in two dims, b·m·rc·d for the last. In eval mode without gradients, on a CPU, a few samples are computed at a
-        time, so that their rc channels are held in 8 MB (or those of one sample).
+        time, so that their rc channels are held in 16 MB (or those of one sample).
 
     Reference: KAN Figure 4 (a) BaseModule, (b) BaseSkipModule; SAN Figure 2 (a).
 
