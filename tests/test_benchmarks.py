@@ -321,6 +321,19 @@ def test_cases_of_kernels() -> None:
 
 
 @pytest.mark.long
+def test_default_beside_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels.problem() is not None:
+        pytest.skip("kernels: not built")
+    monkeypatch.delenv(kernels.SWITCH, raising=False)
+    printed = run("native.py", "--tiny", "--turns", "2").splitlines()
+    entries = [line.strip("| ").split(" | ") for line in printed if line.startswith("| ")][1:]
+    native = module("native")
+    expected = [name for name, *_ in native.cases(native.TINY)]
+    assert [what.split(",")[0] for what, *_ in entries] == [*expected, f"mean of {len(expected)}"]
+    assert all(float(ratio) > 0 for _, ratio, *_ in entries)
+
+
+@pytest.mark.long
 def test_the_documented_paths_are_those_that_run() -> None:
     if kernels.problem() is not None:
         pytest.skip("kernels: not built")
