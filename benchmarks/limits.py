@@ -169,7 +169,7 @@ def times_the_least(attention: nn.Module, grid: Tensor, product_seconds: float, 
 
     The bandwidth of a turn is that of a copy from memory right before it, since other work on the machine changes it
     from second to second. Then the same function runs on a small grid: the code of Python and torch is in a cache where
-    a network runs, and takes about as long to load as a copy of 2^16 positions.
+    a network runs, and takes up to a third as long to load as a copy of 2^16 positions.
     """
     others, copy = torch.ones(2, 2**10 if setup.tiny else 2**26, device=setup.device)
     small = grid[:, :, :8, :8].contiguous()

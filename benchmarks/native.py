@@ -1,7 +1,7 @@
 """Time the CPU kernels as an installation has them against the same sources compiled for this processor alone.
 
     python benchmarks/native.py                   # needs a C++ compiler; about three minutes
-    python benchmarks/native.py --turns 1 --tiny
+    python benchmarks/native.py --turns 2 --tiny
 
 The default library has each loop for three instruction sets and selects one when it is loaded; the other library is
 compiled with -march=native. Two processes, one for each, run the same case in turns of 50 ms, so that other load of the
@@ -85,7 +85,7 @@ class Process:
 def main() -> None:
     """Build, measure in turns, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=25, help="turns of each library")
+    parser.add_argument("--turns", type=int, default=25, help="turns of each library, 2 at least")
     parser.add_argument("--tiny", action="store_true", help="one small grid, to check that everything runs")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -87,7 +87,7 @@ def test_slices_are_about_equal_and_within_the_bound(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["base", "kronecker_qkv"])
-def test_whole_batches_in_training_with_gradients_and_under_transforms(one_sample: None, name: str) -> None:
+def test_whole_batches_in_training_and_with_gradients(one_sample: None, name: str) -> None:
     block, grid = drawn(name)
     assert batch_sizes(block, grid) == {BATCH}  # gradients of the parameters are recorded
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_network_needs_less_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     assert peak(2**22) < 0.8 * peak(2**40)
 
 
-def test_an_empty_batch_and_no_positions(one_sample: None) -> None:
+def test_an_empty_batch(one_sample: None) -> None:
     block, grid = drawn("base")
     with torch.no_grad():
         assert block(grid[:0]).shape == (0, 16, 7, 6)
