@@ -124,7 +124,7 @@ def from_call(index: int, code: int) -> Decide:
 # ---- the filter ------------------------------------------------------------------------------------------------------
 SECCOMP, PIDFD_GETFD = 317, 438
 SET_MODE_FILTER, NEW_LISTENER, NO_NEW_PRIVILEGES = 1, 8, 38
-RECEIVE, SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
+RECEIVE, SEND, IS_VALID, CONTINUE = 0xC0502100, 0xC0182101, 0x40082102, 1
 ALLOW, NOTIFY, X86_64 = 0x7FFF0000, 0x7FC00000, 0xC000003E
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 NUMBER, ARCHITECTURE = 0, 4
@@ -291,7 +291,11 @@ def answer_call(
         return
     identifier, thread = struct.unpack_from("QI", notice)
     number, arguments = struct.unpack_from("i", notice, 16)[0], struct.unpack_from("6Q", notice, 32)
-    call = describe(thread, number, arguments)
+    try:
+        call = describe(thread, number, arguments)
+        fcntl.ioctl(listener, IS_VALID, struct.pack("Q", identifier))
+    except (FileNotFoundError, ProcessLookupError):  # its thread was killed before or while its paths were read
+        return
     action: Action = None
     if any(path == folder or path.startswith(folder + "/") for path in call.paths):
         action = decide(len(calls), call)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,6 +72,29 @@ def undisturbed(net: nn.Module, out: Path) -> tuple[dict[str, bytes], int]:
     watched = faults.run(lambda: predict(net, again), out.parent, faults.at(0, None))
     assert (watched.kind, watched.outside) == ("returned", ())
     return bytes_of_it, len(watched.calls)
+
+
+def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread's call killed the process."""
+    read = faults.memory
+
+    def too_late(thread: int, address: int, length: int) -> bytes:
+        os.kill(thread, signal.SIGKILL)
+        while Path(f"/proc/{thread}/mem").exists():
+            time.sleep(0.001)
+        return read(thread, address, length)
+
+    def in_a_thread() -> None:
+        writer = threading.Thread(target=(tmp_path / "file").touch)
+        writer.start()
+        writer.join()
+
+    monkeypatch.setattr(faults, "memory", too_late)
+    killed = faults.run(in_a_thread, tmp_path, faults.at(0, None))
+    assert (killed.kind, killed.calls) == ("killed", ())
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
