@@ -545,6 +545,19 @@ def test_large_grids_are_written_past_the_caches(on: None, row: str) -> None:
         assert distance(found, exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
 
 
+def test_a_response_is_the_same_where_two_threads_leave_it_in_the_caches(on: None) -> None:
+    """One thread writes past them from half of the last cache on, several from the whole of it on."""
+    rows = min(kernels.cache_bytes()[1], 2**25) * 3 // 4 // (4 * 64 * 259)
+    grid, found, threads = torch.randn(1, 64, rows, 259), [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(torch.ops.farfield.axis_attention(grid, 1, 1.0, True))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["siamese", "kronecker_qkv"])
 def test_larger_ones_without_gradients_too(on: None, row: str) -> None:

@@ -168,9 +168,11 @@ int64_t positions_of(const Tensor& grid) {
   return count;
 }
 
-bool past_caches(const Tensor& out, bool training) {
-  return out.numel() * bytes_of(numbers_of(out).format) >= (training ? past_in_training : past);
-}
+bool past_caches(const Tensor& out, int64_t limit) { return out.numel() * bytes_of(numbers_of(out).format) >= limit; }
+
+// Bytes from which the outer sum of responses is written past the caches. Several threads write past them no faster than
+// one, while what stays in a cache is written back while positions attend to each other in the next call.
+int64_t past_after_attention() { return torch::stable::get_num_threads() > 1 ? caches.last : past; }
 
 // Whether the channels of a grid or of positions are contiguous, and not its positions.
 bool is_wide(const Tensor& tensor) { return !tensor.is_contiguous(); }
@@ -207,14 +209,14 @@ Tensor axis_means(const Tensor& grid) { return along_axes(grid, true); }
 
 // From `(b, c, Σ size)` to `(b, c, *size)`: each position is the sum of the numbers at its indices, first axis first.
 // Vectors with contiguous channels make a grid in channels-last format. The vectors are floats, the grid of a type.
-Tensor make_grid(const Tensor& vectors, std::vector<int64_t> size, ScalarType type, bool means, bool training) {
+Tensor make_grid(const Tensor& vectors, std::vector<int64_t> size, ScalarType type, bool means, int64_t limit) {
   const Axes axes = axes_of(size);
   size.insert(size.begin(), {vectors.size(0), vectors.size(1)});
   const bool wide = is_wide(vectors);
   const int64_t rows = axes.slabs * axes.height, pieces = pieces_of(rows);
   Tensor out = allocate_grid(size, type, wide);
   const float* numbers = static_cast<const float*>(grid_of(vectors).start);
-  const OuterSum job{axes, size[1], pieces, numbers, grid_of(out), means, past_caches(out, training)};
+  const OuterSum job{axes, size[1], pieces, numbers, grid_of(out), means, past_caches(out, limit)};
   if (wide) run(loops.wide.outer_sum, job, size[0] * pieces, axes.plane() / pieces * size[1]);
   else run(loops.outer_sum, job, size[0] * size[1], axes.plane());
   return out;
@@ -223,7 +225,7 @@ Tensor make_grid(const Tensor& vectors, std::vector<int64_t> size, ScalarType ty
 Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, bool training) {
   const ScalarType type = vectors.scalar_type();
   const Tensor floats = type == ScalarType::Float ? vectors : torch::stable::to(vectors, ScalarType::Float);
-  return make_grid(floats, std::move(size), type, means, training);
+  return make_grid(floats, std::move(size), type, means, training ? past_in_training : past);
 }
 
 // Softmax attention of positions `(b, c, n)` to each other; the weights `(b · h, n, n)` are written if they are wanted.
@@ -255,15 +257,14 @@ Tensor position_attention_backward(
   return out;
 }
 
-// Softmax attention of the means along each axis to each other, made a grid by outer sum. With `once` the mean of the
-// responses counts once and not once per axis (KAN Eq. 13).
-Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
-  const Axes axes = axes_of(grid);
-  const Tensor vectors = attend(axis_means(grid), heads, scale, std::nullopt);
-  if (once) {
-    float* numbers = write(vectors);
-    const double surplus = static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
-    for (float *vector = numbers, *last = numbers + vectors.numel(); vector < last; vector += axes.total) {
+// In an outer sum of the vectors `(b, c, Σ size)` their mean counts once, and not once per axis (KAN Eq. 13).
+void count_means_once(const Axes& axes, const Tensor& vectors) {
+  constexpr int64_t SLOWER = 4;  // a sum of doubles waits for each addition
+  float* numbers = write(vectors);
+  const double surplus = static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
+  const auto loop = [&](int64_t begin, int64_t end) {
+    for (float *vector = numbers + begin * axes.total, *last = numbers + end * axes.total; vector < last;
+         vector += axes.total) {
       double means = 0;
       int64_t place = 0;
       for (int64_t axis = 0; axis < axes.count; ++axis) {
@@ -273,11 +274,20 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
       }
       for (int64_t i = 0; i < axes.total; ++i) vector[i] -= static_cast<float>(surplus * means);
     }
-  }
+  };
+  torch::stable::parallel_for(0, vectors.size(0) * vectors.size(1), tasks_per_thread(SLOWER * axes.total), loop);
+}
+
+// Softmax attention of the means along each axis to each other, made a grid by outer sum. With `once` the mean of the
+// responses counts once and not once per axis.
+Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once) {
+  const Axes axes = axes_of(grid);
+  const Tensor vectors = attend(axis_means(grid), heads, scale, std::nullopt);
+  if (once) count_means_once(axes, vectors);
   const std::vector<int64_t> size(axes.size, axes.size + axes.count);
-  if (!is_wide(grid)) return make_grid(vectors, size, grid.scalar_type(), false, false);
+  if (!is_wide(grid)) return make_grid(vectors, size, grid.scalar_type(), false, past_after_attention());
   const Tensor turned = torch::stable::contiguous(torch::stable::transpose(vectors, 1, 2));
-  return make_grid(torch::stable::transpose(turned, 1, 2), size, grid.scalar_type(), false, false);
+  return make_grid(torch::stable::transpose(turned, 1, 2), size, grid.scalar_type(), false, past);
 }
 
 // From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of
@@ -323,7 +333,8 @@ std::tuple<Tensor, Tensor, Tensor> score_attention(const Tensor& grid, const Ten
   Tensor out = allocate_grid(sizes_of(grid), grid.scalar_type(), is_wide(grid));
   const int64_t pieces = pieces_of(count);
   const RespondToScores job{
-      channels, count, heads, pieces, read(scores), read(sums), grid_of(out), both, past_caches(out, training)};
+      channels, count, heads, pieces, read(scores), read(sums), grid_of(out), both,
+      past_caches(out, training ? past_in_training : past)};
   if (is_wide(grid)) run(loops.wide.respond_to_scores, job, batch * pieces, count / pieces * channels);
   else run(loops.respond_to_scores, job, batch * channels, count);
   return {out, scores, sums};
@@ -354,7 +365,7 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   Tensor out = allocate_grid(sizes_of(grid), grid.scalar_type(), is_wide(grid)), grad_matrix = allocate(matrix.sizes());
   const int64_t pieces = pieces_of(count);
   const SpreadGradients job{channels,     count,    heads,         pieces,     read(scores), read(rows),
-                            read(matrix), grad_sum, halves.data(), grid_of(out), past_caches(out, true)};
+                            read(matrix), grad_sum, halves.data(), grid_of(out), past_caches(out, past_in_training)};
   if (is_wide(grid)) run(loops.wide.spread_gradients, job, batch * pieces, count / pieces * channels);
   else run(loops.spread_gradients, job, batch * channels, count);
   float* result = write(grad_matrix);
@@ -446,7 +457,7 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
   Tensor grad_matrix = allocate({matrix ? rows : 0, channels}), grad_bias = allocate({matrix ? rows : 0});
   std::vector<double> matrices(learned * channels * width), biases(learned * rows);
   Positions target = view_of(out);
-  target.past = past_caches(out, true);
+  target.past = past_caches(out, past_in_training);
   if (!wanted) target.numbers.start = nullptr;
   run(products.summarize_gradient,
       SummarizeGradient{parts,        count,       keys,
@@ -478,7 +489,7 @@ Tensor combine_slots(const Tensor& queries, const Tensor& slots, int64_t heads, 
   const int64_t channels = groups * slots.size(3);
   Tensor out = allocate_positions(queries, batch, channels, count, wide);
   Positions target = view_of(out);
-  target.past = past_caches(out, true);
+  target.past = past_caches(out, past_in_training);
   run(products.respond,
       Respond{parts, count, heads, queries.size(1), groups, slots.size(2), slots.size(3), softmax, read(slots),
               view_of(queries), target},
