@@ -199,8 +199,7 @@ def test_coefficients_are_kept_that_are_few_beside_the_grid(
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda part: kept.append(part) or part, lambda part: part):
         attention(torch.randn(1, channels, side, side, requires_grad=True))
-    # Normalized also the shares of the indices in the mean, and their sum.
-    assert sum(part.numel() for part in kept) == numbers + (row == "kronecker_qkv") * (2 * side + 1)
+    assert sum(part.numel() for part in kept) == numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -222,10 +221,10 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
     check("score_attention", four, matrix, True)
     check("score_attention_backward", four, matrix, True, torch.randn(2, 3, 20), torch.randn(2, 4, 3), grid(2, 3, 4, 5))
     check("outer_sum", grid(2, 3, 9), [4, 5])
-    positions, floats = grid(2, 8, 7), torch.randn(2, 8, 7)
-    check("position_attention", floats, 2, 0.5)
-    for weights in (None, torch.rand(4, 7, 7)):
-        check("position_attention_backward", floats, weights, 2, 0.5, torch.randn(2, 8, 7))
+    positions, means = grid(2, 8, 7), torch.randn(2, 8, 7)
+    for kept, once in product((0, 4), (False, True)):
+        check("axis_responses", means, [3, 4], 2, 0.5, once, dtype, wide, kept * 7**2)
+        check("axis_responses_backward", means, torch.rand(kept, 7, 7), 2, 0.5, once, grid(2, 8, 3, 4))
     check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     for bias, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
         check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, groups, True)

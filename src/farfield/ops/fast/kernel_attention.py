@@ -14,10 +14,9 @@ from torch import Tensor
 from farfield.ops.call import Call
 from farfield.ops.fast import kernels
 from farfield.ops.fast.autograd import are_small
-from farfield.ops.fast.axes import outer_sum
 from farfield.ops.fast.kernel_sums import are_few
 from farfield.ops.function import accelerate, are_free, shapes_alone
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, along_axes, in_channels_last, laid_out_for
+from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes, along_axes, in_channels_last
 from farfield.ops.modes import casts, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
@@ -31,16 +30,18 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
     if are_free(grid):
-        return cast(
-            Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, operator.queries_from.normalize is not None)
-        )
+        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, counts_once(operator)))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
-    means = _axis_means(grid, in_channels_last(grid))
-    response = _attend_positions(means, heads, scale, grid.numel() // SMALL)[0]
-    counts = torch.cat([response.new_full((1, 1, length), 1 / length) for length in grid.shape[2:]], -1)
-    response = operator.queries_from.normalized(response, counts, grid.dim() - 2)
-    return outer_sum(laid_out_for(grid, response.to(grid.dtype)), grid.shape[2:])
+    wide = in_channels_last(grid)
+    means = _axis_means(grid, wide)
+    size, most = tuple(grid.shape[2:]), grid.numel() // SMALL
+    return cast(Tensor, _respond_from_means(operator, means, size, heads, scale, grid.dtype, wide, most)[0])
+
+
+def counts_once(operator: Operator) -> bool:
+    """Whether the mean of the responses counts once and not once per axis (KAN Eq. 13)."""
+    return operator.queries_from.normalize is not None
 
 
 def plain_means(grid: Tensor, wide: bool) -> Tensor:
@@ -62,30 +63,51 @@ def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Ten
     return cast(Tensor, torch.ops.farfield.outer_sum(grad_means, grid.shape[2:], True, True)), None
 
 
-def plain_positions(positions: Tensor, heads: int, scale: float, limit: int) -> Tensor:
-    """Compute the softmax attention of positions `(b, c, n)` to each other by its equation."""
-    each = split_heads(positions, heads)
-    return (each @ (scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
+def plain_responses(
+    operator: Operator,
+    means: Tensor,
+    size: tuple[int, ...],
+    heads: int,
+    scale: float,
+    dtype: torch.dtype,
+    wide: bool,
+    most: int,
+) -> Tensor:
+    """Compute the softmax attention of means `(b, c, Σ size)` to each other, made a grid, by its equation."""
+    each = split_heads(means, heads)
+    responses = (each @ (scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
+    counts = torch.cat([responses.new_full((1, 1, length), 1 / length) for length in size], -1)
+    return add_axes(operator.queries_from.normalized(responses, counts, len(size)).to(dtype), size)
 
 
-def attend_positions(positions: Tensor, heads: int, scale: float, limit: int) -> tuple[Tensor, Tensor | None]:
-    """Compute `plain_positions` by a kernel; return also the matrix of weights if it has at most `limit` numbers."""
-    response, weights = torch.ops.farfield.position_attention(positions, heads, scale)
-    return response, weights if weights.numel() <= limit else None
+def kernel_responses(
+    operator: Operator,
+    means: Tensor,
+    size: tuple[int, ...],
+    heads: int,
+    scale: float,
+    dtype: torch.dtype,
+    wide: bool,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `plain_responses` by a kernel; return also the matrix of weights if it has at most `most` numbers."""
+    once = counts_once(operator)
+    return cast(Any, torch.ops.farfield.axis_responses(means, size, heads, scale, once, dtype, wide, most))
 
 
-def gradients_of_positions(
-    arguments: Sequence[Any], kept: Sequence[Tensor | None], grad_outputs: Sequence[Tensor], *_: Any
-) -> tuple[Tensor, None, None, None]:
-    """Return the gradient of `attend_positions`."""
-    (positions, heads, scale, _), (weights,), (grad_output,) = arguments, kept, grad_outputs
-    grad = torch.ops.farfield.position_attention_backward(positions, weights, heads, scale, grad_output.contiguous())
-    return grad, None, None, None
+def gradients_of_responses(
+    arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of the means."""
+    (operator, means, _, heads, scale, *others), (weights,), (grad,) = arguments, kept, grad_outputs
+    grad, once = grad if kernels.fits(grad) else grad.contiguous(), counts_once(operator)
+    grad_means = torch.ops.farfield.axis_responses_backward(means, weights, heads, scale, once, grad)
+    return (None, grad_means, *(None,) * (3 + len(others)))
 
 
 _axis_means = accelerate(plain_means, kernel_means, spread_means, save=shapes_alone, kernels_run=kernels.run)
-_attend_positions = accelerate(
-    plain_positions, attend_positions, gradients_of_positions, kept=1, kernels_run=kernels.run
+_respond_from_means = accelerate(
+    plain_responses, kernel_responses, gradients_of_responses, kept=1, kernels_run=kernels.run
 )
 
 

@@ -56,15 +56,26 @@ def register() -> None:
     def axis_attention(grid: Tensor, heads: int, scale: float, once: bool = False) -> Tensor:
         return torch.empty_like(grid)
 
-    def position_attention(positions: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(positions), positions.new_empty(
-            len(positions) * heads, *positions.shape[2:], positions.shape[2]
-        )
+    def axis_responses(
+        means: Tensor,
+        size: Sequence[int],
+        heads: int,
+        scale: float,
+        once: bool,
+        dtype: torch.dtype,
+        wide: bool,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        batch, channels, count = means.shape
+        shape = (batch, *size, channels) if wide else (batch, channels, *size)
+        grid = means.new_empty(shape, dtype=dtype)
+        kept = batch * heads * count**2 <= most
+        return grid.movedim(-1, 1) if wide else grid, means.new_empty(batch * heads * kept, count, count)
 
-    def position_attention_backward(
-        positions: Tensor, weights: Tensor | None, heads: int, scale: float, grad_output: Tensor
+    def axis_responses_backward(
+        means: Tensor, weights: Tensor, heads: int, scale: float, once: bool, grad_output: Tensor
     ) -> Tensor:
-        return torch.empty_like(positions)
+        return torch.empty_like(means)
 
     def score_attention(
         grid: Tensor, matrix: Tensor, both: bool, training: bool = False
@@ -132,8 +143,8 @@ def register() -> None:
 
     attentions = (
         axis_attention,
-        position_attention,
-        position_attention_backward,
+        axis_responses,
+        axis_responses_backward,
         score_attention,
         score_attention_backward,
     )
@@ -155,16 +166,14 @@ def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def count_positions(positions: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the products of all positions with each other, and of these weights with the values."""
-    return 4 * positions[0] * positions[1] * positions[2] ** 2
+def count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the products of the means with each other, and of these weights with the values."""
+    return 4 * means[0] * means[1] * means[2] ** 2
 
 
-def count_positions_backward(
-    positions: Sequence[int], weights: Sequence[int] | None, *others: Any, out_shape: Any
-) -> int:
+def count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count four products, and a fifth for the matrix if it was not kept."""
-    return (8 if weights else 10) * positions[0] * positions[1] * positions[2] ** 2
+    return (8 if weights[0] else 10) * means[0] * means[1] * means[2] ** 2
 
 
 def count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
@@ -210,8 +219,8 @@ FLOPS: dict[str, Any] = {
     "axis_means": count_nothing,
     "outer_sum": count_nothing,
     "axis_attention": count_axes,
-    "position_attention": count_positions,
-    "position_attention_backward": count_positions_backward,
+    "axis_responses": count_means,
+    "axis_responses_backward": count_means_backward,
     "score_attention": count_scores,
     "score_attention_backward": count_scores_backward,
     "project_and_sum": count_rows,

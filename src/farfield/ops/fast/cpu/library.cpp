@@ -237,13 +237,8 @@ Tensor attend(const Tensor& positions, int64_t heads, double scale, const std::o
   return out;
 }
 
-std::tuple<Tensor, Tensor> position_attention(const Tensor& positions, int64_t heads, double scale) {
-  const int64_t count = positions.size(2);
-  const Tensor weights = allocate({positions.size(0) * heads, count, count});
-  return {attend(positions, heads, scale, weights), weights};
-}
-
-Tensor position_attention_backward(
+// The gradient of the positions; weights that were not kept are computed again.
+Tensor attend_gradient(
     const Tensor& positions, const std::optional<Tensor>& kept, int64_t heads, double scale,
     const Tensor& grad_output) {
   const int64_t count = positions.size(2), depth = positions.size(1) / heads, matrices = positions.size(0) * heads;
@@ -257,25 +252,54 @@ Tensor position_attention_backward(
   return out;
 }
 
-// In an outer sum of the vectors `(b, c, Σ size)` their mean counts once, and not once per axis (KAN Eq. 13).
-void count_means_once(const Axes& axes, const Tensor& vectors) {
+// Calls `work(vector)` for each vector of `(b, c, Σ size)`, on the threads of torch.
+template <class Work>
+void run_on_vectors(const Axes& axes, const Tensor& vectors, const Work& work) {
   constexpr int64_t SLOWER = 4;  // a sum of doubles waits for each addition
   float* numbers = write(vectors);
-  const double surplus = static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
   const auto loop = [&](int64_t begin, int64_t end) {
-    for (float *vector = numbers + begin * axes.total, *last = numbers + end * axes.total; vector < last;
-         vector += axes.total) {
-      double means = 0;
-      int64_t place = 0;
-      for (int64_t axis = 0; axis < axes.count; ++axis) {
-        double sum = 0;
-        for (int64_t i = 0; i < axes.size[axis]; ++i) sum += vector[place++];
-        means += sum / static_cast<double>(axes.size[axis]);
-      }
-      for (int64_t i = 0; i < axes.total; ++i) vector[i] -= static_cast<float>(surplus * means);
-    }
+    for (int64_t p = begin; p < end; ++p) work(numbers + p * axes.total);
   };
   torch::stable::parallel_for(0, vectors.size(0) * vectors.size(1), tasks_per_thread(SLOWER * axes.total), loop);
+}
+
+// What is subtracted from each number of a vector, times the mean of an axis: then the mean of the axes' means counts
+// once in their outer sum, and not once per axis (KAN Eq. 13).
+double surplus_of(const Axes& axes) {
+  return static_cast<double>(axes.count - 1) / static_cast<double>(axes.count * axes.count);
+}
+
+void count_means_once(const Axes& axes, const Tensor& vectors) {
+  run_on_vectors(axes, vectors, [&](float* vector) {
+    double means = 0;
+    int64_t place = 0;
+    for (int64_t axis = 0; axis < axes.count; ++axis) {
+      double sum = 0;
+      for (int64_t i = 0; i < axes.size[axis]; ++i) sum += vector[place++];
+      means += sum / static_cast<double>(axes.size[axis]);
+    }
+    for (int64_t i = 0; i < axes.total; ++i) vector[i] -= static_cast<float>(surplus_of(axes) * means);
+  });
+}
+
+void count_means_once_gradient(const Axes& axes, const Tensor& grads) {
+  run_on_vectors(axes, grads, [&](float* grad) {
+    double sum = 0;
+    for (int64_t i = 0; i < axes.total; ++i) sum += grad[i];
+    int64_t place = 0;
+    for (int64_t axis = 0; axis < axes.count; ++axis) {
+      const float share = static_cast<float>(surplus_of(axes) * sum / static_cast<double>(axes.size[axis]));
+      for (int64_t i = 0; i < axes.size[axis]; ++i) grad[place++] -= share;
+    }
+  });
+}
+
+// The outer sum of vectors `(b, c, Σ size)` whose axes are contiguous, in channels-last format if `wide`.
+Tensor make_grid_in(
+    bool wide, const Tensor& vectors, const std::vector<int64_t>& size, ScalarType type, int64_t limit) {
+  if (!wide) return make_grid(vectors, size, type, false, limit);
+  const Tensor turned = torch::stable::contiguous(torch::stable::transpose(vectors, 1, 2));
+  return make_grid(torch::stable::transpose(turned, 1, 2), size, type, false, limit);
 }
 
 // Softmax attention of the means along each axis to each other, made a grid by outer sum. With `once` the mean of the
@@ -285,9 +309,28 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
   const Tensor vectors = attend(axis_means(grid), heads, scale, std::nullopt);
   if (once) count_means_once(axes, vectors);
   const std::vector<int64_t> size(axes.size, axes.size + axes.count);
-  if (!is_wide(grid)) return make_grid(vectors, size, grid.scalar_type(), false, past_after_attention());
-  const Tensor turned = torch::stable::contiguous(torch::stable::transpose(vectors, 1, 2));
-  return make_grid(torch::stable::transpose(turned, 1, 2), size, grid.scalar_type(), false, past);
+  return make_grid_in(is_wide(grid), vectors, size, grid.scalar_type(), past_after_attention());
+}
+
+// The same from the means, in training; also the weights `(b · h, n, n)`, none of them if they are more than `most`.
+std::tuple<Tensor, Tensor> axis_responses(
+    const Tensor& means, std::vector<int64_t> size, int64_t heads, double scale, bool once, ScalarType type, bool wide,
+    int64_t most) {
+  const int64_t count = means.size(2), matrices = means.size(0) * heads;
+  const bool kept = matrices * count * count <= most;
+  const Tensor weights = allocate({kept ? matrices : 0, count, count});
+  const Tensor vectors = attend(means, heads, scale, kept ? std::optional<Tensor>(weights) : std::nullopt);
+  if (once) count_means_once(axes_of(size), vectors);
+  return {make_grid_in(wide, vectors, size, type, past_in_training), weights};
+}
+
+// The gradient of the means.
+Tensor axis_responses_backward(
+    const Tensor& means, const Tensor& weights, int64_t heads, double scale, bool once, const Tensor& grad_output) {
+  const Tensor grads = axis_sums(grad_output);
+  if (once) count_means_once_gradient(axes_of(grad_output), grads);
+  return attend_gradient(
+      means, weights.size(0) ? std::optional<Tensor>(weights) : std::nullopt, heads, scale, grads);
 }
 
 // From positions `(b, c, n)`: the rows `offset + matrix · positions`, `(b, r, n)`, and the sums over positions of
@@ -542,9 +585,11 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("axis_means(Tensor grid) -> Tensor");
   library.def("axis_sums(Tensor grid) -> Tensor");
   library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
-  library.def("position_attention(Tensor positions, int heads, float scale) -> (Tensor, Tensor)");
   library.def(
-      "position_attention_backward(Tensor positions, Tensor? weights, int heads, float scale, Tensor grad_output)"
+      "axis_responses(Tensor means, int[] size, int heads, float scale, bool once, ScalarType dtype, bool wide, int most)"
+      " -> (Tensor, Tensor)");
+  library.def(
+      "axis_responses_backward(Tensor means, Tensor weights, int heads, float scale, bool once, Tensor grad_output)"
       " -> Tensor");
   library.def(
       "score_attention(Tensor grid, Tensor matrix, bool both, bool training=False) -> (Tensor, Tensor, Tensor)");
@@ -575,8 +620,8 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("axis_attention", TORCH_BOX(&axis_attention));
   library.impl("score_attention", TORCH_BOX(&score_attention));
   library.impl("score_attention_backward", TORCH_BOX(&score_attention_backward));
-  library.impl("position_attention", TORCH_BOX(&position_attention));
-  library.impl("position_attention_backward", TORCH_BOX(&position_attention_backward));
+  library.impl("axis_responses", TORCH_BOX(&axis_responses));
+  library.impl("axis_responses_backward", TORCH_BOX(&axis_responses_backward));
   library.impl("outer_sum", TORCH_BOX(&outer_sum));
   library.impl("project_and_sum", TORCH_BOX(&project_and_sum_of));
   library.impl("project_and_summarize", TORCH_BOX(&project_and_summarize));
