@@ -104,7 +104,7 @@ def san(setup: Setup) -> Iterator[Line]:
 
 
 def copies(setup: Setup) -> Iterator[Line]:
-    """Time in copies of the grid, and compared with the compiled form."""
+    """Time in copies of the grid, whose rate tells whether they run from a cache, and ÷ the compiled form."""
     keep_freed_memory()
     for shape in ((8, 256, 56, 56), (1, 64, 256, 256)):
         grid = setup.grid(*shape)
@@ -115,7 +115,10 @@ def copies(setup: Setup) -> Iterator[Line]:
                 torch.compiler.reset()
                 rows = setup.race(contestants, grid, backward=backward)
                 what = f"{name}, {text_of(grid)}, forward{' and backward' * backward}"
-                yield setup.at_most(f"{what}, in copies", limit, times_as_long(rows, name, "copy"))
+                line = setup.at_most(f"{what}, in copies", limit, times_as_long(rows, name, "copy"))
+                seconds = seconds_of(rows, "copy")
+                rate = 2e-9 * grid.nbytes / seconds
+                yield line._replace(measured=f"{line.measured} (a copy: {1e3 * seconds:.3g} ms, {rate:.3g} GB/s)")
                 yield setup.at_most(f"{what}, ÷ compiled", 1.1, times_as_long(rows, name, f"{name} compiled"))
 
 

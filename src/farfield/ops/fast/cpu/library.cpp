@@ -586,8 +586,8 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("axis_sums(Tensor grid) -> Tensor");
   library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
   library.def(
-      "axis_responses(Tensor means, int[] size, int heads, float scale, bool once, ScalarType dtype, bool wide, int most)"
-      " -> (Tensor, Tensor)");
+      "axis_responses(Tensor means, int[] size, int heads, float scale, bool once, ScalarType dtype, bool wide,"
+      " int most) -> (Tensor, Tensor)");
   library.def(
       "axis_responses_backward(Tensor means, Tensor weights, int heads, float scale, bool once, Tensor grad_output)"
       " -> Tensor");

@@ -17,8 +17,8 @@
 namespace farfield {
 namespace {
 
-// Numbers between the current address and the prefetched one. With a quarter of them reading 17 MB took 1.4 to 1.7 times as
-// long on two cores of an AMD EPYC (Zen 4); with four times of them, 1.3 times.
+// Numbers between the current address and the prefetched one. With a quarter of them reading 17 MB took 1.4 to 1.7 times
+// as long on two cores of an AMD EPYC (Zen 4); with four times of them, 1.3 times.
 constexpr int64_t AHEAD = 2048;
 
 // Runs `work<4>(i)` for i = 0, 4, 8, … and `work<1>(i)` for the rest: four at a time share loads and hide latency.
