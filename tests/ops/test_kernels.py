@@ -567,6 +567,16 @@ def test_larger_ones_without_gradients_too(on: None, row: str) -> None:
     assert distance(found, exact) <= 2 * distance(plain, exact) + EPS
 
 
+@pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
+def test_gradients_of_one_call_have_any_strides(on: None, row: str) -> None:
+    """The gradient of a sum is one number for all positions, that of every second column has gaps."""
+    attention, leaf = GridAttention(32, row, project=""), torch.randn(2, 32, 6, 8, requires_grad=True)
+    upon = torch.randn(2, 32, 6, 8)
+    for grad in (upon[:, :, :1, :1].expand_as(upon), upon.repeat_interleave(2, -1)[..., ::2], upon.mT.contiguous().mT):
+        found, wanted = (torch.autograd.grad(attention(leaf), leaf, each) for each in (grad, grad.contiguous()))
+        assert torch.equal(*found, *wanted)
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("row", ["siamese", "siamese_local", "siamese_ones", *MEAN_ROWS])
 def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> None:
