@@ -6,7 +6,7 @@ The table below maps the functions of an operator, never its name, to a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,28 @@ from farfield.ops.table import Operator, one, one_and_key, position, queries, qu
 Run = Callable[[Operator, Tensor, Tensor | None, int, float], Tensor | None]
 
 
+class MeansPlan(NamedTuple):
+    """How the means along the axes of a grid respond to each other, and become a grid again.
+
+    Attributes:
+        operator: The operator.
+        size: The grid's spatial size.
+        heads: Number of heads.
+        scale: Factor of the products.
+        dtype: The grid's dtype; the means are of float32.
+        wide: Whether the grid is in channels-last format.
+        most: Most numbers of a matrix of weights that is kept for the backward pass.
+    """
+
+    operator: Operator
+    size: tuple[int, ...]
+    heads: int
+    scale: float
+    dtype: torch.dtype
+    wide: bool
+    most: int
+
+
 def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: int, scale: float) -> Tensor | None:
     """Attend from axis means to axis means (KAN Eq. 13-18); None if no kernel does it faster."""
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
@@ -34,9 +56,8 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
     wide = in_channels_last(grid)
-    means = _axis_means(grid, wide)
-    size, most = tuple(grid.shape[2:]), grid.numel() // SMALL
-    return cast(Tensor, _respond_from_means(operator, means, size, heads, scale, grid.dtype, wide, most)[0])
+    plan = MeansPlan(operator, tuple(grid.shape[2:]), heads, scale, grid.dtype, wide, grid.numel() // SMALL)
+    return cast(Tensor, _respond_from_means(plan, _axis_means(grid, wide))[0])
 
 
 def counts_once(operator: Operator) -> bool:
@@ -63,46 +84,29 @@ def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Ten
     return cast(Tensor, torch.ops.farfield.outer_sum(grad_means, grid.shape[2:], True, True)), None
 
 
-def plain_responses(
-    operator: Operator,
-    means: Tensor,
-    size: tuple[int, ...],
-    heads: int,
-    scale: float,
-    dtype: torch.dtype,
-    wide: bool,
-    most: int,
-) -> Tensor:
+def plain_responses(plan: MeansPlan, means: Tensor) -> Tensor:
     """Compute the softmax attention of means `(b, c, Σ size)` to each other, made a grid, by its equation."""
-    each = split_heads(means, heads)
-    responses = (each @ (scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
-    counts = torch.cat([responses.new_full((1, 1, length), 1 / length) for length in size], -1)
-    return add_axes(operator.queries_from.normalized(responses, counts, len(size)).to(dtype), size)
+    each = split_heads(means, plan.heads)
+    responses = (each @ (plan.scale * each.mT @ each).softmax(-1).mT).flatten(1, 2)
+    counts = torch.cat([responses.new_full((1, 1, length), 1 / length) for length in plan.size], -1)
+    normalized = plan.operator.queries_from.normalized(responses, counts, len(plan.size))
+    return add_axes(normalized.to(plan.dtype), plan.size)
 
 
-def kernel_responses(
-    operator: Operator,
-    means: Tensor,
-    size: tuple[int, ...],
-    heads: int,
-    scale: float,
-    dtype: torch.dtype,
-    wide: bool,
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute `plain_responses` by a kernel; return also the matrix of weights if it has at most `most` numbers."""
+def kernel_responses(plan: MeansPlan, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `plain_responses` by a kernel; return also the matrix of weights, or none of it (`plan.most`)."""
+    operator, size, heads, scale, dtype, wide, most = plan
     once = counts_once(operator)
     return cast(Any, torch.ops.farfield.axis_responses(means, size, heads, scale, once, dtype, wide, most))
 
 
 def gradients_of_responses(
     arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
-) -> tuple[Tensor | None, ...]:
+) -> tuple[None, Tensor]:
     """Return the gradient of the means."""
-    (operator, means, _, heads, scale, *others), (weights,), (grad,) = arguments, kept, grad_outputs
-    grad, once = grad if kernels.fits(grad) else grad.contiguous(), counts_once(operator)
-    grad_means = torch.ops.farfield.axis_responses_backward(means, weights, heads, scale, once, grad)
-    return (None, grad_means, *(None,) * (3 + len(others)))
+    (plan, means), (weights,), (grad,) = arguments, kept, grad_outputs
+    grad, once = grad if kernels.fits(grad) else grad.contiguous(), counts_once(plan.operator)
+    return None, torch.ops.farfield.axis_responses_backward(means, weights, plan.heads, plan.scale, once, grad)
 
 
 _axis_means = accelerate(plain_means, kernel_means, spread_means, save=shapes_alone, kernels_run=kernels.run)
