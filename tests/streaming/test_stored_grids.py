@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole
 from farfield.streaming.stored_grids import StoredFile, StoredGrids
 from helpers import faults
+from helpers.prediction_machine import plans_made_once
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled
 
 # Sums of a few hundred products in float32, in another order, through 18 norms; the issue's limit.
@@ -227,17 +228,12 @@ def test_bytes_that_are_none_are_refused(name: str, bad: object, small: nn.Modul
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is the same in all calls, and takes most of their time."""
+def planned_once() -> Iterator[None]:
+    """The plan is the same in all calls, and takes most of their time; a call saves its progress as the one before."""
     if faults.problem() is not None:
         pytest.skip(faults.problem())
-    plan, plans = _predict_whole.make_plan, []
-
-    def cached(*arguments: Any) -> Any:
-        plans.extend([] if plans else [plan(*arguments)])
-        return plans[0]
-
-    monkeypatch.setattr(_predict_whole, "make_plan", cached)
+    with plans_made_once():
+        yield
 
 
 def predict(net: nn.Module, out: Path) -> None:
@@ -265,7 +261,7 @@ def undisturbed(net: nn.Module, folder: Path) -> tuple[bytes, list[faults.Call]]
 def test_a_prediction_killed_at_any_write_resumes_to_the_same_bytes(small: nn.Module, tmp_path: Path) -> None:
     want, calls = undisturbed(small, tmp_path / "plain")
     assert any(path.endswith(".grid") for call in calls for path in call.paths)
-    for index in range(3, len(calls) - 4, 23):
+    for index in range(3, len(calls) - 4, 149):
         out = tmp_path / str(index) / "out.npy"
         killed(small, out, index, "torn" if index % 2 else "kill")
         predict(small, out)
@@ -281,7 +277,7 @@ def test_an_error_of_the_disk_names_the_file_and_a_repeated_call_finishes(
     want, calls = undisturbed(small, tmp_path / "plain")
     stores = [index for index, call in enumerate(calls) if any(path.endswith(".grid") for path in call.paths)]
     assert {calls[index].name for index in stores} >= {"openat", "write", "fallocate"}
-    for index in stores[::17]:
+    for index in stores[::61]:
         out = tmp_path / str(index) / "out.npy"
         out.parent.mkdir()
         failed = faults.run(lambda out=out: predict(small, out), out.parent, faults.from_call(index, code))
