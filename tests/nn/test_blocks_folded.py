@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, block_fusion
 from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
+from farfield.ops.fast import kernels
 from helpers.explicit import MEAN_ROWS
 from helpers.partly import partly
 
@@ -300,8 +301,9 @@ def kept_bytes(module: nn.Module, grid: Tensor) -> int:
     return sum(kept.values())
 
 
-def test_the_clamp_keeps_its_result_alone() -> None:
+def test_the_clamp_keeps_its_result_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept by [convolution, norm, ReLU6] twice: each one's input, where torch's in-place clamp keeps a copy more."""
+    monkeypatch.setenv(kernels.SWITCH, "0")
     part = nn.Sequential(convolved(8, 8), convolved(8, 8))
     plain = copy.deepcopy(part)
     for each in plain:

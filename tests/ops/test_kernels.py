@@ -46,24 +46,6 @@ GRIDS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def built() -> None:
-    """The library is loaded; without a compiler there is none."""
-    if (reason := kernels.problem()) is not None:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def on(built: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run, on memory that holds NaN before it is written."""
-    monkeypatch.setenv(kernels.SWITCH, "1")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-
-
 def off(run: Any, *arguments: Any) -> Any:
     """The same by the equation."""
     with pytest.MonkeyPatch.context() as patch:
@@ -225,6 +207,9 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
     for kept, once in product((0, 4), (False, True)):
         check("axis_responses", means, [3, 4], 2, 0.5, once, dtype, wide, kept * 7**2)
         check("axis_responses_backward", means, torch.rand(kept, 7, 7), 2, 0.5, once, grid(2, 8, 3, 4))
+    if dtype == torch.float32:
+        four, other, channels = grid(2, 3, 4, 5), grid(2, 3, 4, 5), [torch.rand(3) for _ in range(4)]
+        check("norm_and_clamp_backward", four, *channels, 0.0, 6.0, other)
     check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     for bias, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
         check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, groups, True)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.spatial_dims import LAYERS, layers
+from farfield.ops.engine import choose_fast
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
 
@@ -20,6 +21,7 @@ CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimension
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
 NORMS = {each.batch_norm for each in LAYERS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
+BOUNDS = (0.0, 6.0)  # of ReLU6
 # An operation of torch's oneDNN that inductor emits; None in a torch without it.
 CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
 
@@ -107,15 +109,20 @@ class Convolved(Fusable, nn.Sequential):
         groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
             where = (layer.padding, layer.stride, layer.dilation, groups)
-            return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [0.0, 6.0], "")
+            return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [*BOUNDS], "")
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
         return self.follow(out, piece)
 
     def follow(self, out: Tensor, piece: ConvNormParameters) -> Tensor:
         """Norm and activate the channels of an output that `piece` is for."""
-        if piece.statistics is not None:
-            out = normed(out, piece.statistics, self.norm_or_none, piece.momentum)
         activation = self._modules.get("activation")
+        if piece.statistics is not None:
+            norm, fast = self.norm_or_none, choose_fast()
+            if norm.training and type(activation) is ReLU6 and fast is not None:
+                clamped = fast.norm_and_clamp(out, piece.statistics, piece.momentum, norm.eps, BOUNDS)
+                if clamped is not None:
+                    return clamped
+            out = normed(out, piece.statistics, norm, piece.momentum)
         return out if activation is None else activation(out)
 
     def fold(self) -> None:
@@ -175,7 +182,7 @@ class _Clamp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Tensor) -> Tensor:
         """Clamp."""
-        ctx.mark_dirty(F.hardtanh(grid, 0.0, 6.0, inplace=True))
+        ctx.mark_dirty(F.hardtanh(grid, *BOUNDS, inplace=True))
         ctx.save_for_backward(grid)
         return grid
 
@@ -183,7 +190,7 @@ class _Clamp(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         """Return the gradient where nothing was clamped, and 0 elsewhere."""
         (clamped,) = ctx.saved_tensors
-        return torch.ops.aten.hardtanh_backward(grad_output, clamped, 0.0, 6.0)
+        return torch.ops.aten.hardtanh_backward(grad_output, clamped, *BOUNDS)
 
 
 def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> Tensor:

@@ -19,6 +19,7 @@ from farfield.ops.fast import kernel_attention, kernels
 from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.combination import add_product
+from farfield.ops.fast.kernel_norms import norm_and_clamp
 from farfield.ops.fast.order import cheaper_order, has_orders
 from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, valid_counts
 from farfield.ops.modes import full_precision
@@ -37,6 +38,7 @@ class FastSteps(NamedTuple):
             queries come from the same positions and may be projected too.
         respond: `(call, query_positions, query, summary, matrix, bias) -> responses (b, out, m)` or None.
         add_responses: `(call, query_positions, query, summary, scale, out) -> out`, with the projected responses added.
+        norm_and_clamp: Batch norm in training and a clamp, `(grid, statistics, momentum, eps, bounds) -> grid` or None.
     """
 
     attend: Callable[[Call, Tensor], Tensor | None]
@@ -45,6 +47,7 @@ class FastSteps(NamedTuple):
     summarize: Callable[[Call, Gathered, Tensor, bool, bool], tuple[Tensor | None, Summary] | None]
     respond: Callable[[Call, Gathered, Tensor, Summary, Tensor | None, Tensor | None], Tensor | None]
     add_responses: Callable[[Call, Gathered, Tensor, Summary, float, Tensor], Tensor]
+    norm_and_clamp: Callable[[Tensor, Sequence[Tensor], float, float, tuple[float, float]], Tensor | None]
 
 
 def attend(call: Call, grid: Tensor) -> Tensor | None:
@@ -131,4 +134,4 @@ def add_responses(
     return out
 
 
-FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses)
+FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses, norm_and_clamp)

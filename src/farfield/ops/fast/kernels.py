@@ -141,6 +141,18 @@ def register() -> None:
     ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(queries), torch.empty_like(slots)
 
+    def norm_and_clamp_backward(
+        grid: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        means: Tensor,
+        inverses: Tensor,
+        low: float,
+        high: float,
+        grad_output: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(grid), torch.empty_like(weight), torch.empty_like(bias)
+
     attentions = (
         axis_attention,
         axis_responses,
@@ -149,7 +161,8 @@ def register() -> None:
         score_attention_backward,
     )
     sums = (project_and_sum, project_and_summarize, project_and_summarize_backward)
-    for shapes in (axis_means, axis_sums, outer_sum, *sums, combine_slots, combine_slots_backward, *attentions):
+    others = (axis_means, axis_sums, outer_sum, combine_slots, combine_slots_backward, norm_and_clamp_backward)
+    for shapes in (*others, *sums, *attentions):
         torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
     for name, flops in FLOPS.items():
         register_flop_formula(getattr(torch.ops.farfield, name))(flops)
@@ -218,6 +231,7 @@ FLOPS: dict[str, Any] = {
     "axis_sums": count_nothing,
     "axis_means": count_nothing,
     "outer_sum": count_nothing,
+    "norm_and_clamp_backward": count_nothing,
     "axis_attention": count_axes,
     "axis_responses": count_means,
     "axis_responses_backward": count_means_backward,

@@ -420,6 +420,62 @@ std::tuple<Tensor, Tensor> score_attention_backward(
   return {out, grad_matrix};
 }
 
+// ---- batch norm in training and a clamp after it --------------------------------------------------------------------
+// The gradients of grid, weight and bias: with means and deviations of the channels, the grid x is normed to
+// z = (x - mean) / deviation · weight + bias, and z clamped. `inverses` are 1 / deviation. Grid and `grad_output` are read
+// twice; what was clamped is found by computing z again.
+std::tuple<Tensor, Tensor, Tensor> norm_and_clamp_backward(
+    const Tensor& grid, const Tensor& weight, const Tensor& bias, const Tensor& means, const Tensor& inverses, double low,
+    double high, const Tensor& grad_output) {
+  const int64_t batch = grid.size(0), channels = grid.size(1), count = positions_of(grid);
+  const bool wide = is_wide(grid);
+  const Numbers numbers = grid_of(grid), grads = grid_of(grad_output);
+  check(numbers.format == Format::FLOAT && grads.format == Format::FLOAT, "norms of float32 alone");
+  check(wide == is_wide(grad_output), "a grid and its gradient in one memory order");
+  Tensor out = allocate_grid(sizes_of(grid), grid.scalar_type(), wide);
+  Tensor grad_weight = allocate({channels}), grad_bias = allocate({channels});
+  const int64_t parts = wide ? pieces_of(batch * count) : 1;
+  std::vector<float> factors(channels), shifts(channels), starts(channels), slopes(channels);
+  std::vector<double> sums(parts * 2 * channels);
+  const float *mean = read(means), *inverse = read(inverses), *scale = read(weight), *shift = read(bias);
+  for (int64_t c = 0; c < channels; ++c) {
+    factors[c] = scale[c] * inverse[c];
+    shifts[c] = shift[c] - mean[c] * factors[c];
+  }
+  const NormGradient job{
+      batch, channels, count, parts, static_cast<const float*>(numbers.start), static_cast<const float*>(grads.start),
+      mean, factors.data(), shifts.data(), static_cast<float>(low), static_cast<float>(high), sums.data(),
+      starts.data(), slopes.data(), static_cast<float*>(grid_of(out).start)};
+  float *to_weight = write(grad_weight), *to_bias = write(grad_bias);
+  const auto combine = [&](int64_t c) {
+    double sum = 0, product = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      sum += sums[part * 2 * channels + c];
+      product += sums[(part * 2 + 1) * channels + c];
+    }
+    const double share = factors[c] / static_cast<double>(batch * count);
+    to_bias[c] = static_cast<float>(sum);
+    to_weight[c] = static_cast<float>(product * inverse[c]);
+    starts[c] = static_cast<float>(-share * sum);
+    slopes[c] = static_cast<float>(-share * product * inverse[c] * inverse[c]);
+  };
+  if (wide) {
+    run(loops.wide.sum_norm_gradient, job, parts, batch * count / parts * channels);
+    for (int64_t c = 0; c < channels; ++c) combine(c);
+    run(loops.wide.spread_norm_gradient, job, parts, batch * count / parts * channels);
+  } else {  // what a channel is summed from may be in a cache when its gradient is written
+    const auto each = [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        loops.sum_norm_gradient(job, c, c + 1);
+        combine(c);
+        loops.spread_norm_gradient(job, c, c + 1);
+      }
+    };
+    torch::stable::parallel_for(0, channels, tasks_per_thread(batch * count), each);
+  }
+  return {out, grad_weight, grad_bias};
+}
+
 // ---- operators with a basis: a block of positions is projected, weighed and summed in a cache ------------------------
 // Parts of a sample that threads take; their number depends on the positions alone, and so does the order of the sums.
 int64_t parts_of(int64_t count) { return std::clamp<int64_t>((count + 8191) / 8192, 1, 16); }
@@ -609,6 +665,9 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def(
       "combine_slots_backward(Tensor queries, Tensor slots, Tensor grad_output, int heads, bool softmax)"
       " -> (Tensor, Tensor)");
+  library.def(
+      "norm_and_clamp_backward(Tensor grid, Tensor weight, Tensor bias, Tensor means, Tensor inverses, float low,"
+      " float high, Tensor grad_output) -> (Tensor, Tensor, Tensor)");
   library.def("instructions() -> str");
   library.def("multiplied() -> str");
   library.def("cache_bytes() -> int[]");
@@ -622,6 +681,7 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("score_attention_backward", TORCH_BOX(&score_attention_backward));
   library.impl("axis_responses", TORCH_BOX(&axis_responses));
   library.impl("axis_responses_backward", TORCH_BOX(&axis_responses_backward));
+  library.impl("norm_and_clamp_backward", TORCH_BOX(&norm_and_clamp_backward));
   library.impl("outer_sum", TORCH_BOX(&outer_sum));
   library.impl("project_and_sum", TORCH_BOX(&project_and_sum_of));
   library.impl("project_and_summarize", TORCH_BOX(&project_and_summarize));

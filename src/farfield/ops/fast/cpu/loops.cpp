@@ -263,6 +263,62 @@ void spread_gradients(const SpreadGradients& of, int64_t begin, int64_t end) {
   finish_writing();
 }
 
+// The gradient of a number before the clamp: none if it is at a bound.
+template <class Number>
+inline Number unclamped(Number norm, Number grad, float low, float high) {
+  const Number below = norm < high ? grad : Number{};
+  return norm > low ? below : Number{};
+}
+
+// The sums over a channel of which the gradient of its norm consists.
+void sum_norm_gradient(const NormGradient& of, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; ++c) {
+    const float mean = of.means[c], factor = of.factors[c], shift = of.shifts[c];
+    double *sum = of.sums + c, *product = sum + of.channels;
+    *sum = *product = 0;
+    for (int64_t b = 0; b < of.batch; ++b) {
+      const float* from = of.grid + (b * of.channels + c) * of.count;
+      const float* grads = of.grad_output + (b * of.channels + c) * of.count;
+      for (int64_t first = 0; first < of.count; first += CHUNK) {
+        const int64_t last = least(of.count, first + CHUNK);
+        Lanes some = {}, products = {};
+        int64_t i = first;
+        for (; i + WIDTH <= last; i += WIDTH) {
+          const Lanes each = load(from + i);
+          const Lanes grad = unclamped(factor * each + shift, load(grads + i), of.low, of.high);
+          some += grad;
+          products += grad * (each - mean);
+        }
+        float rest = sum_of(some), rest_products = sum_of(products);
+        for (; i < last; ++i) {
+          const float grad = unclamped(factor * from[i] + shift, grads[i], of.low, of.high);
+          rest += grad;
+          rest_products += grad * (from[i] - mean);
+        }
+        *sum += rest;
+        *product += rest_products;
+      }
+    }
+  }
+}
+
+// The gradient of a channel: factor · (g - mean of g - (x - mean) / variance · mean of g (x - mean)).
+void spread_norm_gradient(const NormGradient& of, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; ++c) {
+    const float mean = of.means[c], factor = of.factors[c], shift = of.shifts[c], start = of.starts[c], slope = of.slopes[c];
+    for (int64_t b = 0; b < of.batch; ++b) {
+      const int64_t place = (b * of.channels + c) * of.count;
+      const float *from = of.grid + place, *grads = of.grad_output + place;
+      float* __restrict result = of.out + place;
+#pragma omp simd
+      for (int64_t i = 0; i < of.count; ++i) {
+        const float grad = unclamped(factor * from[i] + shift, grads[i], of.low, of.high);
+        result[i] = factor * grad + (start + slope * (from[i] - mean));
+      }
+    }
+  }
+}
+
 // ---- channels-last: the channels of a position are contiguous --------------------------------------------------------
 // row and columns += positions of `K` vectors of channels each.
 template <int K>
@@ -491,11 +547,69 @@ void spread_gradients_wide(const SpreadGradients& of, int64_t begin, int64_t end
   finish_writing();
 }
 
+// sums += the gradients of `K` positions, products += those times their distance from the mean.
+template <int K>
+inline void add_norm_gradients(
+    const NormGradient& of, const float* from, const float* grads, float* __restrict sums, float* __restrict products) {
+  const int64_t channels = of.channels;
+#pragma omp simd
+  for (int64_t c = 0; c < channels; ++c) {
+    float sum = 0, product = 0;
+    for (int k = 0; k < K; ++k) {
+      const float each = from[k * channels + c];
+      const float grad = unclamped(of.factors[c] * each + of.shifts[c], grads[k * channels + c], of.low, of.high);
+      sum += grad;
+      product += grad * (each - of.means[c]);
+    }
+    sums[c] += sum;
+    products[c] += product;
+  }
+}
+
+void sum_norm_gradient_wide(const NormGradient& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.channels, count = of.batch * of.count;
+  const Held<float> held(2 * channels);
+  for (int64_t part = begin; part < end; ++part) {
+    double* sums = of.sums + part * 2 * channels;
+    clear(sums, 2 * channels);
+    const int64_t last = count * (part + 1) / of.parts;
+    for (int64_t first = count * part / of.parts; first < last; first += ROWS) {
+      by_fours(least(ROWS, last - first), [&]<int K>(int64_t i) {
+        const int64_t place = (first + i) * channels;
+        add_norm_gradients<K>(of, of.grid + place, of.grad_output + place, held.data(), held.data() + channels);
+      });
+      for (int64_t i = 0; i < 2 * channels; ++i) sums[i] += held[i];
+      clear(held.data(), 2 * channels);
+    }
+  }
+}
+
+void spread_norm_gradient_wide(const NormGradient& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.channels, count = of.batch * of.count;
+  for (int64_t position = count * begin / of.parts; position < count * end / of.parts; ++position) {
+    const float *from = of.grid + position * channels, *grads = of.grad_output + position * channels;
+    float* __restrict result = of.out + position * channels;
+#pragma omp simd
+    for (int64_t c = 0; c < channels; ++c) {
+      const float grad = unclamped(of.factors[c] * from[c] + of.shifts[c], grads[c], of.low, of.high);
+      result[c] = of.factors[c] * grad + (of.starts[c] + of.slopes[c] * (from[c] - of.means[c]));
+    }
+  }
+}
+
 }  // namespace
 
 extern const Loops LEVEL;
 const Loops LEVEL{
-    TEXT_OF(LEVEL),     &sum_axes, &outer_sum, &project_and_sum, &respond_to_scores,
-    &spread_gradients, {&sum_axes_wide, &outer_sum_wide, &project_and_sum_wide, &respond_to_scores_wide, &spread_gradients_wide}};
+    TEXT_OF(LEVEL),
+    &sum_axes,
+    &outer_sum,
+    &project_and_sum,
+    &respond_to_scores,
+    &spread_gradients,
+    &sum_norm_gradient,
+    &spread_norm_gradient,
+    {&sum_axes_wide, &outer_sum_wide, &project_and_sum_wide, &respond_to_scores_wide, &spread_gradients_wide,
+     &sum_norm_gradient_wide, &spread_norm_gradient_wide}};
 
 }  // namespace farfield

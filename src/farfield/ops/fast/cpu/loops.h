@@ -85,6 +85,16 @@ struct SpreadGradients {  // wide: a task is a sample and a part of its position
   bool past;
 };
 
+struct NormGradient {  // a task is a channel, and the only part; wide: a part of the positions of all samples
+  int64_t batch, channels, count, parts;
+  const float *grid, *grad_output;        // (b, c, n)
+  const float *means, *factors, *shifts;  // (c): a number x is normed to factor · x + shift
+  float low, high;                        // bounds of the clamp
+  double* sums;                           // (parts, 2, c): of the gradients g of what is not clamped, and of g · (x - mean)
+  const float *starts, *slopes;           // (c): the gradient of a number is factor · g + start + slope · (x - mean)
+  float* out;                             // (b, c, n)
+};
+
 struct Loops {
   const char* name;
   void (*sum_axes)(const SumAxes&, int64_t begin, int64_t end);
@@ -92,12 +102,16 @@ struct Loops {
   void (*project_and_sum)(const ProjectAndSum&, int64_t begin, int64_t end);
   void (*respond_to_scores)(const RespondToScores&, int64_t begin, int64_t end);
   void (*spread_gradients)(const SpreadGradients&, int64_t begin, int64_t end);
+  void (*sum_norm_gradient)(const NormGradient&, int64_t begin, int64_t end);
+  void (*spread_norm_gradient)(const NormGradient&, int64_t begin, int64_t end);
   struct Wide {
     void (*sum_axes)(const SumAxes&, int64_t begin, int64_t end);
     void (*outer_sum)(const OuterSum&, int64_t begin, int64_t end);
     void (*project_and_sum)(const ProjectAndSum&, int64_t begin, int64_t end);
     void (*respond_to_scores)(const RespondToScores&, int64_t begin, int64_t end);
     void (*spread_gradients)(const SpreadGradients&, int64_t begin, int64_t end);
+    void (*sum_norm_gradient)(const NormGradient&, int64_t begin, int64_t end);
+    void (*spread_norm_gradient)(const NormGradient&, int64_t begin, int64_t end);
   } wide;
 };
 
