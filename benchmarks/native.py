@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="one small grid, to check that everything runs")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.turns < 2:
+        parser.error("--turns: the middle half of the turns needs 2 of them at least; fix: --turns 25")
     shapes = TINY if arguments.tiny else SHAPES
     if arguments.one:
         if not Path(kernels.__file__).is_relative_to(arguments.one):
@@ -104,7 +106,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", NATIVE], cwd=copy, check=True)
         default, native = (Process(each / "src", arguments.tiny) for each in (ROOT, copy))
         for case, (name, shape, backward) in enumerate(cases(shapes)):
-            turns = [(default.turn(case), native.turn(case)) for _ in range(max(2, arguments.turns))]
+            turns = [(default.turn(case), native.turn(case)) for _ in range(arguments.turns)]
             if any(abs(ours[1] - theirs[1]) > TOLERANCE * theirs[1] for ours, theirs in turns):
                 raise SystemExit(f"native.py: {name} on {shape}: the responses differ")
             one, other = ([each[which][0] for each in turns] for which in (0, 1))

@@ -9,6 +9,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,34 @@ def test_measure_beside_the_least_time(run: Any, monkeypatch: pytest.MonkeyPatch
     text = run(*arguments)
     assert "This machine: a copy from memory " in text
     assert "forward and backward, on " in text
+
+
+@pytest.mark.parametrize("roofline", [[], ["--roofline"]])
+def test_what_does_not_fit_is_left_out_of_a_measurement(
+    roofline: list[str], run: Any, fails: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dot` has a matrix of 400 × 400 numbers, which are 0.64 MB; the grid and the response of `siamese` 6.4 kB."""
+    monkeypatch.setattr("farfield.cli.measured.free_bytes", lambda device: 600_000)
+    monkeypatch.setattr("farfield.cost.least_time.COPIED", {"memory": 2**12, "cache": 2**10})
+    arguments = words("measure --size 20,20 --channels 2 --batch 1 --repeats 1 --json --operator dot") + roofline
+    with pytest.warns(UserWarning, match="dot on 20 × 20 positions, batch 1, needs 0.* and 0.60MB are free: it"):
+        rows = json.loads(run(*arguments, "--operator", "siamese"))
+    assert [row["operator"] for row in rows] == ["siamese"]
+    with pytest.warns(UserWarning, match="fix: a smaller --size or --batch"):
+        assert "no operator fits into the free memory; fix: a smaller --size or --batch" in fails(*arguments)
+    arguments[arguments.index("20,20")] = "10,10"  # the fix
+    assert len(json.loads(run(*arguments))) == 1
+
+
+def test_a_measurement_of_minutes_is_announced(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = words("measure --size 6,6 --channels 2 --repeats 1 --operator softmax --operator siamese --json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(*arguments)
+    monkeypatch.setattr("farfield.cli.measured.MANY_MACS", 0)
+    monkeypatch.setattr("farfield.cli.measured.LONG", 0)
+    with pytest.warns(UserWarning, match=r"6 × 6 positions, batch 8, take about 0 minutes, s\w+ 0 of them; fix: fewer"):
+        assert len(json.loads(run(*arguments))) == 2
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------

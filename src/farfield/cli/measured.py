@@ -3,40 +3,94 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator
 
 import torch
 
-from farfield.cli.output import Row
+from farfield.cli.output import Row, joined, megabytes_finely
 from farfield.cli.printed import table_for
 from farfield.cost import roofline, saved_bytes
 from farfield.cost.measuring import device_name, step, take_turns
+from farfield.cost.planning import Setting, needs
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from farfield.streaming.tiling import free_bytes
 
 # Two outputs are equal up to float32 rounding if they differ by this share of their norm at most.
 SAME = 1e-4
+# The seconds that a grid takes are estimated if an operator has at least so many MACs, and stated from so many on.
+MANY_MACS, LONG = 10**10, 60
 
 
 def measure_all(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
     """Measure each operator on each grid; softmax, if selected, is first: the others are compared with it."""
     names = sorted(names, key=lambda name: name != "softmax")
-    return [row for grid in grids_of(arguments) for row in measure_grid(grid, arguments, names)]
+    return [row for grid, fit in grids_of(arguments, names) for row in measure_grid(grid, arguments, fit)]
 
 
-def grids_of(arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Yield a random grid of each size."""
+def grids_of(arguments: argparse.Namespace, names: list[str]) -> Iterator[tuple[torch.Tensor, list[str]]]:
+    """Yield a random grid of each size and the operators that fit into the free memory; raise if none ever does."""
+    none = True
     for size in arguments.size or [(14, 14), (28, 28), (56, 56)]:
-        torch.manual_seed(0)
-        shape = (arguments.batch, arguments.channels, *size)
-        yield torch.randn(shape, device=arguments.device, requires_grad=arguments.backward)
+        if fit := those_that_fit([setting_for(name, size, arguments) for name in names], arguments):
+            none = False
+            warn_of_minutes(fit, arguments)
+            torch.manual_seed(0)
+            shape = (arguments.batch, arguments.channels, *size)
+            grid = torch.randn(shape, device=arguments.device, requires_grad=arguments.backward)
+            yield grid, [setting.operator for setting in fit]
+    if none:
+        raise ValueError("farfield measure: no operator fits into the free memory; fix: a smaller --size or --batch.")
+
+
+def setting_for(name: str, size: tuple[int, ...], arguments: argparse.Namespace) -> Setting:
+    """Return what an operator is measured with."""
+    project = OPERATORS[name].projections(arguments.project)
+    return Setting(name, arguments.channels, arguments.heads, project, arguments.batch, size)
+
+
+def those_that_fit(settings: list[Setting], arguments: argparse.Namespace) -> list[Setting]:
+    """Return the settings that fit into the free memory, and warn of each other one."""
+    free, fit = free_bytes(torch.device(arguments.device)), []
+    for setting, need in zip(settings, needs(settings, training=arguments.backward, device=None), strict=True):
+        if need.bytes <= free:
+            fit.append(setting)
+        else:
+            warnings.warn(
+                f"farfield measure: {setting.operator} on {joined(list(setting.size))} positions, batch "
+                f"{setting.batch}, needs {megabytes_finely(need.bytes)} of memory, and {megabytes_finely(free)} are "
+                "free: it is left out; fix: a smaller --size or --batch.",
+                stacklevel=2,
+            )
+    return fit
+
+
+def warn_of_minutes(settings: list[Setting], arguments: argparse.Namespace) -> None:
+    """Estimate how long large grids take, and warn of minutes."""
+    if max(setting.cost().macs for setting in settings) < MANY_MACS:
+        return
+    # A turn has a pass that is not timed; before the turns there are two, and one each for memory and the response.
+    passes = 2 * arguments.repeats + 4
+    estimates = needs(settings, training=arguments.backward, device=arguments.device)
+    seconds = {
+        setting.operator: passes * (each.seconds or 0) for setting, each in zip(settings, estimates, strict=True)
+    }
+    total, longest = sum(seconds.values()), max(seconds, key=lambda name: seconds[name])
+    if total >= LONG:
+        warnings.warn(
+            f"farfield measure: {joined(list(settings[0].size))} positions, batch {arguments.batch}, take about "
+            f"{total / 60:,.0f} minutes, {longest} {seconds[longest] / 60:,.0f} of them; fix: fewer --repeats, or an "
+            "--operator for each that matters.",
+            stacklevel=2,
+        )
 
 
 def rooflines(arguments: argparse.Namespace, names: list[str]) -> list[Row]:
     """Measure each operator on each grid beside the least time that this machine could take."""
     rows: list[Row] = []
-    for grid in grids_of(arguments):
-        for name in names:
+    for grid, fit in grids_of(arguments, names):
+        for name in fit:
             result = roofline(
                 attention_for(name, arguments), grid, backward=arguments.backward, repeats=arguments.repeats
             )
