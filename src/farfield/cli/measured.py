@@ -80,8 +80,8 @@ def warn_of_minutes(settings: list[Setting], arguments: argparse.Namespace) -> N
     if total >= LONG:
         warnings.warn(
             f"farfield measure: {joined(list(settings[0].size))} positions, batch {arguments.batch}, take about "
-            f"{total / 60:,.0f} minutes, {longest} {seconds[longest] / 60:,.0f} of them; fix: fewer --repeats, or an "
-            "--operator for each that matters.",
+            f"{total / 60:,.1f} minutes or more, {longest} {seconds[longest] / total:.0%} of them; fix: fewer "
+            "--repeats, or an --operator for each that matters.",
             stacklevel=2,
         )
 
