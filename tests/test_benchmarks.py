@@ -321,6 +321,17 @@ def test_cases_of_kernels() -> None:
 
 
 @pytest.mark.long
+def test_norms_of_kernels() -> None:
+    if kernels.problem() is not None:
+        pytest.skip("kernels: not built")
+    header, _, *lines = [line for line in run("kernels.py", "--norms", "--tiny").splitlines() if line.startswith("|")]
+    assert header == "| torch ÷ kernel | 1×32×7×9 |"
+    entries = dict(line.strip("| ").split(" | ") for line in lines)
+    assert list(entries) == list(module("kernels").ORDERS)
+    assert all(float(entry) > 0 for entry in entries.values())
+
+
+@pytest.mark.long
 def test_default_beside_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels.problem() is not None:
         pytest.skip("kernels: not built")
