@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -156,6 +157,19 @@ def test_gradients_of_functions_are_those_of_modules(on: None) -> None:
         assert float((found[name] - other).norm()) <= 32 * EPS * float(other.norm())
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_tangents_are_those_of_torch(on: None, recorded: bool) -> None:
+    part, grid, direction = layers(4), torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
+    exact = copy.deepcopy(part).double()
+    with forward_ad.dual_level():
+        given = forward_ad.make_dual(grid.clone().requires_grad_(recorded), direction)
+        found = forward_ad.unpack_dual(part(given)).tangent
+        wanted = forward_ad.unpack_dual(
+            equation(exact, forward_ad.make_dual(grid.double(), direction.double()))
+        ).tangent
+    assert float((found - wanted).detach().norm()) <= 32 * EPS * float(wanted.detach().norm())
+
+
 def test_where_the_kernel_does_not_run(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
     part, grid = layers(8), torch.randn(2, 8, 5, 5)
 
@@ -222,6 +236,7 @@ def test_running_statistics_may_change_before_the_gradients(on: None) -> None:
     """As they do where one network runs on two batches before it is differentiated."""
     part, grids = layers(8), [torch.randn(2, 8, 5, 5, requires_grad=True) for _ in range(2)]
     outs = [part(grid) for grid in grids]
+    part.norm.reset_running_stats()  # in place, as where processes take over the statistics of one
     for grid, out in zip(grids, outs, strict=True):
         (found,) = torch.autograd.grad(out.square().sum(), grid)
         exact = copy.deepcopy(part).double()

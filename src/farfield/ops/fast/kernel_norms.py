@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.function import accelerate
+from farfield.ops.function import accelerate, are_themselves
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import casts, is_itself, is_recorded_by_autograd
+from farfield.ops.modes import is_recorded_by_autograd
 
 
 def norm_and_clamp(
@@ -32,9 +32,10 @@ def norm_and_clamp(
         bounds: The least and the largest number of the output.
     """
     mean, variance, weight, bias = statistics
-    if not grid.requires_grad or not is_recorded_by_autograd(grid) or not is_itself(grid) or casts(grid):
+    if not is_recorded_by_autograd(grid) or not are_themselves((grid, *statistics)):
         return None
-    if grid.dim() < 3 or grid.numel() <= grid.shape[1] or not kernels.fit(grid, *statistics):
+    one_each = grid.numel() <= grid.shape[1]  # which torch refuses
+    if grid.dim() < 3 or one_each or not kernels.fit(grid, *statistics):
         return None
     if any(each.dtype != torch.float32 for each in (grid, *statistics)):
         return None
@@ -68,7 +69,7 @@ def gradients_of_norm(
 
 
 def without_running(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments without the running statistics, which later batches change."""
+    """Return the arguments without the running statistics, which may change before the backward pass."""
     return [*arguments[:3], None, None, *arguments[5:]]
 
 
