@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from farfield import cost, models
 from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
-from farfield.nn.conv_norm_act import clamps_at_once, convolved
+from farfield.nn.conv_norm_act import convolved, fuses
 from farfield.ops import OPERATORS
 from helpers.partly import partly
 
@@ -203,7 +203,7 @@ def test_float32_on_a_cpu(name: str, memory_format: torch.memory_format) -> None
     given = image.float().contiguous(memory_format=memory_format)
     with torch.no_grad():
         expected = net(image)
-        assert clamps_at_once(given, fused.stem.convolution.weight)
+        assert fuses(given, fused.stem.convolution.weight)
         torch.testing.assert_close(fused(given).double(), expected, rtol=1e-4, atol=1e-4)
         grids = fused.pyramid(given)
         assert all(grid.is_contiguous(memory_format=memory_format) for grid in grids)

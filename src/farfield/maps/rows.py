@@ -70,13 +70,13 @@ def attention_row(
             query = query.narrow(axis + 2, start, 1)
             query_mask = query_mask if query_mask is None else query_mask.narrow(axis + 1, start, 1)
         index = (0,) * len(index)
-    key, masks = grids.key, {"mask": grids.key_mask, "query_mask": query_mask}
+    key = grids.key
     # Queries and keys are constants: only the values require gradients.
     with with_running_statistics(attention), full_precision(key), torch.no_grad():
         value = key.new_ones(len(key), attention.heads, *key.shape[2:]).requires_grad_()
         call = read_call(attention, key)
         with torch.enable_grad():
-            response = attend(call, query, key, value, **masks)
+            response = attend(call, query, key, value, mask=grids.key_mask, query_mask=query_mask)
             for start in index:
                 response = response.select(2, start)
             (weights,) = torch.autograd.grad(response.sum(), value)

@@ -6,7 +6,7 @@ Letters as in the papers: r expansion, out output channels, n blocks of a table 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from jaxtyping import Float
@@ -16,9 +16,10 @@ from farfield._checks import shape_error, unknown
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
-from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
+from farfield.nn.block_fusion import are_bare, in_slices
+from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite, is_bare_block
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.conv_norm_act import convolved
+from farfield.nn.conv_norm_act import convolved, hooked
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -49,6 +50,8 @@ STAGES = (
 )
 # Channels of the 3x3 convolution before the stages (stride 2) and of the 1x1 convolution after them.
 STEM, HEAD = 32, 1280
+# The first rows, whose grids are the largest: in inference the stem and they are computed for a few samples at a time.
+FIRST_ROWS = 1
 STRIDES = (2, *(stage.s for stage in STAGES if stage.s > 1))
 # Indices of the rows of `STAGES` before each halving of the size, and of the last row: their grids are the pyramid.
 PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
@@ -176,12 +179,34 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the last grid, after the head's 1x1 convolution and before pooling."""
-        return self.head(self.run(self.rows, self.enter(image)))
+        self.check(image)
+        rows = cast(list[nn.Sequential], [*self.rows])
+        first, others = rows[:FIRST_ROWS], rows[FIRST_ROWS:]
+        blocks = [block for row in first for block in row]
+        if hooked(self.rows) or not (are_bare(self.stem) and all(map(is_bare_block, blocks))):
+            return self.head(self.run(self.rows, self.stem(image)))
+        channels = 2 * self.stem.convolution.out_channels + self.row_channels[0]  # of the grids of these layers
+
+        def enter(part: Tensor) -> Tensor:
+            return self.run_each(first, self.stem(part))
+
+        grid = in_slices([self.stem, *first], enter, image, channels // self.strides[0] ** 2)
+        return self.head(self.run_each(others, grid))
 
     def enter(self, image: Tensor) -> Tensor:
         """Return the grid of the stem."""
-        check_image(self.name, image, self.in_channels, ", or build it with other in_channels")
+        self.check(image)
         return self.stem(image)
+
+    def check(self, image: Tensor) -> None:
+        """Raise an error for an image that is not `(batch, channels, height, width)`; see `check_image`."""
+        check_image(self.name, image, self.in_channels, ", or build it with other in_channels")
+
+    def run_each(self, rows: Iterable[nn.Module], grid: Tensor) -> Tensor:
+        """Run rows one after another."""
+        for row in rows:
+            grid = self.run(row, grid)
+        return grid
 
     def forward_head(
         self, features: Float[Tensor, "b d y x"], *, pre_logits: bool = False

@@ -14,16 +14,17 @@ library reuses, where that of a whole batch takes new pages from the system each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
-from farfield.nn.conv_norm_act import Convolved, convolve, hooked, is_watched
-from farfield.ops.engine import respond_grid, summarize_grid
-from farfield.ops.grid import in_channels_last
+from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve, hooked, is_watched
+from farfield.ops.engine import attend
+from farfield.ops.grid import in_channels_last, in_layout_of
+from farfield.ops.modes import is_recorded
 from farfield.ops.projection import Projection
 
 # Most bytes of the wide grid of the samples that a block computes at once in inference: half of a last cache of 32 MB,
@@ -66,22 +67,23 @@ def are_bare(*parts: nn.Module | None) -> bool:
     return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
 
 
-def in_slices(block: nn.Module, compute: Callable[[Tensor], Tensor], grid: Tensor, wide_channels: int) -> Tensor:
-    """Compute a block for a few samples at a time in inference, where nothing is recorded and no layer has hooks.
+def in_slices(
+    layers: Sequence[nn.Module], compute: Callable[[Tensor], Tensor], grid: Tensor, wide_channels: int
+) -> Tensor:
+    """Compute layers for a few samples at a time in inference, where nothing is recorded and none of them has hooks.
 
     Args:
-        block: The block, whose layers compute each sample by itself in eval mode.
-        compute: Computes the block's output of a grid.
-        grid: The block's input.
-        wide_channels: Channels of its widest grid.
+        layers: The layers, which compute each sample by itself in eval mode.
+        compute: Computes their output of a grid.
+        grid: Their input.
+        wide_channels: Channels of their widest grid, if it had as many positions as their input.
     """
-    if type(grid) is not Tensor or not grid.is_cpu or is_watched(grid, *block.parameters()):
+    if type(grid) is not Tensor or not grid.is_cpu or is_recorded():
         return compute(grid)
-    few = max(1, SLICE_BYTES // max(1, wide_channels * grid[:1, 0].numel() * grid.element_size()))
-    if few >= len(grid):
+    few = max(1, SLICE_BYTES // max(1, wide_channels * math.prod(grid.shape[2:]) * grid.element_size()))
+    if few >= len(grid) or is_watched(grid, *(each for layer in layers for each in layer.parameters())):
         return compute(grid)
-    layers = [module for part in block.children() for module in part.modules()]
-    if any(module.training or hooked(module) for module in layers):
+    if any(module.training or hooked(module) for layer in layers for module in layer.modules()):
         return compute(grid)
     slices = math.ceil(len(grid) / few)
     parts = [compute(part) for part in grid.split(math.ceil(len(grid) / slices))]
@@ -104,10 +106,13 @@ def attention_block(block: BlockWithAttention, grid: Tensor) -> Tensor:
     near = block.depthwise(block.expand(grid))
     attention = block.attention
     if block.stride == 1 and enters_by_summary(attention):
-        out = with_response(block, attention, near, grid)
+        # Where no norm follows, W x + x = (W + 1) x.
+        at_once = block.residual and block.skip and not block.training and block.project.norm_or_none is None
+        out = with_response(block, attention, near, grid, at_once)
     else:
-        out = block.project.across([near, block.far(grid)])
-    return drop_samples(block, out).add_(grid) if block.residual else out
+        at_once = False
+        out = block.project.across([near, in_layout_of(near, block.far(grid))])
+    return drop_samples(block, out).add_(grid) if block.residual and not at_once else out
 
 
 def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
@@ -127,16 +132,32 @@ def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
     return few and attention.output is None and not attention.residual
 
 
-def with_response(block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor) -> Tensor:
-    """Run the block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip."""
+def with_response(
+    block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor, residual: bool
+) -> Tensor:
+    """Run the block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip.
+
+    With `residual`, add the grid.
+    """
     project = block.project
     near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
 
-    def convolve_near(bias: Tensor | None) -> Tensor:
-        out = convolve(near, near_weight, bias)
-        return out.add_(convolve(grid, far_weight)) if block.skip else out
+    def convolve_both(bias: Tensor | None, responses: Tensor | None) -> Tensor:
+        out = (
+            convolve(near, near_weight, bias)
+            if responses is None
+            else add_convolved(responses, near, near_weight, bias)
+        )
+        if not block.skip:
+            return out
+        return add_convolved(out, grid, plus_identity(far_weight) if residual else far_weight)
 
     last = Projection(far_weight.flatten(1), project.convolution.bias)
     call = attention.call_for(grid)._replace(output=last)
-    summary = summarize_grid(call, grid)
-    return project.after(respond_grid(call, grid, summary, target=convolve_near))
+    return project.after(attend(call, grid, grid, grid, target=convolve_both))
+
+
+def plus_identity(weight: Tensor) -> Tensor:
+    """Return the weight of a 1x1 convolution that adds its input."""
+    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    return weight + identity.view_as(weight)

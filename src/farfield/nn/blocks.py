@@ -96,7 +96,7 @@ class BaseBlock(Fusable):
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
             compute = partial(block_fusion.base_block, self)
-            return block_fusion.in_slices(self, compute, grid, self.depthwise.convolution.in_channels)
+            return block_fusion.in_slices([*self.children()], compute, grid, self.depthwise.convolution.in_channels)
         return self.plain(grid)
 
     def plain(self, grid: Tensor) -> Tensor:
@@ -189,7 +189,8 @@ class AttentionBlock(Fusable):
         if block_fusion.are_bare(self.expand, self.depthwise, self.project):
             compute = partial(block_fusion.attention_block, self)
             if type(self.attention) in (GridAttention, SqueezeExcite):  # which compute each sample by itself
-                return self.bounded(block_fusion.in_slices(self, compute, grid, self.expanded + self.channels))
+                wide = self.expanded + self.channels
+                return self.bounded(block_fusion.in_slices([*self.children()], compute, grid, wide))
             return self.bounded(compute(grid))
         return self.bounded(self.plain(grid))
 
@@ -286,6 +287,11 @@ class SqueezeExcite(nn.Module):
         means = grid.mean(tuple(range(2, grid.dim())))
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
         return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
+
+
+def is_bare_block(block: nn.Module) -> bool:
+    """Whether a block is a `BaseBlock` without wrapped layers: in eval mode it computes each sample by itself."""
+    return type(block) is BaseBlock and block_fusion.are_bare(block.expand, block.depthwise, block.project)
 
 
 def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,15 +16,16 @@ from farfield.nn.bn_folding import Fusable
 from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.engine import choose_fast
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocasts, is_itself, is_recorded, is_recorded_by_autograd
+from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
 NORMS = {each.batch_norm for each in LAYERS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
 BOUNDS = (0.0, 6.0)  # of ReLU6
-# An operation of torch's oneDNN that inductor emits; None in a torch without it.
+# Operations of torch's oneDNN that inductor emits; None in a torch without them.
 CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+ADD_CONVOLVED = getattr(torch.ops.mkldnn, "_convolution_pointwise_", None)
 
 
 class ConvNormParameters(NamedTuple):
@@ -82,7 +84,7 @@ class Convolved(Fusable, nn.Sequential):
         weights = self.convolution.weight.split([grid.shape[1] for grid in grids], 1)
         out = convolve(grids[0], weights[0], self.convolution.bias)
         for grid, weight in zip(grids[1:], weights[1:], strict=True):
-            out.add_(convolve(grid, weight))  # in place: a convolution does not save its output
+            out = add_convolved(out, grid, weight)
         return self.after(out)
 
     def after(self, out: Tensor) -> Tensor:
@@ -92,13 +94,11 @@ class Convolved(Fusable, nn.Sequential):
     def pieces(self, sizes: list[int]) -> list[ConvNormParameters]:
         """Split the parameters for grids of these numbers of channels; count a batch in training."""
         convolution, norm, several = self.convolution, self.norm_or_none, range(len(sizes))
-        weights, biases = convolution.weight.split(sizes), [None] * len(sizes)
-        if convolution.bias is not None:
-            biases = convolution.bias.split(sizes)
+        weights, biases = split(convolution.weight, sizes), split(convolution.bias, sizes)
         if norm is None:
             return [ConvNormParameters(weights[index], biases[index], None, 0.0) for index in several]
         momentum = count_batch(norm)
-        entries = [entry.split(sizes) for entry in (norm.running_mean, norm.running_var, norm.weight, norm.bias)]
+        entries = [split(entry, sizes) for entry in (norm.running_mean, norm.running_var, norm.weight, norm.bias)]
         return [
             ConvNormParameters(weights[i], biases[i], tuple(entry[i] for entry in entries), momentum) for i in several
         ]
@@ -107,7 +107,8 @@ class Convolved(Fusable, nn.Sequential):
         """Run the layers with the parameters of some of their channels."""
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
-        if piece.statistics is None and "activation" in self._modules and clamps_at_once(grid, kernel):
+        clamps = piece.statistics is None and "activation" in self._modules and CONVOLVE_AND_CLAMP is not None
+        if clamps and fuses(grid, kernel):
             where = (layer.padding, layer.stride, layer.dilation, groups)
             return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [*BOUNDS], "")
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
@@ -193,9 +194,22 @@ class _Clamp(torch.autograd.Function):
         return torch.ops.aten.hardtanh_backward(grad_output, clamped, *BOUNDS)
 
 
+def split(entry: Tensor | None, sizes: list[int]) -> Sequence[Any]:
+    """Split the parameters of channels for grids of these numbers of channels; None for each grid if there are none."""
+    return [entry] * len(sizes) if entry is None or len(sizes) == 1 else entry.split(sizes)
+
+
 def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> Tensor:
     """Convolve a grid with as many spatial dims as the weight; `how`: stride, padding, dilation and groups."""
     return CONVOLVE[weight.dim()](grid, weight, bias, *how)
+
+
+def add_convolved(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add a 1x1 convolution of a grid to `out`, in place of it or of the convolution's output, which is not saved."""
+    if ADD_CONVOLVED is None or out.dtype != grid.dtype or not fuses(grid, weight, out):
+        return convolve(grid, weight, bias).add_(out)
+    where = ((0, 0), (1, 1), (1, 1), 1)  # padding, stride, dilation and groups
+    return cast(Any, ADD_CONVOLVED).binary(out, grid, weight, bias, *where, "add", 1.0, None, [], None)
 
 
 def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
@@ -213,15 +227,22 @@ def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -
     return conv_flop_count(grid, weight, out_shape)
 
 
+def flops_of_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
+    """Count FLOPs for torch's flop counter; the addition has none."""
+    return conv_flop_count(grid, weight, out_shape)
+
+
 if CONVOLVE_AND_CLAMP is not None:
     register_flop_formula(CONVOLVE_AND_CLAMP)(flops_of_convolution)
+if ADD_CONVOLVED is not None:
+    register_flop_formula(ADD_CONVOLVED)(flops_of_addition)
 
 
-def clamps_at_once(grid: Tensor, weight: Tensor) -> bool:
-    """Whether torch's oneDNN can convolve and clamp in one operation: one pass less over the grid."""
-    able = CONVOLVE_AND_CLAMP is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """Whether torch's oneDNN can convolve and clamp, or add to another, in one operation: one pass less over a grid."""
+    able = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
-    return bool(able) and fits and not autocasts(grid) and not is_watched(grid, weight)
+    return bool(able) and fits and not torch.is_autocast_enabled("cpu") and not is_watched(grid, weight, *others)
 
 
 def is_watched(*tensors: Tensor) -> bool:

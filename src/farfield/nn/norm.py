@@ -106,11 +106,24 @@ class CoefficientNorm(nn.Module):
             mean, variance = self.statistics(
                 query, (query_valid[:, None] > 0).to(query_valid.dtype), summary, operator or self.operator
             )
-            scale = self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
+            scale = self.scale_of(variance)
             if self.bias is None:
                 return query * scale[:, None, None].to(query.dtype), summary, None
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
+
+    def factors(self) -> Tensor | None:
+        """Return `(heads,)`, all that the norm multiplies queries with; None where that depends on the batch or hooks.
+
+        In eval mode a norm of products is this factor alone.
+        """
+        if self.training or not self.of_products or self._forward_hooks or self._forward_pre_hooks:
+            return None
+        return self.scale_of(self.running_var.to(accumulation(self.running_var.dtype)))
+
+    def scale_of(self, variance: Tensor) -> Tensor:
+        """Return the factor of each feature."""
+        return self.weight.to(variance.dtype) / (variance + self.eps).sqrt()
 
     def statistics(
         self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator

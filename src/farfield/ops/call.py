@@ -22,6 +22,10 @@ class Norm(Protocol):
         """The shift of the responses; None if they are not shifted."""
         ...
 
+    def factors(self) -> Tensor | None:
+        """Return `(heads,)`, where the norm does no more than to multiply the queries of each head with this factor."""
+        ...
+
     def __call__(
         self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:

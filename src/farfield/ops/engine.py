@@ -9,12 +9,12 @@ the one place that decides whether `fast`, which computes the same in less time 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from farfield.ops.call import Call, by_head, project_keys, project_queries
-from farfield.ops.fast.dispatch import FAST, FastSteps
+from farfield.ops.fast.dispatch import FAST, FastSteps, Target
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded
 from farfield.ops.projection import split_heads
@@ -38,6 +38,7 @@ def attend(
     *,
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
+    target: Target | None = None,
 ) -> Tensor:
     """Attend from the query grid to the key grid; self-attention gathers and projects its input once.
 
@@ -48,15 +49,16 @@ def attend(
         value: The value grid, `(b, p, *n)`; it may be the key grid.
         mask: `(b, *n)`, True where a key is valid; None if all are.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0. None if all are valid.
+        target: The grid that the responses are added to, with an output projection only; see `Target`.
 
     Returns:
-        `(b, out, *m)` in the query grid's dtype and memory format.
+        `(b, out, *m)` in the query grid's dtype and memory format; with a target, the target's grid and the responses.
     """
     fast = choose_fast()
     itself = query is key and query_mask is mask
     if fast is not None:
         whole = itself and value is key and mask is None
-        response = fast.attend(call, query) if whole else None
+        response = fast.attend(call, query, target) if whole else None
         if response is not None:
             return response
         call = fast.prepare(fast.reorder(call, query, key, value))
@@ -65,7 +67,7 @@ def attend(
     values = gathered.positions if value is key else keys.gather(value, mask, None).positions
     query_positions = gathered if itself and queries.gather == keys.gather else queries.gather(query, query_mask, None)
     projected, summary = summarize_positions(fast, call, gathered, values, mask is None, query_positions is gathered)
-    return respond_positions(fast, call, query, query_positions, projected, summary)
+    return respond_positions(fast, call, query, query_positions, projected, summary, target=target)
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
@@ -94,7 +96,6 @@ def respond_grid(
     mask: Tensor | None = None,
     place: Place | None = None,
     query_sums: Gathered | None = None,
-    target: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
     """Respond to a summary at every position of a grid or of a tile.
 
@@ -105,8 +106,6 @@ def respond_grid(
         mask: `(b, *m)`, True where a position is valid; others are read as 0. None if all are valid.
         place: The origin of a tile and the size of the whole grid; None for a whole grid.
         query_sums: The query sums of the whole grid, for a tile of an operator whose queries are sums over the grid.
-        target: Only with an output projection: a function from the bias of the responses, or None, to a grid
-            `(b, out, *m)` that contains this bias. The projected responses are added to that grid, perhaps in place.
 
     Returns:
         The responses, `(b, out, *m)`.
@@ -114,7 +113,7 @@ def respond_grid(
     fast = choose_fast()
     call = call if fast is None else fast.prepare(call)
     query_positions = call.operator.queries_from.gather(grid, mask, None) if query_sums is None else query_sums
-    return respond_positions(fast, call, grid, query_positions, None, summary, place, target)
+    return respond_positions(fast, call, grid, query_positions, None, summary, place)
 
 
 # ---- shared by the steps ---------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def respond_positions(
     query: Tensor | None,
     summary: Summary,
     place: Place | None = None,
-    target: Callable[[Tensor | None], Tensor] | None = None,
+    target: Target | None = None,
 ) -> Tensor:
     """Normalize, respond, project the responses and scatter them into a grid of the query grid's size."""
     queries, scale, bias = call.operator.queries_from, call.scale, call.output.bias
@@ -159,21 +158,18 @@ def respond_positions(
         query = query if scale == 1 else query * scale
         query, summary, shift = call.norm(query, query_positions.valid, summary, call.operator)
         scale, bias = 1.0, project_shift(call, shift)
-    spatial_dims = grid.dim() - 2
-    if target is not None and fast is not None:
-        return fast.add_responses(call, query_positions, query, summary, scale, target(bias))
     if target is not None:
-        responses = respond_projected(
-            None, call, query_positions, query, summary, scale, by_head(call, query.dtype), None
-        )
-        out, responses = target(bias), queries.normalized(responses, query_positions.valid, spatial_dims)
-        return out + queries.scatter(responses.to(out.dtype), grid.shape[2:], None)
+        if fast is not None and queries.side_by_side:
+            return fast.add_responses(call, query, summary, target(bias, None))
+        target, bias = partial(target, bias), None
+    spatial_dims = grid.dim() - 2
     if bias is not None and queries.normalize is None and not queries.side_by_side:
         bias = bias / spatial_dims  # each position adds up one response per axis; normalize counts the bias once
     responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
     responses = queries.normalized(responses, query_positions.valid, spatial_dims)
     responses = laid_out_for(grid, responses.to(grid.dtype))
-    return in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
+    responses = in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
+    return responses if target is None else target(responses)
 
 
 def project_responses(

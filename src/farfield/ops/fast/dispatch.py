@@ -21,38 +21,60 @@ from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.combination import add_product
 from farfield.ops.fast.kernel_norms import norm_and_clamp
 from farfield.ops.fast.order import cheaper_order, has_orders
-from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, valid_counts
-from farfield.ops.modes import full_precision
+from farfield.ops.grid import (
+    Gathered,
+    Place,
+    Positions,
+    add_axes,
+    axis_sums,
+    in_layout_of,
+    laid_out_for,
+    valid_counts,
+)
 from farfield.ops.slots import Summary
-from farfield.ops.summary import respond
+
+# What projected responses are added to: a function of their bias and of their grid `(b, out, *m)`, each perhaps None,
+# to a grid that contains both. Where the responses are None, they are added to what it returns, perhaps in place.
+Target = Callable[[Tensor | None, Tensor | None], Tensor]
 
 
 class FastSteps(NamedTuple):
     """Faster steps in place of the equations; where a step returns None, the equations run.
 
     Attributes:
-        attend: Self-attention as a whole, `(call, grid) -> grid` or None.
+        attend: Self-attention as a whole, `(call, grid, target) -> grid` or None; see `Target`.
         reorder: `(call, query, key, value) -> call`, with an operator that has the same responses for fewer MACs.
         prepare: `(call) -> call`, with an operator that gathers and scatters in less time.
         summarize: `(call, gathered, values, complete, itself) -> (queries or None, summary)` or None; with `itself` the
             queries come from the same positions and may be projected too.
         respond: `(call, query_positions, query, summary, matrix, bias) -> responses (b, out, m)` or None.
-        add_responses: `(call, query_positions, query, summary, scale, out) -> out`, with the projected responses added.
+        add_responses: `(call, query, summary, out) -> out`, with the projected responses added; the operator has a
+            basis and queries at all positions.
         norm_and_clamp: Batch norm in training and a clamp, `(grid, statistics, momentum, eps, bounds) -> grid` or None.
     """
 
-    attend: Callable[[Call, Tensor], Tensor | None]
+    attend: Callable[[Call, Tensor, Target | None], Tensor | None]
     reorder: Callable[[Call, Tensor, Tensor, Tensor], Call]
     prepare: Callable[[Call], Call]
     summarize: Callable[[Call, Gathered, Tensor, bool, bool], tuple[Tensor | None, Summary] | None]
     respond: Callable[[Call, Gathered, Tensor, Summary, Tensor | None, Tensor | None], Tensor | None]
-    add_responses: Callable[[Call, Gathered, Tensor, Summary, float, Tensor], Tensor]
+    add_responses: Callable[[Call, Tensor, Summary, Tensor], Tensor]
     norm_and_clamp: Callable[[Tensor, Sequence[Tensor], float, float, tuple[float, float]], Tensor | None]
 
 
-def attend(call: Call, grid: Tensor) -> Tensor | None:
-    """Attend in one call of a kernel, if there is one and nothing is projected or normed."""
-    return kernel_attention.attend(call, grid) if kernels.run() and call.is_bare else None
+def attend(call: Call, grid: Tensor, target: Target | None) -> Tensor | None:
+    """Attend by a kernel: in one call where nothing is projected or normed, or from axis means in inference."""
+    if not kernels.run():
+        return None
+    if call.is_bare:
+        return kernel_attention.attend(call, grid)
+    vectors, bias, size = kernel_attention.attend_means(call, grid), call.output.bias, grid.shape[2:]
+    if vectors is None:
+        return None
+    if target is None and bias is not None:
+        vectors = vectors + (bias / len(size))[:, None].to(vectors.dtype)  # each position adds up one vector per axis
+    responses = in_layout_of(grid, outer_sum(laid_out_for(grid, vectors.to(grid.dtype)), size))
+    return responses if target is None else target(bias, responses)
 
 
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:
@@ -116,22 +138,12 @@ def respond_once(
     return respond_from(operator, query_positions.positions, call.query, query, summary, matrix, bias).flatten(1, 2)
 
 
-def add_responses(
-    call: Call, query_positions: Gathered, query: Tensor, summary: Summary, scale: float, out: Tensor
-) -> Tensor:
-    """Add projected responses: as one product with the slots, or in place as one vector per axis."""
+def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> Tensor:
+    """Add projected responses as one product with the slots."""
     operator, matrix = call.operator, cast(Tensor, call.output.matrix)
-    if operator.queries_from.side_by_side:
-        summary = summary.project_values(by_head(call, matrix.dtype))
-        slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
-        return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
-    responses = respond(operator, query, summary, scale).flatten(1, 2)
-    responses = operator.queries_from.normalized(responses, query_positions.valid, out.dim() - 2)
-    with full_precision(out):
-        vectors, size = matrix.to(responses.dtype) @ responses, out.shape[2:]
-        for axis, vector in enumerate(vectors.split(list(size), -1)):
-            out.add_(vector.unflatten(-1, [length if other == axis else 1 for other, length in enumerate(size)]))
-    return out
+    summary = summary.project_values(by_head(call, matrix.dtype))
+    slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
+    return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
 
 
 FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses, norm_and_clamp)

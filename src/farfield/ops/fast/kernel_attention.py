@@ -17,7 +17,7 @@ from farfield.ops.fast.autograd import are_small
 from farfield.ops.fast.kernel_sums import are_few
 from farfield.ops.function import accelerate, are_free, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes, along_axes, in_channels_last
-from farfield.ops.modes import casts, is_itself
+from farfield.ops.modes import casts, full_precision, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one, one_and_key, position, queries, query_and_one, softmax_of_products, weight
@@ -173,7 +173,44 @@ def attend(call: Call, grid: Tensor) -> Tensor | None:
     Returns:
         The responses, `(b, c, *n)`, or None if there is no kernel for them or it would not be faster.
     """
-    operator = call.operator
+    run = None if casts(grid) else run_of(call.operator)
+    return None if run is None else run(call.operator, grid, call.query.matrix, call.heads, call.scale)
+
+
+def run_of(operator: Operator) -> Run | None:
+    """Return the kernel for an operator, or None."""
     parts = (operator.basis, operator.coefficients, operator.per, operator.keys_from, operator.queries_from)
-    run = CALLS.get(parts)
-    return None if run is None or casts(grid) else run(operator, grid, call.query.matrix, call.heads, call.scale)
+    return CALLS.get(parts)
+
+
+def attend_means(call: Call, grid: Tensor) -> Tensor | None:
+    """Attend from axis means to axis means with projected values and responses, in inference; queries are the means.
+
+    Args:
+        call: The operator, whose norm may multiply the queries of each head with a factor.
+        grid: `(b, c, *n)`.
+
+    Returns:
+        The vectors `(b, out, Σ n)` of the axes, in the memory order of the grid, without the bias of the output
+        projection; None if there is no kernel for them.
+    """
+    operator, (matrix, bias), last = call.operator, call.value, call.output.matrix
+    if run_of(operator) is not run_means or grid.dim() < 4 or casts(grid):
+        return None
+    if call.query.matrix is not None or call.key.matrix is not None or not kernels.fit(grid):
+        return None
+    factors = grid.new_ones(call.heads, dtype=torch.float32) if call.norm is None else call.norm.factors()
+    given = (grid, matrix, bias, last, factors)
+    if factors is None or not are_free(*(each for each in given if each is not None)):
+        return None
+    with full_precision(grid):
+        means = values = torch.ops.farfield.axis_means(grid)
+        if matrix is not None:
+            values = torch.bmm(matrix.float().expand(len(grid), -1, -1), means)
+            values = values if bias is None else values.add_(bias.float()[:, None])
+        factors = (call.scale * factors).float()
+        vectors = torch.ops.farfield.attend_means(means, values, factors, grid.shape[2:], counts_once(operator))
+        if last is None:
+            return cast(Tensor, vectors)
+        last = last.float().expand(len(grid), -1, -1)
+        return torch.bmm(vectors.mT, last.mT).mT if in_channels_last(grid) else torch.bmm(last, vectors)

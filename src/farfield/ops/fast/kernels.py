@@ -56,6 +56,9 @@ def register() -> None:
     def axis_attention(grid: Tensor, heads: int, scale: float, once: bool = False) -> Tensor:
         return torch.empty_like(grid)
 
+    def attend_means(means: Tensor, values: Tensor, factors: Tensor, size: Sequence[int], once: bool) -> Tensor:
+        return torch.empty_like(values)
+
     def axis_responses(
         means: Tensor,
         size: Sequence[int],
@@ -154,6 +157,7 @@ def register() -> None:
         return torch.empty_like(grid), torch.empty_like(weight), torch.empty_like(bias)
 
     attentions = (
+        attend_means,
         axis_attention,
         axis_responses,
         axis_responses_backward,
@@ -182,6 +186,11 @@ def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
 def count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the means with each other, and of these weights with the values."""
     return 4 * means[0] * means[1] * means[2] ** 2
+
+
+def count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count the products of the means with each other, and of these weights with other values."""
+    return 2 * means[0] * (means[1] + values[1]) * means[2] ** 2
 
 
 def count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
@@ -233,6 +242,7 @@ FLOPS: dict[str, Any] = {
     "outer_sum": count_nothing,
     "norm_and_clamp_backward": count_nothing,
     "axis_attention": count_axes,
+    "attend_means": count_values,
     "axis_responses": count_means,
     "axis_responses_backward": count_means_backward,
     "score_attention": count_scores,

@@ -228,13 +228,21 @@ Tensor outer_sum(const Tensor& vectors, std::vector<int64_t> size, bool means, b
   return make_grid(floats, std::move(size), type, means, training ? past_in_training : past);
 }
 
-// Softmax attention of positions `(b, c, n)` to each other; the weights `(b · h, n, n)` are written if they are wanted.
-Tensor attend(const Tensor& positions, int64_t heads, double scale, const std::optional<Tensor>& weights) {
-  const int64_t count = positions.size(2), depth = positions.size(1) / heads, matrices = positions.size(0) * heads;
-  Tensor out = allocate(positions.sizes());
-  const Attend job{count, depth, static_cast<float>(scale), read(positions), write(out), weights ? write(*weights) : nullptr};
+// Softmax attention of positions `(b, c, n)` to each other, with values `(b, p, n)` and a factor of the products per
+// head; the weights `(b · h, n, n)` are written if they are wanted.
+Tensor attend(
+    const Tensor& positions, const Tensor& values, const std::vector<float>& factors,
+    const std::optional<Tensor>& weights) {
+  const int64_t count = positions.size(2), heads = factors.size(), matrices = positions.size(0) * heads;
+  Tensor out = allocate(values.sizes());
+  const Attend job{count, positions.size(1) / heads, values.size(1) / heads, heads, factors.data(), read(positions),
+                   read(values), write(out), weights ? write(*weights) : nullptr};
   run(products.attend, job, matrices * query_blocks(count), std::min(count, QUERIES) * count);
   return out;
+}
+
+Tensor attend(const Tensor& positions, int64_t heads, double scale, const std::optional<Tensor>& weights) {
+  return attend(positions, positions, std::vector<float>(heads, static_cast<float>(scale)), weights);
 }
 
 // The gradient of the positions; weights that were not kept are computed again.
@@ -312,7 +320,17 @@ Tensor axis_attention(const Tensor& grid, int64_t heads, double scale, bool once
   return make_grid_in(is_wide(grid), vectors, size, grid.scalar_type(), past_after_attention());
 }
 
-// The same from the means, in training; also the weights `(b · h, n, n)`, none of them if they are more than `most`.
+// The same without the grid: the vectors `(b, p, Σ size)` of the axes, from means `(b, c, Σ size)`, values and a factor
+// of the products per head.
+Tensor attend_means(
+    const Tensor& means, const Tensor& values, const Tensor& factors, std::vector<int64_t> size, bool once) {
+  const float* first = read(factors);
+  const Tensor vectors = attend(means, values, {first, first + factors.numel()}, std::nullopt);
+  if (once) count_means_once(axes_of(size), vectors);
+  return vectors;
+}
+
+// The same as `axis_attention` from the means, in training; also the weights `(b · h, n, n)`, none of them if they are more than `most`.
 std::tuple<Tensor, Tensor> axis_responses(
     const Tensor& means, std::vector<int64_t> size, int64_t heads, double scale, bool once, ScalarType type, bool wide,
     int64_t most) {
@@ -641,6 +659,7 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("axis_means(Tensor grid) -> Tensor");
   library.def("axis_sums(Tensor grid) -> Tensor");
   library.def("axis_attention(Tensor grid, int heads, float scale, bool once=False) -> Tensor");
+  library.def("attend_means(Tensor means, Tensor values, Tensor factors, int[] size, bool once) -> Tensor");
   library.def(
       "axis_responses(Tensor means, int[] size, int heads, float scale, bool once, ScalarType dtype, bool wide,"
       " int most) -> (Tensor, Tensor)");
@@ -679,6 +698,7 @@ STABLE_TORCH_LIBRARY_IMPL(farfield, CPU, library) {
   library.impl("axis_attention", TORCH_BOX(&axis_attention));
   library.impl("score_attention", TORCH_BOX(&score_attention));
   library.impl("score_attention_backward", TORCH_BOX(&score_attention_backward));
+  library.impl("attend_means", TORCH_BOX(&attend_means));
   library.impl("axis_responses", TORCH_BOX(&axis_responses));
   library.impl("axis_responses_backward", TORCH_BOX(&axis_responses_backward));
   library.impl("norm_and_clamp_backward", TORCH_BOX(&norm_and_clamp_backward));

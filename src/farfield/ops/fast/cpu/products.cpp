@@ -472,15 +472,17 @@ void weigh(
 }
 
 void attend(const Attend& of, int64_t begin, int64_t end) {
-  const int64_t count = of.count, depth = of.depth, block = queries_of(count), blocks = query_blocks(count);
-  const Held<float> queries(depth * block), weights(count * block);
+  const int64_t count = of.count, depth = of.depth, width = of.width;
+  const int64_t block = queries_of(count), blocks = query_blocks(count);
+  const Held<float> queries((depth < width ? width : depth) * block), weights(count * block);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t matrix = task / blocks, first = task % blocks * block, length = least(block, count - first);
-    const float* positions = of.positions + matrix * depth * count;
-    weigh(positions, count, depth, first, length, of.scale, queries.data(), weights.data(), block);
+    weigh(of.positions + matrix * depth * count, count, depth, first, length, of.factors[matrix % of.heads],
+          queries.data(), weights.data(), block);
     if (of.weights) write_columns(weights.data(), count, count, first, length, of.weights + matrix * count * count, block);
-    multiply({positions, count, 1}, weights.data(), block, queries.data(), block, depth, count, block, false);
-    write_columns(queries.data(), count, depth, first, length, of.out + matrix * depth * count, block);
+    multiply({of.values + matrix * width * count, count, 1}, weights.data(), block, queries.data(), block, width, count,
+             block, false);
+    write_columns(queries.data(), count, width, first, length, of.out + matrix * width * count, block);
   }
 }
 

@@ -74,10 +74,10 @@ inline int64_t query_blocks(int64_t count) { return (count + QUERIES - 1) / QUER
 // Softmax attention of few positions to each other; a task is a sample and head and QUERIES of its positions. Weights
 // are transposed: a row belongs to a key.
 struct Attend {
-  int64_t count, depth;
-  float scale;
-  const float* positions;  // (b · h, d, n)
-  float *out, *weights;    // (b · h, d, n), (b · h, n, n) or absent
+  int64_t count, depth, width, heads;
+  const float *factors;            // (h), of the products
+  const float *positions, *values;  // (b · h, d, n), (b · h, w, n)
+  float *out, *weights;            // (b · h, w, n), (b · h, n, n) or absent
 };
 
 struct AttendGradient {
