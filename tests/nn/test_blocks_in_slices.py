@@ -142,6 +142,96 @@ def test_a_network_needs_less_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     assert peak(2**22) < 0.8 * peak(2**40)
 
 
+# ---- the first layers of a network -----------------------------------------------------------------------------------
+def small(name: str = "kanet_qkv") -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    return models.MODELS[name](num_classes=10, width=0.25).eval(), torch.randn(BATCH, 3, 64, 64)
+
+
+def stem_sizes(net: Any, image: Tensor) -> list[int]:
+    """How many samples each call of the stem computes."""
+    sizes: list[int] = []
+    stem = type(net.stem).forward
+    with pytest.MonkeyPatch.context() as patch:
+
+        def forward(self: Any, grid: Tensor) -> Tensor:
+            if self is net.stem:
+                sizes.append(len(grid))
+            return stem(self, grid)
+
+        patch.setattr(type(net.stem), "forward", forward)
+        net(image)
+    return sizes
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "kanet_qkv", "sanet"])
+def test_the_first_row_is_computed_a_few_samples_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, image = small(name)
+    with torch.inference_mode():
+        expected = net.double()(image.double())
+        assert stem_sizes(net, image.double()) == [BATCH]
+        bytes_of_a_sample = (2 * 8 + 8) * 32 * 32 * 8  # of the stem, of the depthwise convolution, and of the row
+        monkeypatch.setattr(block_fusion, "SLICE_BYTES", 2 * bytes_of_a_sample)
+        assert stem_sizes(net, image.double()) == [2, 2, 1]
+        torch.testing.assert_close(net(image.double()), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_strides_of_1_make_smaller_slices(one_sample: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = models.kanet("kronecker_qkv", num_classes=10, width=0.25, strides=(1, 1, 2, 2, 2)).eval()
+    monkeypatch.setattr(block_fusion, "SLICE_BYTES", (2 * 8 + 8) * 16 * 16 * 4)
+    with torch.no_grad():
+        assert stem_sizes(net, torch.randn(3, 3, 16, 16)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("place", ["stem.convolution", "stem", "rows", "rows.0", "rows.0.0", "rows.0.0.depthwise.norm"])
+def test_a_hook_of_the_first_layers_sees_the_whole_batch(one_sample: None, place: str) -> None:
+    net, image = small()
+    seen: list[int] = []
+    net.get_submodule(place).register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
+    with torch.no_grad():
+        net(image)
+    assert seen == [BATCH]
+
+
+class OfTheBatch(nn.Module):
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid - grid.mean(0)
+
+
+def test_a_users_layer_among_the_first_sees_the_whole_batch(one_sample: None) -> None:
+    for place in ("rows.0.0", "rows.0.0.depthwise", "stem"):
+        net, image = small()
+        layer = net.get_submodule(place)
+        net.set_submodule(place, nn.Sequential(layer, OfTheBatch()))
+        with torch.no_grad():
+            torch.testing.assert_close(net(image), net.forward_head(net.head(net.rows(net.stem(image)))))
+
+
+def test_the_first_layers_in_training(one_sample: None) -> None:
+    net, image = small()
+    assert stem_sizes(net, image) == [BATCH]  # gradients of the parameters are recorded
+    with torch.no_grad():
+        assert stem_sizes(net, image) == [1] * BATCH
+        assert stem_sizes(net.train(), image) == [BATCH]
+    net.set_grad_checkpointing()
+    assert stem_sizes(net, image) == [BATCH]
+
+
+def test_an_error_states_the_whole_image(one_sample: None) -> None:
+    net, _ = small()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"5, 4, 64, 64"):
+        net(torch.randn(BATCH, 4, 64, 64))
+
+
+def test_a_network_of_one_row(one_sample: None) -> None:
+    net, image = small()
+    net.prune_intermediate_layers([0])
+    with torch.no_grad():
+        assert stem_sizes(net, image) == [1] * BATCH
+        torch.testing.assert_close(net.forward_features(image), net.rows[0](net.stem(image)))
+
+
 def test_an_empty_batch(one_sample: None) -> None:
     block, grid = drawn("base")
     with torch.no_grad():

@@ -205,6 +205,7 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
     check("outer_sum", grid(2, 3, 9), [4, 5])
     positions, means = grid(2, 8, 7), torch.randn(2, 8, 7)
     for kept, once in product((0, 4), (False, True)):
+        check("attend_means", means, torch.randn(2, 4, 7), torch.rand(2), [3, 4], once)
         check("axis_responses", means, [3, 4], 2, 0.5, once, dtype, wide, kept * 7**2)
         check("axis_responses_backward", means, torch.rand(kept, 7, 7), 2, 0.5, once, grid(2, 8, 3, 4))
     if dtype == torch.float32:

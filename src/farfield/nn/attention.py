@@ -267,7 +267,8 @@ class GridAttention(nn.Module):
         query, key = read_projection(self.query, grid), read_projection(self.key, grid)
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
-            query, key = (project_to_scores(each, vector, self.heads) for each in (query, key))
+            query = project_to_scores(query, vector, self.heads)
+            key = key if self.key is self.query else project_to_scores(key, vector, self.heads)
         key = query if self.key is self.query else key
         value, output = read_projection(self.value, grid), read_projection(self.output, grid)
         return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

@@ -63,18 +63,20 @@ class FastSteps(NamedTuple):
 
 
 def attend(call: Call, grid: Tensor, target: Target | None) -> Tensor | None:
-    """Attend by a kernel: in one call where nothing is projected or normed, or from axis means in inference."""
+    """Attend by a kernel: in one call where nothing is projected or normed; else in a few, in inference."""
     if not kernels.run():
         return None
     if call.is_bare:
         return kernel_attention.attend(call, grid)
-    vectors, bias, size = kernel_attention.attend_means(call, grid), call.output.bias, grid.shape[2:]
-    if vectors is None:
-        return None
-    if target is None and bias is not None:
-        vectors = vectors + (bias / len(size))[:, None].to(vectors.dtype)  # each position adds up one vector per axis
-    responses = in_layout_of(grid, outer_sum(laid_out_for(grid, vectors.to(grid.dtype)), size))
-    return responses if target is None else target(bias, responses)
+    bias, size = call.output.bias, grid.shape[2:]
+    vectors = kernel_attention.attend_means(call, grid)
+    if vectors is not None:
+        if target is None and bias is not None:
+            vectors = vectors + (bias / len(size))[:, None].to(vectors.dtype)  # each position adds up one per axis
+        responses = in_layout_of(grid, outer_sum(laid_out_for(grid, vectors.to(grid.dtype)), size))
+        return responses if target is None else target(bias, responses)
+    few = None if target is None else kernel_attention.slots_of_scores(call, grid)
+    return None if few is None or target is None else add_product(target(bias, None), *few)
 
 
 def reorder(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Call:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.call import Call
+from farfield.ops.call import Call, by_head
 from farfield.ops.fast import kernels
 from farfield.ops.fast.autograd import are_small
-from farfield.ops.fast.kernel_sums import are_few
+from farfield.ops.fast.kernel_sums import are_few, expand_batch
 from farfield.ops.function import accelerate, are_free, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes, along_axes, in_channels_last
 from farfield.ops.modes import casts, full_precision, is_itself
@@ -214,3 +215,36 @@ def attend_means(call: Call, grid: Tensor) -> Tensor | None:
             return cast(Tensor, vectors)
         last = last.float().expand(len(grid), -1, -1)
         return torch.bmm(vectors.mT, last.mT).mT if in_channels_last(grid) else torch.bmm(last, vectors)
+
+
+def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Summarize a grid by scores (SAN Eq. 4, SAN Eq. 5) to slots of projected responses, in inference.
+
+    The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x), with
+    W_h the product of head h's matrices of output and value.
+
+    Args:
+        call: The operator; queries and keys are scores.
+        grid: `(b, c, *n)`.
+
+    Returns:
+        Slots `(b, r, out)` and coefficients `(b, r, n)`, without the bias of the output projection; None if there is no
+        kernel for them.
+    """
+    operator, scores, (matrix, bias), last = call.operator, call.query.matrix, call.value, call.output.matrix
+    if run_of(operator) is not run_scores or call.query is not call.key or call.norm is not None or casts(grid):
+        return None
+    if scores is None or matrix is None or last is None or call.query.bias is not None or bias is not None:
+        return None
+    if not (are_few(call.heads, grid.shape[1]) and kernels.fit(grid, scores) and are_free(grid, scores, matrix, last)):
+        return None
+    with full_precision(grid):
+        positions, score = grid.flatten(2), expand_batch(scores.float(), len(grid))
+        rows, sums = torch.ops.farfield.project_and_sum(positions, score, None, None)
+        means = sums / positions.shape[2]  # of x, and of s_h x for each head
+        heads = torch.bmm(by_head(call, torch.float32), call.value.by_head(call.heads).float())  # W_h, (h, out, c)
+        slots = torch.bmm(means[:, 0].expand(call.heads, -1, -1), heads.mT).transpose(0, 1)
+        if operator.basis is not one_and_key:
+            return slots, rows
+        own = torch.bmm(means[:, 1:].transpose(0, 1), heads.mT).sum(0)
+        return torch.cat([own[:, None], slots], 1), F.pad(rows, (0, 0, 1, 0), value=1.0)

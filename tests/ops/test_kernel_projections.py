@@ -1,0 +1,273 @@
+"""Attention with projections in few operations, in inference: numbers, and every reason for the equation."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn.conv_norm_act import fuses
+from farfield.ops.engine import SWITCH, attend
+from farfield.ops.fast import kernel_attention, kernels
+from farfield.ops.projection import Projection
+from helpers.explicit import MEAN_ROWS
+from helpers.partly import pairwise
+
+pytestmark = pytest.mark.cpu("the kernels are for the CPU")
+
+EPS = torch.finfo(torch.float32).eps
+SHAPES = ((2, 32, 7, 9), (1, 16, 1, 13), (3, 16, 5, 3, 4), (1, 8, 67, 131), (0, 8, 3, 4))
+
+
+class KernelCalls(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def calls(run: Callable[[], Any]) -> list[str]:
+    with KernelCalls() as record:
+        run()
+    return record.names
+
+
+def off(run: Any, *arguments: Any) -> Any:
+    """The same by the equation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernels.SWITCH, "0")
+        return run(*arguments)
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """Relative L2 error."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def drawn(module: Any) -> Any:
+    """The module in eval mode, all its parameters and statistics random."""
+    with torch.no_grad():
+        for name, entry in module.state_dict().items():
+            if entry.is_floating_point():
+                entry.copy_(torch.rand_like(entry) + 0.5 if name.endswith("var") else torch.randn_like(entry) * 0.5)
+    return module.eval()
+
+
+def in_order(grid: Tensor, wide: bool) -> Tensor:
+    return grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        row=MEAN_ROWS,
+        project=("v", "o", "vo"),
+        heads=(1, 2, 4),
+        norm=(False, True, "columns"),
+        bias=(False, True),
+        shape=SHAPES,
+        wide=(False, True),
+        dtype=(torch.float32, torch.bfloat16),
+    )
+)
+def test_numbers(
+    on: None,
+    row: str,
+    project: str,
+    heads: int,
+    norm: Any,
+    bias: bool,
+    shape: tuple[int, ...],
+    wide: bool,
+    dtype: torch.dtype,
+) -> None:
+    options = {"bias": bias, "coefficient_norm": norm, "scale": 0.4}
+    width = 2 * shape[1] if "v" in project else None
+    attention = drawn(GridAttention(shape[1], row, heads=heads, project=project, value_channels=width, **options))
+    attention, grid = attention.to(dtype), in_order(torch.randn(shape).to(dtype), wide)
+    with torch.no_grad():
+        assert calls(lambda: attention(grid)).count("farfield::attend_means") == 1
+        found, plain = attention(grid), off(attention, grid)
+        exact = off(copy.deepcopy(attention).double(), grid.double())
+    assert found.shape == exact.shape
+    assert found.dtype == dtype
+    assert found.stride() == plain.stride() or 1 in shape
+    if grid.numel():
+        assert distance(found, exact) <= 2 * distance(plain, exact) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("count", [2, 5, 64, 200])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("width", [3, 12, 30])
+@pytest.mark.parametrize("once", [False, True])
+def test_operation(built: None, count: int, heads: int, width: int, once: bool) -> None:
+    means, values, factors = torch.randn(2, 12, count), torch.randn(2, width, count), torch.rand(heads)
+    size = [count - (count + 1) // 3, (count + 1) // 3]
+    found = torch.ops.farfield.attend_means(means, values, factors, size, once)
+    each = means.double().unflatten(1, (heads, -1))
+    weights = (factors.double()[:, None, None] * (each.mT @ each)).softmax(-1)
+    exact = (values.double().unflatten(1, (heads, -1)) @ weights.mT).flatten(1, 2)
+    if once:
+        average = sum(part.mean(-1, keepdim=True) for part in exact.split(size, -1)) / 2
+        exact = exact - average / 2
+    # A product of 12 numbers of size 1 has the error of one of size 12; it is that of a weight's logarithm.
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=64 * EPS)
+
+
+def test_its_flops_are_those_of_both_products(built: None) -> None:
+    means, values = torch.randn(2, 12, 9), torch.randn(2, 6, 9)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.farfield.attend_means(means, values, torch.ones(3), [4, 5], True)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 9 * (12 + 6)
+
+
+def reasons() -> dict[str, Callable[[], tuple[GridAttention, dict[str, Any]]]]:
+    """Each case in which the equation must run."""
+
+    def attention(project: str = "v", **options: Any) -> GridAttention:
+        return drawn(GridAttention(16, "kronecker_qkv", heads=2, project=project, **options))
+
+    def with_a_hook() -> GridAttention:
+        hooked = attention(coefficient_norm=True)
+        hooked.coefficient_norm.register_forward_hook(lambda *_: None)
+        return hooked
+
+    return {
+        "queries are projected": lambda: (attention("qv"), {}),
+        "keys are projected": lambda: (attention("kv"), {}),
+        "the norm takes the batch's statistics": lambda: (attention(coefficient_norm=True).train(), {}),
+        "a hook of the norm": lambda: (with_a_hook(), {}),
+        "a mask": lambda: (attention(), {"mask": torch.rand(2, 5, 6) > 0.5}),
+        "a context": lambda: (attention(), {"context": torch.randn(2, 16, 3, 3)}),
+    }
+
+
+@pytest.mark.parametrize("why", reasons())
+def test_the_equation_runs(on: None, why: str) -> None:
+    attention, options = reasons()[why]()
+    grid = torch.randn(2, 16, 5, 6)
+    with torch.no_grad():
+        names = calls(lambda: attention(grid, **options))
+        assert "farfield::attend_means" not in names
+        attention.eval()
+        if why != "the norm takes the batch's statistics":
+            torch.testing.assert_close(attention(grid, **options), off(lambda: attention(grid, **options)))
+
+
+def test_the_equation_runs_where_more_is_wanted(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, grid = drawn(GridAttention(16, "kronecker_qkv", project="v")), torch.randn(2, 16, 5, 6)
+    name = "farfield::attend_means"
+    assert name not in calls(lambda: attention(grid))  # gradients of the parameters are recorded
+    with torch.no_grad():
+        assert name in calls(lambda: attention(grid))
+        assert name not in calls(lambda: attention(grid.flatten(2)))
+        assert name not in calls(lambda: attention.double()(grid.double()))
+        attention.float()
+        with torch.autocast("cpu"):
+            assert name not in calls(lambda: attention(grid))
+        for other in ("softmax", "kronecker_kv", "siamese"):
+            assert name not in calls(lambda other=other: GridAttention(16, other).eval()(grid))
+        monkeypatch.setenv(SWITCH, "0")
+        assert name not in calls(lambda: attention(grid))
+    assert os.environ[kernels.SWITCH] == "1"
+
+
+def test_tangents_pass(on: None) -> None:
+    attention, grid = drawn(GridAttention(16, "kronecker_qkv", project="v")), torch.randn(2, 16, 5, 6)
+    step = torch.randn_like(grid)
+    with torch.no_grad():
+        _, found = torch.func.jvp(attention, (grid,), (step,))
+        _, plain = off(torch.func.jvp, attention, (grid,), (step,))
+        batched = torch.vmap(lambda each: attention(each[None])[0])(grid)
+        torch.testing.assert_close(batched, attention(grid))
+    torch.testing.assert_close(found, plain)
+    assert found.norm() > 0
+
+
+SCORE_ROWS = ("siamese", "siamese_local", "siamese_ones")
+
+
+@pytest.mark.parametrize("row", [*MEAN_ROWS, *SCORE_ROWS, "averaged"])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("out", [16, 24])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_fused_block(on: None, row: str, skip: bool, out: int, wide: bool) -> None:
+    block = drawn(AttentionBlock(16, out, row, expansion=3, skip=skip))
+    fused, grid = block.fuse(), in_order(torch.randn(2, 16, 7, 9), wide)
+    with torch.no_grad():
+        names = calls(lambda: fused(grid))
+        found, plain, exact = fused(grid), fused.plain(grid), copy.deepcopy(block).double().plain(grid.double())
+    if fuses(grid, fused.project.convolution.weight):
+        assert names.count("mkldnn::_convolution_pointwise_") == skip + (row in MEAN_ROWS)
+        # The grid is not added by an operation of its own: the convolution of the grid has 1 more on its diagonal.
+        assert names.count("aten::add_") == (out == 16 and not skip)
+    assert distance(found, exact) <= 2 * distance(plain, exact) + EPS
+    assert found.is_contiguous(memory_format=torch.channels_last if wide else torch.contiguous_format)
+
+
+@pytest.mark.parametrize(*pairwise(row=SCORE_ROWS, heads=(1, 2, 4), shape=SHAPES[:3], wide=(False, True)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_with_projections(
+    on: None, row: str, heads: int, shape: tuple[int, ...], wide: bool, dtype: torch.dtype
+) -> None:
+    attention = GridAttention(shape[1], row, heads=heads, project="v", value_channels=2 * shape[1], bias=False)
+    attention, grid = drawn(attention).to(dtype), in_order(torch.randn(shape).to(dtype), wide)
+    call = attention.call_for(grid)
+    last = torch.randn(24, 2 * shape[1]).to(dtype)
+    call = call._replace(output=Projection(last, torch.randn(24).to(dtype)))
+    with torch.no_grad():
+        few = kernel_attention.slots_of_scores(call, grid)
+        assert (few is not None) == (8 * heads <= shape[1])
+        if few is None:
+            return
+        slots, coefficients = few
+        assert slots.shape[1] == coefficients.shape[1] == heads + (row != "siamese_local")
+        found = (slots.mT @ coefficients).unflatten(2, shape[2:])
+        double = copy.deepcopy(attention).double().call_for(grid.double())
+        double = double._replace(output=Projection(last.double()))
+        exact = off(lambda: attend(double, *[grid.double()] * 3))
+    assert distance(found, exact) <= 64 * EPS
+
+
+def test_scores_are_for_nothing_else(on: None) -> None:
+    grid, last = torch.randn(2, 32, 5, 6), Projection(torch.randn(8, 32))
+
+    def few(row: str = "siamese", given: Tensor = grid, **options: Any) -> Any:
+        options = {"project": "v", "bias": False, "heads": 2} | options
+        attention = drawn(GridAttention(32, row, **options))
+        return kernel_attention.slots_of_scores(attention.call_for(given)._replace(output=last), given)
+
+    with torch.no_grad():
+        assert few() is not None
+        assert few(bias=True) is few(project="qkv") is few(project="") is few(coefficient_norm=True) is None
+        assert few("averaged") is few("kronecker_qkv") is few(heads=8) is few(given=grid.double()) is None
+        with torch.autocast("cpu"):
+            assert few() is None
+    assert few() is None  # gradients of the parameters are recorded
+
+
+@pytest.mark.parametrize("row", [*MEAN_ROWS, "siamese"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_block_learns_as_by_the_equation(on: None, row: str, training: bool) -> None:
+    block = drawn(AttentionBlock(16, 16, row, expansion=3)).train(training)
+    grid, upon = torch.randn(3, 16, 7, 9), torch.randn(3, 16, 7, 9)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        learned, leaf = copy.deepcopy(block).to(dtype), grid.to(dtype).requires_grad_()
+        grads = torch.autograd.grad(learned(leaf), [leaf, *learned.parameters()], upon.to(dtype))
+        return [grads[0], torch.cat([each.flatten() for each in grads[1:]])]
+
+    for found, plain, exact in zip(run(torch.float32), off(run, torch.float32), off(run, torch.float64), strict=True):
+        assert distance(found, exact) <= 2 * distance(plain, exact) + EPS
