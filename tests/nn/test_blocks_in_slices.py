@@ -203,7 +203,7 @@ def test_a_users_layer_among_the_first_sees_the_whole_batch(one_sample: None) ->
     for place in ("rows.0.0", "rows.0.0.depthwise", "stem"):
         net, image = small()
         layer = net.get_submodule(place)
-        net.set_submodule(place, nn.Sequential(layer, OfTheBatch()))
+        net.set_submodule(place, nn.Sequential(layer, OfTheBatch()).eval())
         with torch.no_grad():
             torch.testing.assert_close(net(image), net.forward_head(net.head(net.rows(net.stem(image)))))
 

@@ -18,6 +18,7 @@ from farfield.nn.conv_norm_act import fuses
 from farfield.ops.engine import SWITCH, attend
 from farfield.ops.fast import kernel_attention, kernels
 from farfield.ops.projection import Projection
+from helpers.beside_equations import distance, off
 from helpers.explicit import MEAN_ROWS
 from helpers.partly import pairwise
 
@@ -43,18 +44,6 @@ def calls(run: Callable[[], Any]) -> list[str]:
     with KernelCalls() as record:
         run()
     return record.names
-
-
-def off(run: Any, *arguments: Any) -> Any:
-    """The same by the equation."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(kernels.SWITCH, "0")
-        return run(*arguments)
-
-
-def distance(found: Tensor, exact: Tensor) -> float:
-    """Relative L2 error."""
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def drawn(module: Any) -> Any:

@@ -28,6 +28,7 @@ from farfield.ops.fast import kernel_attention, kernel_sums, kernels
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.projection import Projection
 from farfield.ops.table import OPERATORS
+from helpers.beside_equations import distance, off
 from helpers.explicit import AXIS_ROWS, MEAN_ROWS
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
@@ -44,18 +45,6 @@ GRIDS = [
     (2, 5, 2, 3, 5, 4),
     (1, 2, 3, 2051),
 ]
-
-
-def off(run: Any, *arguments: Any) -> Any:
-    """The same by the equation."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(kernels.SWITCH, "0")
-        return run(*arguments)
-
-
-def distance(found: Tensor, exact: Tensor) -> float:
-    """Relative L2 error."""
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

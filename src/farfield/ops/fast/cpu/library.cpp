@@ -330,7 +330,8 @@ Tensor attend_means(
   return vectors;
 }
 
-// The same as `axis_attention` from the means, in training; also the weights `(b · h, n, n)`, none of them if they are more than `most`.
+// The same as `axis_attention` from the means, in training; also the weights `(b · h, n, n)`, none of them if they are
+// more than `most`.
 std::tuple<Tensor, Tensor> axis_responses(
     const Tensor& means, std::vector<int64_t> size, int64_t heads, double scale, bool once, ScalarType type, bool wide,
     int64_t most) {

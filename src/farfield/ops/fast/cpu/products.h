@@ -75,9 +75,9 @@ inline int64_t query_blocks(int64_t count) { return (count + QUERIES - 1) / QUER
 // are transposed: a row belongs to a key.
 struct Attend {
   int64_t count, depth, width, heads;
-  const float *factors;            // (h), of the products
+  const float* factors;             // (h), of the products
   const float *positions, *values;  // (b · h, d, n), (b · h, w, n)
-  float *out, *weights;            // (b · h, w, n), (b · h, n, n) or absent
+  float *out, *weights;             // (b · h, w, n), (b · h, n, n) or absent
 };
 
 struct AttendGradient {
