@@ -61,7 +61,8 @@ def attend(
         response = fast.attend(call, query, target) if whole else None
         if response is not None:
             return response
-        call = fast.prepare(fast.reorder(call, query, key, value))
+        # The responses of a target are products of slots, of which the other order has more.
+        call = fast.prepare(call if target is not None else fast.reorder(call, query, key, value))
     keys, queries = call.operator.keys_from, call.operator.queries_from
     gathered = keys.gather(key, mask, None)
     values = gathered.positions if value is key else keys.gather(value, mask, None).positions
