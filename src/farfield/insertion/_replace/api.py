@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
 from farfield.insertion._insert.checks import parents
-from farfield.insertion._places import matching, no_match
+from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
 from farfield.insertion._replace.hugging_face import (
     choose,
     find_attention_obstacle,
@@ -21,13 +20,8 @@ from farfield.insertion._replace.hugging_face import (
 )
 from farfield.insertion._replace.masks import resolve_operator
 from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.insertion._replace.saving import note_operators, note_part
 from farfield.ops.table import Operator
-
-CALLER = "replace_attention"
-# Modules of the class that timm's vision transformers share; the second in older versions.
-TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
-# Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
-CALLED, CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
 
 
 def replace_attention(
@@ -96,7 +90,8 @@ def replace_attention(
         rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
         if rotary and not resolved.weighs_by_products:
             warnings.warn(rotary_warning(name, rotary), stacklevel=2)
-        choose(model, list(hugging_face.values()), register(name, resolved))
+        for config in choose(model, list(hugging_face.values()), register(name, resolved)):
+            note_part(config)
     for module in chosen.values():
         kind = replaced_class(module)
         if kind is not None:
@@ -105,20 +100,8 @@ def replace_attention(
             attention = cast(TorchAttention | TimmAttention, module)
             attention.operator, attention.operator_name = resolved, name
     leave_fast_path(model)
+    note_operators(model)
     return chosen
-
-
-def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
-    """Return the new class for an attention of torch or timm; None for any other module.
-
-    Subclasses are not supported: they may compute anything in their own forward.
-    """
-    kind = type(module)
-    if kind in (nn.MultiheadAttention, TorchAttention):
-        return TorchAttention
-    if kind is TimmAttention or (kind.__module__ in TIMM and kind.__qualname__ == "Attention"):
-        return TimmAttention
-    return None
 
 
 def check_model(model: nn.Module) -> None:
@@ -133,68 +116,6 @@ def check_model(model: nn.Module) -> None:
         if compiled or isinstance(module, torch.jit.ScriptModule):
             kind = "compiled" if compiled else "scripted"
             raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
-
-
-def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return every supported attention at and below some paths.
-
-    Raises:
-        LookupError: If a path matches nothing, or there is no supported attention at or below it.
-        TypeError: If `where` is no path.
-        ValueError: If there is also unsupported attention, or no path is given.
-    """
-    chosen: dict[str, nn.Module] = {}
-    patterns = [where or ""] if where is None or isinstance(where, str) else where
-    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            f"{CALLER}: where must be a path of a module or several, got {type(where).__name__}; "
-            f'fix: where="{next((name for name, _ in model.named_children()), "")}", for example.'
-        )
-    for pattern in patterns:
-        places = list(matching(model, pattern))
-        if not places:
-            raise no_match(CALLER, model, pattern)
-        known: dict[str, nn.Module] = {}
-        for place, root in places:
-            paths = {".".join(filter(None, (place, path))): module for path, module in root.named_modules()}
-            known |= {
-                path: module for path, module in paths.items() if replaced_class(module) or uses_interface(module)
-            }
-        others = other_attention(model, [place for place, _ in places], list(known))
-        if others and known:
-            raise ValueError(
-                f"{CALLER}: {type(model).__name__} also has attention that is not supported: {others}; "
-                f"fix: where= with the paths of the layers to replace, e.g. {next(iter(known))}."
-            )
-        if not known:
-            raise LookupError(
-                f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
-                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
-                f"timm.layers.Attention and models of transformers with attn_implementation; "
-                f"fix: insert(…) adds attention to any model."
-            )
-        chosen |= known
-    if not chosen:
-        raise ValueError(f"{CALLER}: where names no path; fix: leave it out for all attention, or name one.")
-    return chosen
-
-
-def other_attention(model: nn.Module, places: list[str], known: list[str]) -> str:
-    """Return a list, as text, of modules that look like attention and neither contain nor lie in a supported one."""
-    others = []
-    for path, module in model.named_modules():
-        kind = type(module)
-        alike = CALLED.search(kind.__name__) or CHILDREN & module._modules.keys()
-        if not alike or kind.__module__.startswith("farfield.") or not any(lies_in(path, place) for place in places):
-            continue
-        if not any(lies_in(path, other) or lies_in(other, path) for other in known):
-            others.append(f"{path} ({kind.__module__}.{kind.__name__})")
-    return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-
-
-def lies_in(path: str, place: str) -> bool:
-    """Whether a path is a place or one below it."""
-    return place in ("", path) or path.startswith(f"{place}.")
 
 
 def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:

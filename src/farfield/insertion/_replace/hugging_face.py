@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -188,19 +188,52 @@ def is_rotary(module: nn.Module) -> bool:
     return kind == "rotary" and any(part in name.lower() for name in names for part in ("rotary", "rope"))
 
 
-def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> None:
+def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:
+    """Return the name and the operator that the config of an attention selects; None if it is not one of ours."""
+    from transformers import AttentionInterface
+
+    registered: Mapping[str, Any] = AttentionInterface()
+    function = registered.get(cast(Any, module.config)._attn_implementation)
+    return function.args if isinstance(function, partial) and function.func is attend else None
+
+
+def configured_models(model: nn.Module) -> Iterator[Any]:
+    """Iterate over the models of transformers in a model, itself included, from the outermost to the innermost."""
+    for module in model.modules():
+        if hasattr(module, "save_pretrained") and hasattr(getattr(module, "config", None), "_attn_implementation"):
+            yield module
+
+
+def configs_of(model: nn.Module) -> set[int]:
+    """Return the ids of the configs of all models of transformers in a model, and of the configs in them."""
+    known, waiting = set[int](), [module.config for module in configured_models(model)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in known:
+            known.add(id(config))
+            waiting += [value for value in vars(config).values() if hasattr(value, "_attn_implementation")]
+    return known
+
+
+def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> list[object]:
     """Set the implementation in the configs of the chosen attention modules of a model.
 
     A config that only chosen modules use is changed in place, so that the model makes masks for the implementation,
-    linear in the positions. If other attention modules share it, each chosen one gets a copy of it, and the model still
-    makes masks for the other implementation.
+    linear in the positions. If other attention modules share it, or can, as the model that it belongs to is not known,
+    each chosen one gets a copy of it, and the model still makes masks for the other implementation.
+
+    Returns:
+        The configs whose model is not known.
     """
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)
-    for modules in sharing.values():
+    within, outside = configs_of(model), list[object]()
+    for key, modules in sharing.items():
         mine = [module for module in modules if any(module is other for other in chosen)]
-        if len(mine) < len(modules):
+        if mine and key not in within:
+            outside.append(mine[0].config)
+        if len(mine) < len(modules) or key not in within:
             for module in mine:
                 module.config = copy.copy(module.config)
         for module in mine:
@@ -209,3 +242,4 @@ def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> No
                 module.is_causal = cast(Any, False)
             # A dictionary sets this config only; a string would also set the configs of other towers.
             cast(Any, module.config)._attn_implementation = {"": implementation}
+    return outside

@@ -1,0 +1,103 @@
+"""Which modules of a model are attention, supported or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from farfield.insertion._places import matching, no_match
+from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
+from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.ops.table import Operator
+
+CALLER = "replace_attention"
+# Modules of the class that timm's vision transformers share; the second in older versions.
+TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
+# Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
+CALLED, CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
+
+
+def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
+    """Return the new class for an attention of torch or timm; None for any other module.
+
+    Subclasses are not supported: they may compute anything in their own forward.
+    """
+    kind = type(module)
+    if kind in (nn.MultiheadAttention, TorchAttention):
+        return TorchAttention
+    if kind is TimmAttention or (kind.__module__ in TIMM and kind.__qualname__ == "Attention"):
+        return TimmAttention
+    return None
+
+
+def known_attention(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every attention of a supported kind in a model, by its path."""
+    return {path: module for path, module in model.named_modules() if replaced_class(module) or uses_interface(module)}
+
+
+def chosen_operator(module: nn.Module) -> tuple[str, Operator] | None:
+    """Return the operator that replaces the softmax of a supported attention, and its name; None if none does."""
+    if uses_interface(module):
+        return registered_operator(module)
+    return (module.operator_name, module.operator) if isinstance(module, TorchAttention | TimmAttention) else None
+
+
+def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return every supported attention at and below some paths.
+
+    Raises:
+        LookupError: If a path matches nothing, or there is no supported attention at or below it.
+        TypeError: If `where` is no path.
+        ValueError: If there is also unsupported attention, or no path is given.
+    """
+    chosen: dict[str, nn.Module] = {}
+    patterns = [where or ""] if where is None or isinstance(where, str) else where
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"{CALLER}: where must be a path of a module or several, got {type(where).__name__}; "
+            f'fix: where="{next((name for name, _ in model.named_children()), "")}", for example.'
+        )
+    for pattern in patterns:
+        places = list(matching(model, pattern))
+        if not places:
+            raise no_match(CALLER, model, pattern)
+        known: dict[str, nn.Module] = {}
+        for place, root in places:
+            known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}
+        others = other_attention(model, [place for place, _ in places], list(known))
+        if others and known:
+            raise ValueError(
+                f"{CALLER}: {type(model).__name__} also has attention that is not supported: {others}; "
+                f"fix: where= with the paths of the layers to replace, e.g. {next(iter(known))}."
+            )
+        if not known:
+            raise LookupError(
+                f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
+                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
+                f"timm.layers.Attention and models of transformers with attn_implementation; "
+                f"fix: insert(…) adds attention to any model."
+            )
+        chosen |= known
+    if not chosen:
+        raise ValueError(f"{CALLER}: where names no path; fix: leave it out for all attention, or name one.")
+    return chosen
+
+
+def other_attention(model: nn.Module, places: list[str], known: list[str]) -> str:
+    """Return a list, as text, of modules that look like attention and neither contain nor lie in a supported one."""
+    others = []
+    for path, module in model.named_modules():
+        kind = type(module)
+        alike = CALLED.search(kind.__name__) or CHILDREN & module._modules.keys()
+        if not alike or kind.__module__.startswith("farfield.") or not any(lies_in(path, place) for place in places):
+            continue
+        if not any(lies_in(path, other) or lies_in(other, path) for other in known):
+            others.append(f"{path} ({kind.__module__}.{kind.__name__})")
+    return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+
+
+def lies_in(path: str, place: str) -> bool:
+    """Whether a path is a place or one below it."""
+    return place in ("", path) or path.startswith(f"{place}.")
