@@ -50,9 +50,12 @@ def replace_attention(
       rotated channels as they are, with a `UserWarning`.
     * Causal masks, windows, relative positions and other biases differ between queries: an error, here or, where only
       the arguments of a call show them, when the model first runs.
+    * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
+      refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
 
     Args:
-        model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling.
+        model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling. Of a
+            model of transformers pass the whole, with `where`: the configuration of the whole is beyond a part.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         where: Paths of modules, one or many, such as "blocks.8" or "encoder.layer.*", where `*` stands for one segment.
             Every attention at and below them is replaced, and all of it must be supported. Default: the whole model.

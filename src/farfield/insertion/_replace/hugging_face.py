@@ -34,8 +34,8 @@ def register_transformers() -> list[str]:
     Then every model that looks its attention up in transformers' `AttentionInterface` accepts such a name:
     `from_pretrained(…, attn_implementation="farfield_factorized_gaussian")`, with unchanged weights. The same weights
     now compute another function, so the model needs fine-tuning. `replace_attention` registers the operator itself and
-    refuses unsupported attention at once; a model built with such a name raises the error when it first runs. Importing
-    farfield registers nothing.
+    refuses unsupported attention at once; a model built with such a name raises the error when it first runs. It also
+    notes the operator in the configuration that is saved; a name is not saved. Importing farfield registers nothing.
 
     Returns:
         The names of the attention implementations.
