@@ -16,6 +16,7 @@ from farfield.models.bert_weights import fill_from_file
 from farfield.models.compact import check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn import TransformerLayer
+from farfield.nn.initialization import DrawnByItself
 from farfield.ops.table import OPERATORS, Operator
 
 HEADS = ("words", "pooled")
@@ -177,10 +178,17 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
 class WordHead(nn.Module):
     """BERT's masked-language head: a linear layer, GELU, a norm, products with the word embedding, and a bias."""
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(self, channels: int, vocabulary: int) -> None:
         super().__init__()
         self.transform, self.norm = nn.Linear(channels, channels), nn.LayerNorm(channels, EPSILON)
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.bias = nn.Parameter(torch.empty(vocabulary))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to 0."""
+        nn.init.zeros_(self.bias)
 
     def forward(self, tokens: Tensor, words: Tensor) -> Tensor:
         """Return the logits of tokens `(…, channels)`; `words` is the embedding `(vocabulary, channels)`."""

@@ -20,6 +20,7 @@ from farfield.nn.block_fusion import are_bare, in_slices
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite, is_bare_block
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved, hooked
+from farfield.nn.initialization import DrawnByItself
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -130,6 +131,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         [(8, 32, 32), (8, 16, 16), (8, 8, 8), (24, 4, 4), (80, 2, 2)]
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(
         self,
         model: str,
@@ -171,6 +174,10 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.head = convolved(channels, self.num_features)
         self.dropout = nn.Dropout(dropout)
         self.reset_classifier(num_classes, global_pool)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights but those of norms, which initialize themselves."""
         initialize(self)
 
     def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
-from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, name_of
+from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, initialize, name_of
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
-from farfield.nn.initialization import draw
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 
 RESNETS = ("resnet101", "resnet50")
@@ -112,6 +112,8 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         torch.Size([1, 11, 12, 15])
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(
         self,
         model: str = "deeplab_v2",
@@ -143,8 +145,19 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         self.config |= {"width": width, "output_stride": output_stride}
         self.backbone, self.features = build_backbone(model, backbone, width, output_stride)
         self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
+        draw_head(self.head)
         if weights is not None:
             fill_backbone(model, self.backbone, Path(weights))
+
+    def reset_parameters(self) -> None:
+        """Draw the convolutions of the backbone, as torchvision or `CompactNet`, and of the head."""
+        if self.config["backbone"] in RESNETS:
+            for convolution in self.backbone.modules():
+                if isinstance(convolution, nn.Conv2d):
+                    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+        else:
+            initialize(self.backbone)
+        draw_head(self.head)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of the image whose MACs a model card counts: channels, height and width."""
@@ -256,10 +269,7 @@ def build_head(
     residual: bool,
     normalized: bool = True,
 ) -> nn.Module:
-    """Build the output layer on a grid with `features` channels; the other arguments are those of `DeepLab`.
-
-    Weights of the classifier are normal with deviation 0.01, those before it Glorot uniform, and biases 0.
-    """
+    """Build the output layer on a grid with `features` channels; the other arguments are those of `DeepLab`."""
     head: nn.Module
     if output == "aspp":
         head = ASPP(features, num_classes)
@@ -270,18 +280,20 @@ def build_head(
         project = "qkv" if operator.reads_keys else "qv"
         attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
         reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
-        draw(reduce)
-        draw_classifier(classify)
         norm = {"norm": ChannelNorm()} if normalized else {}
         return nn.Sequential(OrderedDict(reduce=reduce, **norm, attention=attention, classify=classify))
-    for convolution in head.modules():
-        if isinstance(convolution, nn.Conv2d):
-            draw_classifier(convolution)
     return head
 
 
+def draw_head(head: nn.Module) -> None:
+    """Draw the convolutions of an output layer, Glorot uniform before attention; attention draws itself."""
+    for name, convolution in head.named_modules():
+        if isinstance(convolution, nn.Conv2d):
+            draw(convolution) if name == "reduce" else draw_classifier(convolution)
+
+
 def draw_classifier(convolution: nn.Conv2d) -> None:
-    """Initialize a convolution that returns logits: normal weights of deviation 0.01, bias 0."""
+    """Draw a convolution that returns logits: normal weights of deviation 0.01, bias 0."""
     nn.init.normal_(convolution.weight, std=0.01)
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from farfield._checks import shape_error, unknown
 from farfield.models.compact import check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.initialization import DrawnByItself
 from farfield.nn.norm import norm_of
 from farfield.ops.table import OPERATORS, Operator
 
@@ -44,6 +46,8 @@ class GatedAttention(nn.Module):
         True
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
         entry = OPERATORS[operator] if isinstance(operator, str) else operator
@@ -54,7 +58,12 @@ class GatedAttention(nn.Module):
         for linear in list(self.attention.children()):
             if isinstance(linear, nn.Linear):
                 spectral_norm(linear)
-        self.gate = nn.Parameter(torch.zeros(()))
+        self.gate = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the gate to 0, so that the module starts as the identity."""
+        nn.init.zeros_(self.gate)
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Return the grid plus the gated response of attention."""
@@ -69,12 +78,19 @@ class ConditionalNorm(nn.Module):
         num_classes: Number of classes; 0 for none.
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(channels, affine=num_classes == 0)
         self.scale = self.shift = None
         if num_classes:
             self.scale, self.shift = nn.Embedding(num_classes, channels), nn.Embedding(num_classes, channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scales to 1 and the shifts to 0."""
+        if self.scale is not None and self.shift is not None:
             nn.init.ones_(self.scale.weight)
             nn.init.zeros_(self.shift.weight)
 
@@ -172,6 +188,10 @@ class Generator(nn.Module):
         self.norm = nn.BatchNorm2d(channels)
         self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
+    def reset_parameters(self) -> None:
+        """Draw the weights with spectral norm."""
+        draw_bound_weights(self)
+
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b 3 side side"]:
@@ -222,7 +242,11 @@ class Discriminator(nn.Module):
         self.attending = halvings(side) - halvings(attention_at) - 1
         self.attention = attend(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
-        self.classes = spectral_norm(nn.Embedding(num_classes, widths[-1])) if num_classes else None
+        self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
+
+    def reset_parameters(self) -> None:
+        """Draw the weights with spectral norm."""
+        draw_bound_weights(self)
 
     def forward(
         self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, " b"] | None = None
@@ -378,11 +402,25 @@ def attend(channels: int, operator: str | Operator | None, normalized: bool) -> 
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 
-def bound_weight(layer: nn.Conv2d | nn.Linear) -> nn.Module:
+def bound_weight(layer: nn.Conv2d | nn.Linear | nn.Embedding) -> nn.Module:
     """Set the bias to 0 and add spectral norm: the weight over its largest singular value, from a power iteration."""
-    if layer.bias is not None:
+    if not isinstance(layer, nn.Embedding) and layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return spectral_norm(layer)
+
+
+def draw_bound_weights(net: nn.Module) -> None:
+    """Draw the weights that have spectral norm anew, and the vectors of its power iteration."""
+    layers = [cast(nn.Conv2d | nn.Linear, layer) for layer in net.modules() if is_parametrized(layer, "weight")]
+    for layer in layers:
+        # A parametrized layer draws its weight into a product that is thrown away.
+        remove_parametrizations(layer, "weight", leave_parametrized=False)
+        layer.reset_parameters()
+    for module in net.modules():
+        if isinstance(module, GridAttention):
+            module.reset_parameters()
+    for layer in layers:
+        bound_weight(layer)
 
 
 def double_size(grid: Tensor) -> Tensor:

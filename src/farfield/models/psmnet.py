@@ -18,6 +18,7 @@ from farfield.models.compact import check_image, check_whole, name_of
 from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, initialize, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.initialization import DrawnByItself
 from farfield.ops.table import OPERATORS, Operator
 
 VARIANTS = ("psmnet_stacked", "psmnet_basic")
@@ -74,6 +75,8 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
     # The number of input images, for the model card; the numbers that height and width must be multiples of.
     images, multiples = 2, (WHOLE_STRIDE, WHOLE_STRIDE)
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(
         self,
         model: str = "psmnet_stacked",
@@ -101,11 +104,15 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             self.config["operator"] = name_of(operator)
         self.features = Features(first_channels)
         self.compare: nn.Module = (Hourglasses if model == "psmnet_stacked" else ResidualBlocks)(first_channels)
-        initialize(self)
+        self.reset_parameters()
         if operator is not None:
             options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
             options |= {"scale": scale}
             self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
+
+    def reset_parameters(self) -> None:
+        """Draw the convolutions; attention draws itself."""
+        initialize(self)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of each image whose MACs a model card counts: channels, height, width."""

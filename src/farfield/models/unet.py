@@ -27,6 +27,7 @@ from farfield.models.unet_parts import (
     name_of,
     reach,
 )
+from farfield.nn.initialization import DrawnByItself
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
@@ -74,6 +75,8 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         (torch.Size([1, 1, 8, 16, 16]), (4, 4, 4), 23)
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(
         self,
         model: str = "unet_care",
@@ -120,6 +123,10 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         point = layers(model, spatial_dims).convolution
         self.head = point(first_channels, in_channels, 1, bias=activated)
         self.scale = point(first_channels, in_channels, 1) if probabilistic else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the convolutions; attention draws itself."""
         initialize(self)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *n"]:
@@ -200,6 +207,8 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
     # Levels and channels of the selection network.
     LEVELS, CHANNELS = 4, 8
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(
         self,
         model: str = "unet_projection",
@@ -229,7 +238,12 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         self.config: dict[str, Any] = {**self.unet.config, "model": model}
         del self.config["spatial_dims"], self.config["in_channels"]
         self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
-        self.select = initialize(build_selection(self.LEVELS, self.CHANNELS))
+        self.select = build_selection(self.LEVELS, self.CHANNELS)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the convolutions that weigh the depth; the U-Net draws itself."""
+        initialize(self.select)
 
     def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
         """Return the restored image; for a probabilistic net means, then scales, concatenated along the channels."""

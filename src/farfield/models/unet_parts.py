@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from farfield._checks import shape_error, unknown
 from farfield.models.channel_norm import split_deviation
 from farfield.nn.attention import GridAttention
+from farfield.nn.initialization import DrawnByItself
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import OPERATORS, Operator
@@ -28,10 +29,16 @@ Normalized = bool | Literal["unscaled"]
 class PreActivated(nn.Module):
     """Attention without normalization, as in version 0.1: `grid + attention(relu(grid))`, at first the identity."""
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(self, attention: GridAttention) -> None:
         super().__init__()
         self.attention = attention
-        for parameter in attention.output.parameters() if attention.output is not None else ():
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the output projection of attention to 0, which the attention itself draws."""
+        for parameter in self.attention.output.parameters() if self.attention.output is not None else ():
             nn.init.zeros_(parameter)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:

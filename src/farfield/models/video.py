@@ -19,6 +19,7 @@ from farfield.insertion import insert
 from farfield.models.compact import check_whole, name_of
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.initialization import DrawnByItself
 from farfield.ops.grid import pooled
 from farfield.ops.table import OPERATORS, Operator
 
@@ -72,6 +73,8 @@ class NonLocalBlock(nn.Module):
         True
     """
 
+    _is_hf_initialized = DrawnByItself()
+
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
         entry = OPERATORS[operator] if isinstance(operator, str) else operator
@@ -83,6 +86,10 @@ class NonLocalBlock(nn.Module):
             sizes["scale"] = inner**-0.5
         self.attention = GridAttention(channels, entry, project="qkvo" if entry.reads_keys else "qvo", **sizes)
         self.norm = nn.BatchNorm3d(channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight of the norm to 0, so that the block starts as the identity."""
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, grid: Float[Tensor, "b c t h w"]) -> Float[Tensor, "b c t h w"]:

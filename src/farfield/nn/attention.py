@@ -19,7 +19,7 @@ from farfield.nn.checks import (
     check_summary,
     check_version,
 )
-from farfield.nn.initialization import draw
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.call import Call
 from farfield.ops.engine import attend, respond_grid, summarize_grid
@@ -73,6 +73,7 @@ class GridAttention(nn.Module):
 
     # Of the state dict. In version 1 `kronecker_qkv` was today's `kronecker_qkv_literal`, and the default scale 1.0.
     _version = 2
+    _is_hf_initialized = DrawnByItself()
 
     def __init__(
         self,

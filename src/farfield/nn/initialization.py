@@ -1,8 +1,35 @@
-"""The initial weights of projections."""
+"""The initial weights of modules, also where another library initializes them."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import nn
+
+
+class Initialized(Protocol):
+    """A module that initializes its own parameters."""
+
+    def reset_parameters(self) -> None:
+        """Set the initial values."""
+
+
+class DrawnByItself:
+    """The attribute `_is_hf_initialized` of a module whose parameters transformers must not draw in its own way.
+
+    A model of transformers initializes each module that it consists of, children first, unless the module has this
+    attribute set: linear layers by its own distribution, modules that it does not know not at all, although memory of
+    parameters that were in no file is not even zero. Read in such an initialization the attribute calls the module's
+    `reset_parameters`, whose functions of `torch.nn.init` skip what was loaded as transformers has replaced them
+    meanwhile; otherwise it only says no. Not a property, so that transformers can set it.
+    """
+
+    def __get__(self, module: Initialized | None, _: object) -> bool:
+        if module is None or nn.init.zeros_.__module__ != "transformers.initialization":
+            return False
+        module.reset_parameters()
+        vars(module)["_is_hf_initialized"] = True
+        return True
 
 
 def draw(layer: nn.Linear | nn.Conv2d) -> None:

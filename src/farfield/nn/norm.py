@@ -9,6 +9,7 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 
 from farfield._processes import all_gather
+from farfield.nn.initialization import DrawnByItself
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
@@ -53,6 +54,7 @@ class CoefficientNorm(nn.Module):
     running_var: Tensor
     num_batches_tracked: Tensor
     bias: nn.Parameter | None
+    _is_hf_initialized = DrawnByItself()
 
     def __init__(
         self,
@@ -76,11 +78,21 @@ class CoefficientNorm(nn.Module):
             problem = "responses that are added along axes have no statistics in closed form"
             raise ValueError(f"CoefficientNorm: {problem}; fix: coefficient_norm=False.")
         features = heads if self.of_products else channels
-        self.weight = nn.Parameter(torch.ones(features))
-        self.register_parameter("bias", None if self.of_products else nn.Parameter(torch.zeros(features)))
-        self.register_buffer("running_mean", torch.zeros(features))
-        self.register_buffer("running_var", torch.ones(features))
+        self.weight = nn.Parameter(torch.empty(features))
+        self.register_parameter("bias", None if self.of_products else nn.Parameter(torch.empty(features)))
+        self.register_buffer("running_mean", torch.empty(features))
+        self.register_buffer("running_var", torch.empty(features))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight and the running variance to 1; the bias, the running mean and the number of batches to 0."""
+        ones, zeros = (self.weight, self.running_var), (self.bias, self.running_mean, self.num_batches_tracked)
+        for tensor in ones:
+            nn.init.ones_(tensor)
+        for tensor in zeros:
+            if tensor is not None:
+                nn.init.zeros_(tensor)
 
     def extra_repr(self) -> str:
         """Return the options, for `repr`."""
