@@ -21,7 +21,7 @@ class DrawnByItself:
     attribute set: linear layers by its own distribution, modules that it does not know not at all, although memory of
     parameters that were in no file is not even zero. Read in such an initialization the attribute calls the module's
     `reset_parameters`, whose functions of `torch.nn.init` skip what was loaded as transformers has replaced them
-    meanwhile; otherwise it only says no. Not a property, so that transformers can set it.
+    meanwhile; otherwise it is only false. Not a property, so that transformers can set it.
     """
 
     def __get__(self, module: Initialized | None, _: object) -> bool:

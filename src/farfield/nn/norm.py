@@ -87,12 +87,12 @@ class CoefficientNorm(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the weight and the running variance to 1; the bias, the running mean and the number of batches to 0."""
-        ones, zeros = (self.weight, self.running_var), (self.bias, self.running_mean, self.num_batches_tracked)
-        for tensor in ones:
-            nn.init.ones_(tensor)
-        for tensor in zeros:
-            if tensor is not None:
-                nn.init.zeros_(tensor)
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.running_var)
+        nn.init.zeros_(self.running_mean)
+        nn.init.zeros_(self.num_batches_tracked)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         """Return the options, for `repr`."""

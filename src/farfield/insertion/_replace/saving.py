@@ -40,7 +40,7 @@ def note_part(config: object) -> None:
 
 
 def describe(model: nn.Module) -> str | None:
-    """Return the sentence that says how to repeat the replacements in a model; None if there is none."""
+    """Return the sentence that tells how to repeat the replacements in a model; None if there is none."""
     known = known_attention(model)
     operators = {path: chosen_operator(module) for path, module in known.items()}
     groups: dict[tuple[str, Operator], list[str]] = {}
