@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import autocasts, is_itself, is_recorded_by_autograd
+from farfield.ops.modes import are_themselves, autocasts, is_recorded_by_autograd
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -94,7 +94,7 @@ def accelerate(
     class Accelerated(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return forward(*arguments)
+            return detach(forward(*arguments))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -112,7 +112,7 @@ def accelerate(
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
             (arguments, rest), grad_outputs = load_arguments(ctx, restore), grad_outputs[: ctx.outputs]
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not are_themselves(*arguments, *grad_outputs):
                 with ctx.precision():
                     if again is not None:
                         return tuple(again(arguments, grad_outputs))
@@ -134,14 +134,14 @@ def accelerate(
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = forward(*arguments)
+            output = detach(forward(*arguments))
             Accelerated.setup_context(ctx, arguments, output)
             return output
 
         setup_context = staticmethod(torch.autograd.Function.setup_context)
 
     def run(*arguments: Any) -> Any:
-        if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(arguments)):
+        if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(*arguments)):
             return forward(*arguments)
         try:
             return Untransformed.apply(*arguments)
@@ -153,14 +153,11 @@ def accelerate(
     return run
 
 
-def are_themselves(arguments: Sequence[Any]) -> bool:
-    """Whether no transform of torch.func wraps an argument and none carries a forward-mode tangent."""
-    return all(is_itself(each) for each in arguments if isinstance(each, Tensor))
-
-
-def are_free(*tensors: Tensor) -> bool:
-    """Whether a kernel alone gives all that is needed: no gradient, no tangent, and no transform of torch.func."""
-    return not is_recorded_by_autograd(*tensors) and are_themselves(tensors)
+def detach(outputs: Any) -> Any:
+    """Return outputs that are no views: the tangent of a view must be laid out in memory as the view is."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    return tuple(None if each is None else each.detach() for each in outputs)
 
 
 def load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:

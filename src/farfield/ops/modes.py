@@ -38,6 +38,16 @@ def is_recorded_by_autograd(*arguments: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
+def are_themselves(*arguments: object) -> bool:
+    """Whether no transform of torch.func wraps an argument that is a tensor, and none carries a tangent."""
+    return all(is_itself(each) for each in arguments if isinstance(each, Tensor))
+
+
+def are_free(*arguments: object) -> bool:
+    """Whether values are all that is wanted of these arguments: no gradient, no tangent, and no transform."""
+    return not is_recorded_by_autograd(*arguments) and are_themselves(*arguments)
+
+
 def autocasts(tensor: Tensor) -> bool:
     """Whether autocast is on for the tensor's device; some devices, such as meta, have none."""
     device = tensor.device.type

@@ -26,14 +26,14 @@ def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
 def read_axes(grid: Tensor) -> Tensor:
     """Sum along the axes; a kernel reads the grid once."""
     if grid.dim() > 3 and kernels.fit(grid):
-        return cast(Tensor, torch.ops.farfield.axis_sums(grid))
+        return cast(Tensor, kernels.call("axis_sums", grid))
     return along_axes(grid)
 
 
 def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
     """Add up the axes; a kernel writes the grid once."""
     if len(size) > 1 and kernels.fit(responses):
-        return cast(Tensor, torch.ops.farfield.outer_sum(responses, size, False, training))
+        return cast(Tensor, kernels.call("outer_sum", responses, size, False, training))
     return add_axes(responses, size)
 
 

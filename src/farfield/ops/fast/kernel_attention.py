@@ -16,9 +16,9 @@ from farfield.ops.call import Call, by_head
 from farfield.ops.fast import kernels
 from farfield.ops.fast.autograd import are_small
 from farfield.ops.fast.kernel_sums import are_few, expand_batch
-from farfield.ops.function import accelerate, are_free, shapes_alone
+from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, add_axes, along_axes, in_channels_last
-from farfield.ops.modes import casts, full_precision, is_itself
+from farfield.ops.modes import are_free, casts, full_precision, is_itself
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one, one_and_key, position, queries, query_and_one, softmax_of_products, weight
@@ -53,7 +53,7 @@ def run_means(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: in
     if grid.dim() < 4 or matrix is not None or not kernels.fit(grid):
         return None
     if are_free(grid):
-        return cast(Tensor, torch.ops.farfield.axis_attention(grid, heads, scale, counts_once(operator)))
+        return cast(Tensor, kernels.call("axis_attention", grid, heads, scale, counts_once(operator)))
     if sum(grid.shape[2:]) > SMALL * grid.shape[1] // heads:
         return None
     wide = in_channels_last(grid)
@@ -74,7 +74,7 @@ def plain_means(grid: Tensor, wide: bool) -> Tensor:
 
 def kernel_means(grid: Tensor, wide: bool) -> Tensor:
     """Compute `plain_means` by a kernel."""
-    return cast(Tensor, torch.ops.farfield.axis_means(grid))
+    return cast(Tensor, kernels.call("axis_means", grid))
 
 
 def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
@@ -82,7 +82,7 @@ def spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Ten
     (grid, wide), (grad,) = arguments, grad_outputs
     grad = grad.to(grid.dtype)
     grad_means = grad.mT.contiguous().mT if wide else grad.contiguous()
-    return cast(Tensor, torch.ops.farfield.outer_sum(grad_means, grid.shape[2:], True, True)), None
+    return cast(Tensor, kernels.call("outer_sum", grad_means, grid.shape[2:], True, True)), None
 
 
 def plain_responses(plan: MeansPlan, means: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def kernel_responses(plan: MeansPlan, means: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `plain_responses` by a kernel; return also the matrix of weights, or none of it (`plan.most`)."""
     operator, size, heads, scale, dtype, wide, most = plan
     once = counts_once(operator)
-    return cast(Any, torch.ops.farfield.axis_responses(means, size, heads, scale, once, dtype, wide, most))
+    return cast(Any, kernels.call("axis_responses", means, size, heads, scale, once, dtype, wide, most))
 
 
 def gradients_of_responses(
@@ -107,7 +107,7 @@ def gradients_of_responses(
     """Return the gradient of the means."""
     (plan, means), (weights,), (grad,) = arguments, kept, grad_outputs
     grad, once = grad if kernels.fits(grad) else grad.contiguous(), counts_once(plan.operator)
-    return None, torch.ops.farfield.axis_responses_backward(means, weights, plan.heads, plan.scale, once, grad)
+    return None, kernels.call("axis_responses_backward", means, weights, plan.heads, plan.scale, once, grad)
 
 
 _axis_means = accelerate(plain_means, kernel_means, spread_means, save=shapes_alone, kernels_run=kernels.run)
@@ -121,7 +121,7 @@ def run_scores(operator: Operator, grid: Tensor, matrix: Tensor | None, heads: i
     if matrix is None or not are_few(heads, grid.shape[1]) or not kernels.fit(grid, matrix):
         return None
     if are_free(grid, matrix):
-        return cast(Tensor, torch.ops.farfield.score_attention(grid, matrix.float(), operator.basis is one_and_key)[0])
+        return cast(Tensor, kernels.call("score_attention", grid, matrix.float(), operator.basis is one_and_key)[0])
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
     wanted = not is_itself(grid) or (grid.requires_grad and are_small(heads, grid))
     return cast(Tensor, _attend_scores(operator, grid, matrix)[0]) if wanted else None
@@ -137,7 +137,7 @@ def plain_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
 
 def attend_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `plain_scores` by a kernel; return also its scores and its sums over positions."""
-    return cast(Any, torch.ops.farfield.score_attention(grid, matrix.float(), operator.basis is one_and_key, True))
+    return cast(Any, kernels.call("score_attention", grid, matrix.float(), operator.basis is one_and_key, True))
 
 
 def gradients_of_scores(
@@ -146,8 +146,8 @@ def gradients_of_scores(
     """Return the gradients of the grid and of the score matrix."""
     (operator, grid, matrix), (grad,) = arguments, grad_outputs
     grad = grad if kernels.fits(grad) else grad.contiguous()
-    grad_grid, grad_matrix = torch.ops.farfield.score_attention_backward(
-        grid, matrix.float(), operator.basis is one_and_key, *kept, grad
+    grad_grid, grad_matrix = kernels.call(
+        "score_attention_backward", grid, matrix.float(), operator.basis is one_and_key, *kept, grad
     )
     return None, grad_grid, grad_matrix.to(matrix.dtype)
 
@@ -205,12 +205,12 @@ def attend_means(call: Call, grid: Tensor) -> Tensor | None:
     if factors is None or not are_free(*(each for each in given if each is not None)):
         return None
     with full_precision(grid):
-        means = values = torch.ops.farfield.axis_means(grid)
+        means = values = kernels.call("axis_means", grid)
         if matrix is not None:
             values = torch.bmm(matrix.float().expand(len(grid), -1, -1), means)
             values = values if bias is None else values.add_(bias.float()[:, None])
         factors = (call.scale * factors).float()
-        vectors = torch.ops.farfield.attend_means(means, values, factors, grid.shape[2:], counts_once(operator))
+        vectors = kernels.call("attend_means", means, values, factors, grid.shape[2:], counts_once(operator))
         if last is None:
             return cast(Tensor, vectors)
         last = last.float().expand(len(grid), -1, -1)
@@ -240,7 +240,7 @@ def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     with full_precision(grid):
         positions, score = grid.flatten(2), expand_batch(scores.float(), len(grid))
-        rows, sums = torch.ops.farfield.project_and_sum(positions, score, None, None)
+        rows, sums = kernels.call("project_and_sum", positions, score, None, None)
         means = sums / positions.shape[2]  # of x, and of s_h x for each head
         heads = torch.bmm(by_head(call, torch.float32), call.value.by_head(call.heads).float())  # W_h, (h, out, c)
         slots = torch.bmm(means[:, 0].expand(call.heads, -1, -1), heads.mT).transpose(0, 1)

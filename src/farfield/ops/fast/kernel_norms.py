@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.function import accelerate, are_themselves
+from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import is_recorded_by_autograd
+from farfield.ops.modes import are_themselves, is_recorded_by_autograd
 
 
 def norm_and_clamp(
@@ -32,7 +32,7 @@ def norm_and_clamp(
         bounds: The least and the largest number of the output.
     """
     mean, variance, weight, bias = statistics
-    if not is_recorded_by_autograd(grid) or not are_themselves((grid, *statistics)):
+    if not is_recorded_by_autograd(grid) or not are_themselves(grid, *statistics):
         return None
     one_each = grid.numel() <= grid.shape[1]  # which torch refuses
     if grid.dim() < 3 or one_each or not kernels.fit(grid, *statistics):
@@ -64,7 +64,7 @@ def gradients_of_norm(
     """Return the gradients of grid, weight and bias."""
     (grid, weight, bias, *others), (grad,) = arguments, grad_outputs
     grad = grad.movedim(1, -1).contiguous().movedim(-1, 1) if in_channels_last(grid) else grad.contiguous()
-    grads = torch.ops.farfield.norm_and_clamp_backward(grid, weight, bias, *kept, *others[-1], grad)
+    grads = kernels.call("norm_and_clamp_backward", grid, weight, bias, *kept, *others[-1], grad)
     return *grads, None, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.stacking import RowPlan
-from farfield.ops.modes import casts
+from farfield.ops.modes import are_free, casts
 from farfield.ops.projection import split_heads
 from farfield.ops.table import Operator, exponentials, keys, queries, softmax_over_channels
 
@@ -45,13 +45,13 @@ def sums_run(
 
 
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return `matrix · positions + bias`, `(b, rows, n)`, or None if no kernel does it."""
+    """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
     if matrix is None or not kernels.fit(matrix, bias) or not fits_in_either_order(positions):
         return None
-    if casts(positions) or not multiplies_faster(positions):
+    if casts(positions) or not multiplies_faster(positions) or not are_free(positions, matrix, bias):
         return None
     options = (None, 0, len(matrix), 1, False)
-    rows = torch.ops.farfield.project_and_summarize(positions, floats(matrix), floats(bias), *options)[0]
+    rows = kernels.call("project_and_summarize", positions, floats(matrix), floats(bias), *options)[0]
     return cast(Tensor, rows)
 
 
@@ -68,8 +68,8 @@ def summarize(
     groups = 1 if plan.shared else plan.heads
     projected = 0 if matrix is None else plan.queries
     options = (plan.keys, projected, groups, weighs_exponentials)
-    rows, values, weights, peak = torch.ops.farfield.project_and_summarize(
-        positions, floats(matrix), floats(bias), flat(plan, valid), *options
+    rows, values, weights, peak = kernels.call(
+        "project_and_summarize", positions, floats(matrix), floats(bias), flat(plan, valid), *options
     )
     rows = positions if matrix is None else rows
     values, weights, peak = (split_heads(part, plan.heads) for part in (values, weights[..., None], peak[..., None]))
@@ -102,7 +102,8 @@ def gradients_of_sums(
     `grads` are those of queries, values and weights.
     """
     grad_queries, grad_values, grad_weights = grads
-    grad_positions, grad_matrix, grad_bias = torch.ops.farfield.project_and_summarize_backward(
+    grad_positions, grad_matrix, grad_bias = kernels.call(
+        "project_and_summarize_backward",
         positions,
         floats(matrix),
         floats(bias),
@@ -136,7 +137,7 @@ def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Ten
         wide: Whether the channels of the responses are contiguous in memory.
     """
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
-    response = torch.ops.farfield.combine_slots(rows, floats(slots), query.shape[1], softmax, wide)
+    response = kernels.call("combine_slots", rows, floats(slots), query.shape[1], softmax, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
 
@@ -145,8 +146,13 @@ def gradients_of_response(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
     rows, softmax = in_either_order(query.flatten(1, 2)), COEFFICIENTS[operator.coefficients]
-    grad_rows, grad_slots = torch.ops.farfield.combine_slots_backward(
-        rows, floats(slots), in_either_order(grad_output.flatten(1, 2)), query.shape[1], softmax
+    grad_rows, grad_slots = kernels.call(
+        "combine_slots_backward",
+        rows,
+        floats(slots),
+        in_either_order(grad_output.flatten(1, 2)),
+        query.shape[1],
+        softmax,
     )
     return split_heads(grad_rows, query.shape[1]), grad_slots.to(slots.dtype)
 

@@ -48,7 +48,7 @@ def project_and_sum(
     """
     batch, heads = positions.shape[0], plan.heads
     offset = None if bias is None else bias.float()[:, None].expand(batch, -1, positions.shape[2]).contiguous()
-    rows, sums = torch.ops.farfield.project_and_sum(positions, expand_batch(matrix.float(), batch), offset, None)
+    rows, sums = kernels.call("project_and_sum", positions, expand_batch(matrix.float(), batch), offset, None)
     values, products = (part[:, :, None] for part in (sums[:, :1], sums[:, 1 : 1 + plan.keys]))
     if not plan.shared:  # each head's values are channels of its own
         values = values.unflatten(3, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -84,7 +84,7 @@ def gradients_of_rows(
     elif grad_queries is not None:
         matrix = F.pad(matrix, (0, 0, 0, plan.queries))
         offset = torch.cat([offset, grad_queries.flatten(1, 2)], 1)
-    rows, sums = torch.ops.farfield.project_and_sum(positions, matrix.contiguous(), offset, None)
+    rows, sums = kernels.call("project_and_sum", positions, matrix.contiguous(), offset, None)
     return rows.to(positions.dtype), sums[:, 1:].sum(0)
 
 
@@ -116,8 +116,12 @@ def gradients_of_response(
     batch, groups, count, channels = slots.shape
     step, rows = 1 + COEFFICIENTS[operator.coefficients], query.shape[1] // groups
     matrix = slots.flatten(0, 1)[:, : rows * step : step].float().contiguous()
-    grad_query, sums = torch.ops.farfield.project_and_sum(
-        grad_output.flatten(0, 1), matrix, None, query.reshape(-1, rows, grad_output.shape[3]).float()
+    grad_query, sums = kernels.call(
+        "project_and_sum",
+        grad_output.flatten(0, 1),
+        matrix,
+        None,
+        query.reshape(-1, rows, grad_output.shape[3]).float(),
     )
     places = [1 + slot // step if slot < rows * step and slot % step == 0 else 0 for slot in range(count)]
     grad_slots = sums[:, places].view(batch, groups, count, channels)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from farfield.ops.modes import is_recorded
+from farfield.ops.modes import are_free, is_recorded
 
 FOLDER = Path(__file__).with_name("cpu")
 LIBRARY = FOLDER / "farfield_cpu.so"
@@ -253,6 +253,23 @@ FLOPS: dict[str, Any] = {
     "combine_slots": count_combination,
     "combine_slots_backward": count_combination_backward,
 }
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call a kernel: the only place that does.
+
+    Kernels have no derivatives and torch would take them as constants, so this refuses where any is wanted of its
+    arguments. Inside the `forward` and `backward` of a `torch.autograd.Function`, nothing is recorded.
+
+    Raises:
+        RuntimeError: If autograd would record the call, or an argument has a tangent or is wrapped by a transform.
+    """
+    if not are_free(*arguments):
+        raise RuntimeError(
+            f"farfield::{name}: a derivative through this kernel is wanted, and it has none, so that it would be lost "
+            f"without a word; fix: {SWITCH}=0, and report this, as the equation should have run."
+        )
+    return getattr(torch.ops.farfield, name)(*arguments)
 
 
 def why_not(*tensors: Tensor | None) -> Iterator[str]:

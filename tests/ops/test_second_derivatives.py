@@ -1,0 +1,196 @@
+"""Second derivatives in float32, with kernels: those of explicit matrices in float64, as near as the equations'.
+
+Kernels compute in float32 and less only, so that `gradgradcheck`, which needs float64, never sees one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp
+
+from farfield import ops
+from farfield.nn import GridAttention
+from farfield.ops.engine import SWITCH
+from farfield.ops.fast import kernels
+from helpers import explicit
+from helpers.attending import written_out
+from helpers.partly import pairwise
+
+Loss = Callable[..., Tensor]
+Tensors = Sequence[Tensor]
+
+EPS = torch.finfo(torch.float32).eps
+CHANNELS, SIZE, OTHER = 16, (5, 7), (3, 11)
+# All sets of projections whose letters the operators distinguish: keys and queries, values and responses.
+PROJECT = ["".join(letters) for count in range(5) for letters in combinations("qkvo", count)]
+# Which of three tensors query, key and value are.
+SHARED = {"self": (0, 0, 0), "cross": (0, 1, 1), "three": (0, 1, 2), "values": (0, 0, 1)}
+
+
+# ---- the second derivative along a direction, in every way that torch has --------------------------------------------
+def dot(ones: Tensors, others: Tensors) -> Tensor:
+    """The sum of all products."""
+    return torch.stack([(one * other).sum() for one, other in zip(ones, others, strict=True)]).sum()
+
+
+def leaves_of(tensors: Tensors) -> list[Tensor]:
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+def backward_twice(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
+    leaves, options = leaves_of(tensors), {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True, **options)
+    return torch.autograd.grad(dot(first, along), leaves, **options)
+
+
+def grad_of_grad(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
+    every = tuple(range(len(tensors)))
+    return grad(lambda *leaves: dot(grad(loss, every)(*leaves), along), every)(*tensors)
+
+
+def forward_over_reverse(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
+    return jvp(grad(loss, tuple(range(len(tensors)))), tuple(tensors), tuple(along))[1]
+
+
+def reverse_over_forward(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
+    every = tuple(range(len(tensors)))
+    return grad(lambda *leaves: jvp(loss, leaves, tuple(along))[1], every)(*tensors)
+
+
+def duals_over_backward(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(leaves_of(tensors), along, strict=True)]
+        first = torch.autograd.grad(loss(*duals), duals, allow_unused=True, materialize_grads=True)
+        tangents = [forward_ad.unpack_dual(each).tangent for each in first]
+        return [torch.zeros_like(one) if each is None else each for one, each in zip(tensors, tangents, strict=True)]
+
+
+# Not backward over dual tensors, which torch refuses for its own softmax.
+WAYS = (
+    backward_twice,
+    grad_of_grad,
+    forward_over_reverse,
+    reverse_over_forward,
+    duals_over_backward,
+)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Compute by the equations alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        patch.setenv(kernels.SWITCH, "0")
+        yield
+
+
+def check(loss: Loss, exact: Loss, tensors: Tensors) -> None:
+    """Every way gives the exact result: at most twice as far off as the equations, or off by the rounding of sums."""
+    along = [torch.randn_like(tensor) for tensor in tensors]
+    wanted = backward_twice(exact, *([each.double() for each in some] for some in (tensors, along)))
+    with plainly():
+        plain = backward_twice(loss, tensors, along)
+    length = max(math.prod(SIZE), math.prod(OTHER))
+    sizes = [float(each.norm()) for each in wanted]
+    # What is 0 in exact numbers, as that of a shift under a softmax, is as far off as the terms that cancel are.
+    sizes = [max(sizes) if size < 1e-9 * max(sizes) else size for size in sizes]
+    for way in WAYS:
+        for number, (found, equation, want) in enumerate(zip(way(loss, tensors, along), plain, wanted, strict=True)):
+            limit = max(2 * float((equation - want).norm()), (32 + math.sqrt(length)) * EPS * sizes[number])
+            distance = float((found - want).norm())
+            assert distance <= limit, f"{way.__name__}, tensor {number}: off by {distance}, and not {limit}"
+
+
+def loss_of(response: Tensor) -> Tensor:
+    """A number with all second derivatives."""
+    weights = torch.linspace(-1, 2, response.numel(), dtype=response.dtype).view(response.shape)
+    return (weights * response).sum() + response.square().sum() / 2
+
+
+class Learned(nn.Module):
+    """A function of a module and grids, as one of tensors: those grids and the module's parameters."""
+
+    def __init__(self, module: nn.Module, run: Loss) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self, *grids: Tensor) -> Tensor:
+        return self.run(self.module, *grids)
+
+    def loss(self, *tensors: Tensor) -> Tensor:
+        names = [name for name, _ in self.named_parameters()]
+        grids = len(tensors) - len(names)
+        return functional_call(self, dict(zip(names, tensors[grids:], strict=True)), tensors[:grids])
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+def layered(grid: Tensor, wide: bool) -> Tensor:
+    return grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        row=tuple(ops.OPERATORS),
+        shared=SHARED,
+        heads=(1, 2),
+        masked={"whole": False, "masked": True},
+        wide={"contiguous": False, "channels last": True},
+    )
+)
+def test_functions(on: None, row: str, shared: tuple[int, int, int], heads: int, masked: bool, wide: bool) -> None:
+    sizes = (SIZE, SIZE if shared[1] == 0 else OTHER, SIZE if shared[1] == 0 else OTHER)
+    given = {which: torch.randn(2, CHANNELS, *size) for which, size in zip(shared, sizes, strict=True)}
+    grids, options = [layered(given[which], wide) for which in sorted(given)], {"heads": heads}
+    if masked:
+        options["mask"] = torch.rand(2, *sizes[1]) > 0.3
+        options["query_mask"] = options["mask"] if shared[1] == 0 else torch.rand(2, *SIZE) > 0.3
+    weight = [torch.randn(CHANNELS)] if row in explicit.WEIGHT_ROWS else []
+
+    def by(attend: Callable[..., Tensor]) -> Loss:
+        def loss(*tensors: Tensor) -> Tensor:
+            names = {"weight": tensors[-1]} if weight else {}
+            return loss_of(attend(*(tensors[which] for which in shared), **options, **names))
+
+        return loss
+
+    def written(query: Tensor, key: Tensor, value: Tensor, **rest: Tensor) -> Tensor:
+        if masked:
+            key, value = (grid.masked_fill(~options["mask"][:, None], 0.0) for grid in (key, value))
+        return explicit.attention(row, query, key, value, **rest)
+
+    check(by(getattr(ops, f"{row}_attention")), by(written), [*grids, *weight])
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        row=tuple(ops.OPERATORS),
+        project=PROJECT,
+        context={"self": False, "cross": True},
+        heads=(1, 2),
+        inner={"same": None, "narrow": 4},
+        masked={"whole": False, "masked": True},
+        wide={"contiguous": False, "channels last": True},
+    )
+)
+def test_modules(
+    on: None, row: str, project: str, context: bool, heads: int, inner: int | None, masked: bool, wide: bool
+) -> None:
+    project = project.replace("k", "") if row == "siamese_local" else project
+    both = "q" in project and ("k" in project or row == "siamese_local")
+    attention = GridAttention(CHANNELS, row, heads=heads, project=project, inner_channels=inner if both else None)
+    grids = [layered(torch.randn(2, CHANNELS, *size), wide) for size in ([SIZE, OTHER] if context else [SIZE])]
+    names = ["mask", "context_mask"][: len(grids) * masked]
+    masks = {name: torch.rand(2, *grid.shape[2:]) > 0.3 for name, grid in zip(names, grids, strict=False)}
+
+    def by(attend: Callable[..., Tensor]) -> Loss:
+        return Learned(attention, lambda *given: loss_of(attend(*given, **masks))).loss
+
+    check(by(GridAttention.__call__), by(written_out), [*grids, *(each.detach() for each in attention.parameters())])
