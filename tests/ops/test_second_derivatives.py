@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.func import functional_call, grad, jvp
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.engine import SWITCH
-from farfield.ops.fast import kernels
+from farfield.ops.fast import kernel_products, kernels
 from helpers import explicit
 from helpers.attending import written_out
 from helpers.partly import pairwise
@@ -194,3 +195,38 @@ def test_modules(
         return Learned(attention, lambda *given: loss_of(attend(*given, **masks))).loss
 
     check(by(GridAttention.__call__), by(written_out), [*grids, *(each.detach() for each in attention.parameters())])
+
+
+# ---- the one place where kernels are called --------------------------------------------------------------------------
+def recorded(run: Callable[[Tensor], object]) -> None:
+    run(torch.randn(2, CHANNELS, *SIZE, requires_grad=True))
+
+
+def with_tangent(run: Callable[[Tensor], object]) -> None:
+    with torch.no_grad(), forward_ad.dual_level():
+        run(forward_ad.make_dual(*torch.randn(2, 2, CHANNELS, *SIZE)))
+
+
+def transformed(run: Callable[[Tensor], object]) -> None:
+    torch.vmap(run)(torch.randn(3, 2, CHANNELS, *SIZE))
+
+
+@pytest.mark.parametrize("wanted", [recorded, with_tangent, transformed])
+@pytest.mark.parametrize("kernel", kernels.FLOPS)
+def test_no_kernel_is_called_where_its_derivative_is_wanted(on: None, kernel: str, wanted: Callable[..., None]) -> None:
+    with pytest.raises(RuntimeError, match=rf"farfield::{kernel}: .*derivative.*{kernels.SWITCH}=0"):
+        wanted(lambda grid: kernels.call(kernel, grid))
+
+
+def test_kernels_are_called_in_one_place() -> None:
+    folder = Path(kernels.__file__).parents[2]
+    files = [path for path in folder.rglob("*.py") if "ops.farfield" in path.read_text(encoding="utf-8")]
+    assert files == [Path(kernels.__file__)]
+
+
+def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> None:
+    positions, matrix = torch.randn(2, CHANNELS, 35), torch.randn(8, CHANNELS)
+    assert kernel_products.project(positions, matrix, None) is not None
+    assert kernel_products.project(positions.requires_grad_(), matrix, None) is None
+    with torch.no_grad():
+        assert kernel_products.project(positions, matrix, None) is not None

@@ -202,7 +202,7 @@ def attend_means(call: Call, grid: Tensor) -> Tensor | None:
         return None
     factors = grid.new_ones(call.heads, dtype=torch.float32) if call.norm is None else call.norm.factors()
     given = (grid, matrix, bias, last, factors)
-    if factors is None or not are_free(*(each for each in given if each is not None)):
+    if factors is None or not are_free(*given):
         return None
     with full_precision(grid):
         means = values = kernels.call("axis_means", grid)
