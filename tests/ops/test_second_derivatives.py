@@ -5,6 +5,7 @@ Kernels compute in float32 and less only, so that `gradgradcheck`, which needs f
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp
 
 from farfield import ops
-from farfield.nn import GridAttention
+from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn.conv_norm_act import ReLU6, convolved
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernel_products, kernels
 from helpers import explicit
@@ -93,7 +95,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def check(loss: Loss, exact: Loss, tensors: Tensors) -> None:
+def check(loss: Loss, exact: Loss, tensors: Tensors, ways: Sequence[Callable[..., Tensors]] = WAYS) -> None:
     """Every way gives the exact result: at most twice as far off as the equations, or off by the rounding of sums."""
     along = [torch.randn_like(tensor) for tensor in tensors]
     wanted = backward_twice(exact, *([each.double() for each in some] for some in (tensors, along)))
@@ -103,7 +105,7 @@ def check(loss: Loss, exact: Loss, tensors: Tensors) -> None:
     sizes = [float(each.norm()) for each in wanted]
     # What is 0 in exact numbers, as that of a shift under a softmax, is as far off as the terms that cancel are.
     sizes = [max(sizes) if size < 1e-9 * max(sizes) else size for size in sizes]
-    for way in WAYS:
+    for way in ways:
         for number, (found, equation, want) in enumerate(zip(way(loss, tensors, along), plain, wanted, strict=True)):
             limit = max(2 * float((equation - want).norm()), (32 + math.sqrt(length)) * EPS * sizes[number])
             distance = float((found - want).norm())
@@ -230,3 +232,67 @@ def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> Non
     assert kernel_products.project(positions.requires_grad_(), matrix, None) is None
     with torch.no_grad():
         assert kernel_products.project(positions, matrix, None) is not None
+
+
+# ---- what is not an operator -----------------------------------------------------------------------------------------
+def made_of(kind: str) -> nn.Module:
+    """A part of a network of 16 channels; norms have statistics of their own."""
+    parts = {
+        "clamped": lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), ReLU6(inplace=True)),
+        "convolved": lambda: convolved(CHANNELS, CHANNELS, kernel=3),
+        "block": lambda: AttentionBlock(CHANNELS, CHANNELS, "siamese"),
+        "block of axis means": lambda: AttentionBlock(CHANNELS, CHANNELS, "kronecker_qkv"),
+        "norm": lambda: GridAttention(CHANNELS, "averaged", project="qkvo", coefficient_norm=True),
+        "norm of products": lambda: GridAttention(CHANNELS, "kronecker_qkv", coefficient_norm=True),
+    }
+    module = parts[kind]()
+    with torch.no_grad():
+        for name, entry in module.state_dict().items():
+            if entry.is_floating_point():
+                entry.copy_(torch.rand_like(entry) + 0.5 if name.endswith("var") else torch.randn_like(entry) / 2)
+    return module
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["clamped", "convolved", "block", "block of axis means", "norm", "norm of products"])
+def test_parts_of_networks(on: None, kind: str, training: bool) -> None:
+    module = made_of(kind).train(training)
+    exact = copy.deepcopy(module).double()
+    # A norm in training changes its statistics in place, which torch.func refuses.
+    ways = (backward_twice, duals_over_backward) if training and kind != "clamped" else WAYS
+
+    def equations(*given: Tensor) -> Tensor:
+        with plainly():
+            return Learned(exact, lambda part, grid: loss_of(part(grid))).loss(*given)
+
+    learned = Learned(module, lambda part, grid: loss_of(part(grid)))
+    tensors = [torch.randn(2, CHANNELS, *SIZE), *(each.detach() for each in module.parameters())]
+    check(learned.loss, equations, tensors, ways)
+
+
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_tangents_of_the_gradient_of_the_response_alone(on: None, row: str) -> None:
+    attention = GridAttention(CHANNELS, row)
+    grid, grad_output, tangent = torch.randn(3, 2, CHANNELS, *SIZE)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = grid.to(dtype).requires_grad_()
+        response = attention.to(dtype)(leaf)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(grad_output.to(dtype), tangent.to(dtype))
+            (gradient,) = torch.autograd.grad(response, leaf, dual, retain_graph=True)
+            found.append(forward_ad.unpack_dual(gradient).tangent)
+    (wanted,) = torch.autograd.grad(response, leaf, tangent.double())  # a gradient is linear in that of the response
+    for each, limit in zip(found, (64 * EPS, 1e-12), strict=True):
+        assert float((each - wanted).norm()) <= limit * float(wanted.norm())
+
+
+@pytest.mark.parametrize("row", ops.OPERATORS)
+def test_batched_gradients_of_the_response(on: None, row: str) -> None:
+    attention = GridAttention(CHANNELS, row, project="qvo" if row == "siamese_local" else "qkvo")
+    leaf = torch.randn(2, CHANNELS, *SIZE, requires_grad=True)
+    response, grads = attention(leaf), torch.randn(3, 2, CHANNELS, *SIZE)
+    (found,) = torch.autograd.grad(response, leaf, grads, is_grads_batched=True, retain_graph=True)
+    for one, each in zip(found, grads, strict=True):
+        (wanted,) = torch.autograd.grad(response, leaf, each, retain_graph=True)
+        assert float((one - wanted).norm()) <= 64 * EPS * float(wanted.norm())
