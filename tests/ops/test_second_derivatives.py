@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp
 
 from farfield import ops
 from farfield.nn import AttentionBlock, GridAttention
@@ -26,9 +25,7 @@ from farfield.ops.fast import kernel_products, kernels
 from helpers import explicit
 from helpers.attending import written_out
 from helpers.partly import pairwise
-
-Loss = Callable[..., Tensor]
-Tensors = Sequence[Tensor]
+from helpers.second_derivatives import WAYS, Learned, Loss, Tensors, Way, backward_twice, duals_over_backward
 
 EPS = torch.finfo(torch.float32).eps
 CHANNELS, SIZE, OTHER = 16, (5, 7), (3, 11)
@@ -36,54 +33,6 @@ CHANNELS, SIZE, OTHER = 16, (5, 7), (3, 11)
 PROJECT = ["".join(letters) for count in range(5) for letters in combinations("qkvo", count)]
 # Which of three tensors query, key and value are.
 SHARED = {"self": (0, 0, 0), "cross": (0, 1, 1), "three": (0, 1, 2), "values": (0, 0, 1)}
-
-
-# ---- the second derivative along a direction, in every way that torch has --------------------------------------------
-def dot(ones: Tensors, others: Tensors) -> Tensor:
-    """The sum of all products."""
-    return torch.stack([(one * other).sum() for one, other in zip(ones, others, strict=True)]).sum()
-
-
-def leaves_of(tensors: Tensors) -> list[Tensor]:
-    return [tensor.detach().requires_grad_() for tensor in tensors]
-
-
-def backward_twice(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
-    leaves, options = leaves_of(tensors), {"allow_unused": True, "materialize_grads": True}
-    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True, **options)
-    return torch.autograd.grad(dot(first, along), leaves, **options)
-
-
-def grad_of_grad(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
-    every = tuple(range(len(tensors)))
-    return grad(lambda *leaves: dot(grad(loss, every)(*leaves), along), every)(*tensors)
-
-
-def forward_over_reverse(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
-    return jvp(grad(loss, tuple(range(len(tensors)))), tuple(tensors), tuple(along))[1]
-
-
-def reverse_over_forward(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
-    every = tuple(range(len(tensors)))
-    return grad(lambda *leaves: jvp(loss, leaves, tuple(along))[1], every)(*tensors)
-
-
-def duals_over_backward(loss: Loss, tensors: Tensors, along: Tensors) -> Tensors:
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(*pair) for pair in zip(leaves_of(tensors), along, strict=True)]
-        first = torch.autograd.grad(loss(*duals), duals, allow_unused=True, materialize_grads=True)
-        tangents = [forward_ad.unpack_dual(each).tangent for each in first]
-        return [torch.zeros_like(one) if each is None else each for one, each in zip(tensors, tangents, strict=True)]
-
-
-# Not backward over dual tensors, which torch refuses for its own softmax.
-WAYS = (
-    backward_twice,
-    grad_of_grad,
-    forward_over_reverse,
-    reverse_over_forward,
-    duals_over_backward,
-)
 
 
 @contextmanager
@@ -95,7 +44,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def check(loss: Loss, exact: Loss, tensors: Tensors, ways: Sequence[Callable[..., Tensors]] = WAYS) -> None:
+def check(loss: Loss, exact: Loss, tensors: Tensors, ways: Iterable[Way] = tuple(WAYS.values())) -> None:
     """Every way gives the exact result: at most twice as far off as the equations, or off by the rounding of sums."""
     along = [torch.randn_like(tensor) for tensor in tensors]
     wanted = backward_twice(exact, *([each.double() for each in some] for some in (tensors, along)))
@@ -116,22 +65,6 @@ def loss_of(response: Tensor) -> Tensor:
     """A number with all second derivatives."""
     weights = torch.linspace(-1, 2, response.numel(), dtype=response.dtype).view(response.shape)
     return (weights * response).sum() + response.square().sum() / 2
-
-
-class Learned(nn.Module):
-    """A function of a module and grids, as one of tensors: those grids and the module's parameters."""
-
-    def __init__(self, module: nn.Module, run: Loss) -> None:
-        super().__init__()
-        self.module, self.run = module, run
-
-    def forward(self, *grids: Tensor) -> Tensor:
-        return self.run(self.module, *grids)
-
-    def loss(self, *tensors: Tensor) -> Tensor:
-        names = [name for name, _ in self.named_parameters()]
-        grids = len(tensors) - len(names)
-        return functional_call(self, dict(zip(names, tensors[grids:], strict=True)), tensors[:grids])
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -194,7 +127,7 @@ def test_modules(
     masks = {name: torch.rand(2, *grid.shape[2:]) > 0.3 for name, grid in zip(names, grids, strict=False)}
 
     def by(attend: Callable[..., Tensor]) -> Loss:
-        return Learned(attention, lambda *given: loss_of(attend(*given, **masks))).loss
+        return Learned(attention, lambda *given: loss_of(attend(*given, **masks))).of
 
     check(by(GridAttention.__call__), by(written_out), [*grids, *(each.detach() for each in attention.parameters())])
 
@@ -259,15 +192,15 @@ def test_parts_of_networks(on: None, kind: str, training: bool) -> None:
     module = made_of(kind).train(training)
     exact = copy.deepcopy(module).double()
     # A norm in training changes its statistics in place, which torch.func refuses.
-    ways = (backward_twice, duals_over_backward) if training and kind != "clamped" else WAYS
+    ways = (backward_twice, duals_over_backward) if training and kind != "clamped" else WAYS.values()
 
     def equations(*given: Tensor) -> Tensor:
         with plainly():
-            return Learned(exact, lambda part, grid: loss_of(part(grid))).loss(*given)
+            return Learned(exact, lambda part, grid: loss_of(part(grid))).of(*given)
 
     learned = Learned(module, lambda part, grid: loss_of(part(grid)))
     tensors = [torch.randn(2, CHANNELS, *SIZE), *(each.detach() for each in module.parameters())]
-    check(learned.loss, equations, tensors, ways)
+    check(learned.of, equations, tensors, ways)
 
 
 @pytest.mark.parametrize("row", ops.OPERATORS)
