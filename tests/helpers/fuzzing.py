@@ -1,5 +1,7 @@
 """Calls drawn at random, of every operator by function, by module and in tiles, against an explicit float64 matrix.
 
+Responses and gradients are compared, or second derivatives, which kernels have none of.
+
 A case is known by its index alone: `check(draw(index))` says what it gave. What a correct result may be off by is not a
 constant: `movements` computes it again in float64 with the rounding of the case's dtype on every intermediate result.
 """
@@ -25,16 +27,31 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.table import softmax_of_products
 from helpers import explicit
-from helpers.attending import written_out
+from helpers.attending import valid_or_zero, written_out
 from helpers.grids import Case, relative_error, tiles
+from helpers.second_derivatives import WAYS, Learned, Loss
 from helpers.seeding import seeded_generator
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}
+# The numbers of a tensor in other memory: what lies beside them there is NaN.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda tensor: tensor.contiguous(),
+    "channels last": lambda tensor: tensor.movedim(1, -1).contiguous().movedim(-1, 1),
+    "transposed": lambda tensor: tensor.mT.contiguous().mT,
+    "reversed": lambda tensor: tensor.permute(_last_to_first(tensor)).contiguous().permute(_last_to_first(tensor)),
+    "sliced": lambda tensor: torch.stack([tensor, torch.full_like(tensor, math.nan)], -1)[..., 0],
+    "cropped": lambda tensor: _cropped(tensor),
+    "offset": lambda tensor: torch.cat([tensor.new_full((3,), math.nan), tensor.flatten()])[3:].view(tensor.shape),
+}
+# Dimensions along which the numbers are the same and lie in memory once.
+EXPANDED = {"expanded": 0, "expanded axis": -1}
 # Which of three tensors the query, the key and the value are.
 SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
 # Roundings inside one operation are one in `movements`: a few, beside those of a sum, which go by its length.
 ROUNDINGS = 32
+# Share of the float32 cases that are second derivatives.
+SECOND = 0.5
 # Operations that compute nothing; the gradient of a largest number looks for the number itself.
 EXACT = {"amax", "cat", "clone", "eq", "gather", "ge", "gt", "le", "lt", "masked_fill", "ne", "scatter_reduce", "where"}
 
@@ -55,6 +72,8 @@ class Drawn:
     dtype: str
     autocast: str | None
     layout: str
+    grad_layout: str
+    second: str
     content: str
     masked: tuple[str, str]
     poison: str
@@ -96,6 +115,12 @@ def draw(index: int) -> Drawn:
     softmax = ops.OPERATORS[operator].coefficients is softmax_of_products
     normed = softmax or ops.OPERATORS[operator].queries_from.side_by_side
     norm = pick(["", "", "training", "evaluation"]) if form != "function" and normed else ""
+    norm = "evaluation" if norm and form == "tiles" else norm
+    layout = pick(["contiguous", *LAYOUTS, *EXPANDED])
+    autocast = pick(["float16", "bfloat16"]) if dtype == "float32" and source.random() < 0.25 else None
+    second = ""
+    if dtype == "float32" and autocast is None and source.random() < SECOND:
+        second = pick(ways_of(layout, norm))
     return Drawn(
         index=index,
         form=form,
@@ -107,8 +132,10 @@ def draw(index: int) -> Drawn:
         channels=channels,
         values=values,
         dtype=dtype,
-        autocast=pick(["float16", "bfloat16"]) if dtype == "float32" and source.random() < 0.25 else None,
-        layout=pick(["contiguous", "contiguous", "channels last", "sliced", "expanded"]),
+        autocast=autocast,
+        layout=layout,
+        grad_layout=pick(["expanded", *LAYOUTS]),
+        second=second,
         # Of constant grids a norm in training divides rounding by rounding.
         content=pick(
             ["normal", "one sign", "integers", "small", *["large"] * (not long), *["constant"] * (norm == "")]
@@ -120,11 +147,20 @@ def draw(index: int) -> Drawn:
         project=project,
         inner=heads * wide if wide and both and form != "function" else None,
         bias=pick([True, False]),
-        norm="evaluation" if norm and form == "tiles" else norm,
+        norm=norm,
         residual=source.random() < 0.3,
-        kernels=source.random() < 0.5,
+        kernels=bool(second) or source.random() < 0.5,
         threads=2 if source.random() < 0.05 else 1,
     )
+
+
+def ways_of(layout: str, norm: str) -> list[str]:
+    """The ways to a second derivative that torch allows."""
+    reverse = ["backward_twice", "grad_of_grad"]
+    # Tangents are laid out as the tensors are, and cannot be written where numbers share memory.
+    ways = reverse if layout in EXPANDED else list(WAYS)
+    # A norm in training changes its statistics in place, which torch.func refuses.
+    return [way for way in ways if norm != "training" or way in ("backward_twice", "duals_over_backward")]
 
 
 def draw_size(source: random.Random, most: int, least_dims: int = 1) -> tuple[int, ...]:
@@ -147,10 +183,30 @@ class Tensors:
         """Normal float64 numbers."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
-    def grid(self, channels: int, size: tuple[int, ...]) -> Tensor:
-        """`(b, c, *size)` as the case has its contents and its memory."""
-        batch = 1 if self.drawn.layout == "expanded" else self.drawn.batch
-        numbers = self.numbers(batch, channels, *size)
+    def grid(self, channels: int, size: tuple[int, ...], mask: Tensor | None) -> Tensor:
+        """`(b, c, *size)`, a leaf, as the case has its contents and its memory, poisoned where it is masked."""
+        shape = [self.drawn.batch, channels, *size]
+        numbers = self.contents(*(1 if place in self.repeated(shape) else each for place, each in enumerate(shape)))
+        if mask is not None:
+            for place in self.repeated(shape):  # the memory that valid positions share is not poisoned
+                mask = mask.any(max(place - 1, 0), keepdim=True)
+            hidden = ~mask[:, None]
+            numbers = numbers.expand(torch.broadcast_shapes(numbers.shape, hidden.shape))
+            numbers = numbers.masked_fill(hidden, POISONS[self.drawn.poison])
+        return self.laid_out(numbers.expand(shape)).detach().requires_grad_()
+
+    def repeated(self, shape: list[int]) -> list[int]:
+        """The dimensions along which numbers are the same."""
+        dimension = EXPANDED.get(self.drawn.layout)
+        return [] if dimension is None else [dimension % len(shape)]
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same numbers in the memory of the case's layout."""
+        return LAYOUTS.get(self.drawn.layout, lambda each: each)(tensor)
+
+    def contents(self, *shape: int) -> Tensor:
+        """Numbers of the case's content and dtype."""
+        numbers = self.numbers(*shape)
         half = self.drawn.dtype in ("float16", "bfloat16") or self.drawn.autocast
         numbers = {
             "one sign": numbers.abs() + 1,
@@ -161,34 +217,28 @@ class Tensors:
         }.get(self.drawn.content, numbers)
         return numbers.to(self.dtype)
 
-    def laid_out(self, grid: Tensor) -> Tensor:
-        """The same numbers in the memory of the case's layout, a leaf."""
-        if self.drawn.layout == "channels last":
-            grid = grid.movedim(1, -1).contiguous().movedim(-1, 1)
-        elif self.drawn.layout == "sliced":
-            grid = torch.stack([grid, torch.full_like(grid, math.nan)], -1)[..., 0]
-        elif self.drawn.layout == "expanded":
-            grid = grid[:1].expand(self.drawn.batch, *grid.shape[1:])
-        return grid.detach().requires_grad_()
-
     def mask(self, kind: str, size: tuple[int, ...]) -> Tensor | None:
         """A mask of one of the kinds that `draw` names."""
         if not kind:
             return None
         if kind in ("ones", "none"):
-            return torch.full((self.drawn.batch, *size), kind == "ones")
+            return torch.full((), kind == "ones").expand(self.drawn.batch, *size)
         mask = torch.rand(self.drawn.batch, *size, generator=self.generator) > 0.4
         if kind == "one sample":
             mask[-1] = False
-        return mask
+        return self.laid_out(mask)
 
-    def poisoned(self, grid: Tensor, mask: Tensor | None) -> Tensor:
-        """The grid with the case's poison in masked positions."""
-        if mask is None:
-            return grid
-        if self.drawn.layout == "expanded":  # all samples share one memory
-            mask = mask.any(0, keepdim=True)
-        return grid.expand(len(mask), *grid.shape[1:]).masked_fill(~mask[:, None], POISONS[self.drawn.poison])
+
+def _last_to_first(tensor: Tensor) -> list[int]:
+    """All dimensions in the other order."""
+    return list(reversed(range(tensor.dim())))
+
+
+def _cropped(tensor: Tensor) -> Tensor:
+    """The tensor within one that is larger in every dimension."""
+    whole = tensor.new_full([length + 2 for length in tensor.shape], math.nan)
+    inner = whole[(slice(1, -1),) * tensor.dim()]
+    return inner.copy_(tensor)
 
 
 # ---- one call, by the library and written out ------------------------------------------------------------------------
@@ -197,15 +247,15 @@ class Call:
     """A call in two forms, and what is compared.
 
     Attributes:
-        run: The library's, on leaves of the case's dtype.
-        truth: Written out, on float64 leaves of the same numbers.
-        leaves: Of `run`.
-        exact: Of `truth`, in the same order.
+        run: The library's, a function of `leaves`.
+        truth: Written out, a function of `exact`.
+        leaves: Of the case's dtype.
+        exact: The same numbers in float64.
         valid: `(b, *size)`, which positions of the output are compared; others are finite.
     """
 
-    run: Callable[[], Tensor]
-    truth: Callable[[], Tensor]
+    run: Loss
+    truth: Loss
     leaves: list[Tensor]
     exact: list[Tensor]
     valid: Tensor
@@ -232,26 +282,29 @@ def function_call(drawn: Drawn) -> Call:
     leaves: dict[int, Tensor] = {}
     for place, which in enumerate(drawn.shared):
         if which not in leaves:
-            grid = make.grid(channels[place], sizes[place])
-            leaves[which] = make.laid_out(make.poisoned(grid, masks[place]))
-    weight = {}
+            leaves[which] = make.grid(channels[place], sizes[place], masks[place])
+    order, inputs = list(leaves), list(leaves.values())
     if drawn.operator in explicit.WEIGHT_ROWS:
-        weight = {"weight": make.numbers(drawn.channels).to(make.dtype).requires_grad_()}
+        inputs.append(make.numbers(drawn.channels).to(make.dtype).requires_grad_())
     options = {"heads": drawn.heads, "mask": mask, "query_mask": query_mask}
     if drawn.operator in explicit.SOFTMAX_ROWS:
         options["scale"] = drawn.scale
-    exact, exact_weight = {which: doubled(leaf) for which, leaf in leaves.items()}, list(map(doubled, weight.values()))
 
-    def hidden(grid: Tensor, mask: Tensor | None) -> Tensor:
-        return grid if mask is None else torch.where(mask[:, None], grid, 0.0)
+    def given(*tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+        grids = [tensors[order.index(which)] for which in drawn.shared]
+        return grids, options | ({"weight": tensors[-1]} if drawn.operator in explicit.WEIGHT_ROWS else {})
 
-    def truth() -> Tensor:
-        grids = [hidden(exact[which], mask) for which, mask in zip(drawn.shared, masks, strict=True)]
-        return explicit.attention(drawn.operator, *grids, **options, **dict(zip(weight, exact_weight, strict=True)))
+    def run(*tensors: Tensor) -> Tensor:
+        grids, rest = given(*tensors)
+        return Case(drawn.operator, *grids, rest).library()
 
-    case = Case(drawn.operator, *(leaves[which] for which in drawn.shared), {**options, **weight})
+    def truth(*tensors: Tensor) -> Tensor:
+        grids, rest = given(*tensors)
+        grids = [valid_or_zero(grid, mask) for grid, mask in zip(grids, masks, strict=True)]
+        return explicit.attention(drawn.operator, *grids, **rest)
+
     every = torch.ones(drawn.batch, *drawn.query_size, dtype=torch.bool)
-    return Call(case.library, truth, [*leaves.values(), *weight.values()], [*exact.values(), *exact_weight], every)
+    return Call(run, truth, inputs, [doubled(leaf) for leaf in inputs], every)
 
 
 def module_call(drawn: Drawn) -> Call:
@@ -260,26 +313,27 @@ def module_call(drawn: Drawn) -> Call:
     cross = drawn.form == "module" and drawn.shared != (0, 0, 0)
     mask = make.mask(drawn.masked[0], drawn.query_size)
     context_mask = make.mask(drawn.masked[1], drawn.key_size) if cross else None
-    grid = make.laid_out(make.poisoned(make.grid(drawn.channels, drawn.query_size), mask))
-    inputs = {"grid": grid}
+    inputs = [make.grid(drawn.channels, drawn.query_size, mask)]
     if cross:
-        context = make.poisoned(make.grid(drawn.channels, drawn.key_size), context_mask)
-        inputs["context"] = make.laid_out(context)
+        inputs.append(make.grid(drawn.channels, drawn.key_size, context_mask))
     module = build(drawn, make)
     twin = copy.deepcopy(module).double()
-    exact = {name: doubled(leaf) for name, leaf in inputs.items()}
     masks = {"mask": mask, "context_mask": context_mask} if cross else {"mask": mask}
-    run = functools.partial(module, **inputs, **masks)
-    if drawn.form == "tiles":
-        run = functools.partial(in_tiles, module, grid, mask, drawn.index)
     started = copy.deepcopy(twin.state_dict())
 
-    def truth() -> Tensor:
+    def attend(module: GridAttention, *grids: Tensor) -> Tensor:
+        return in_tiles(module, *grids, mask, drawn.index) if drawn.form == "tiles" else module(*grids, **masks)
+
+    def written(twin: GridAttention, *grids: Tensor) -> Tensor:
+        return written_out(twin, *grids, **masks)
+
+    def truth(*tensors: Tensor) -> Tensor:
         twin.load_state_dict(started)  # a norm in training moves its statistics each time
-        return written_out(twin, exact["grid"], exact.get("context"), **masks)
+        return Learned(twin, written).of(*tensors)
 
     valid = torch.ones(drawn.batch, *drawn.query_size, dtype=torch.bool) if mask is None else mask
-    return Call(run, truth, [*inputs.values(), *module.parameters()], [*exact.values(), *twin.parameters()], valid)
+    leaves = [[*grids, *each.parameters()] for grids, each in ((inputs, module), (map(doubled, inputs), twin))]
+    return Call(Learned(module, attend).of, truth, *leaves, valid)
 
 
 def build(drawn: Drawn, make: Tensors) -> GridAttention:
@@ -300,6 +354,8 @@ def build(drawn: Drawn, make: Tensors) -> GridAttention:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(0.1 + 0.6 * make.numbers(*parameter.shape))
+            if parameter.dim() > 1 and drawn.layout == "transposed":
+                parameter.data = make.laid_out(parameter.data)
         if module.coefficient_norm is not None:
             module.coefficient_norm.running_mean.copy_(make.numbers(len(module.coefficient_norm.running_mean)))
             module.coefficient_norm.running_var.fill_(1.7)
@@ -398,25 +454,47 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
+def first_derivatives(drawn: Drawn, run: Loss, leaves: list[Tensor], valid: Tensor) -> list[Tensor]:
+    """The response at valid positions, the gradients of all leaves, and the response everywhere."""
+    output = run(*leaves)
+    weights = weights_of(drawn, output, valid)
+    found = torch.autograd.grad(output, leaves, weights, allow_unused=True, materialize_grads=True)
+    return [torch.where(valid[:, None], output, 0.0).detach(), *found, output.detach()]
+
+
+def second_derivatives(drawn: Drawn, run: Loss, leaves: list[Tensor], valid: Tensor) -> list[Tensor]:
+    """The derivatives of all leaves' gradients along a direction, and a number that stands for the response."""
+    generator = seeded_generator(drawn.index + 2)
+    along = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype) for leaf in leaves]
+
+    def loss(*tensors: Tensor) -> Tensor:
+        output = torch.where(valid[:, None], run(*tensors), 0.0)
+        return (output * weights_of(drawn, output, valid)).sum() + output.square().sum() / 2
+
+    return [*WAYS[drawn.second](loss, leaves, along), torch.zeros(())]
+
+
+def weights_of(drawn: Drawn, output: Tensor, valid: Tensor) -> Tensor:
+    """The gradient of a response: numbers that differ from position to position, 0 where it is masked."""
+    shift = torch.randn(1, generator=seeded_generator(drawn.index + 1), dtype=torch.float64).to(output.dtype)
+    weights = torch.linspace(-1, 1, valid.numel() + 1, dtype=output.dtype)[:-1].view_as(valid)
+    weights = (valid * (weights + shift))[:, None].expand_as(output)
+    return LAYOUTS.get(drawn.grad_layout, lambda each: each)(weights)
+
+
 def check(drawn: Drawn) -> Outcome:
-    """Compare the library's responses and gradients with the explicit form's."""
+    """Compare the library's responses and gradients, or its second derivatives, with the explicit form's."""
     call = make_call(drawn)
-    cotangent = torch.randn(1, generator=seeded_generator(drawn.index + 1), dtype=torch.float64)
-
-    def results(run: Callable[[], Tensor], leaves: list[Tensor]) -> list[Tensor]:
-        output = run()
-        weights = torch.linspace(-1, 1, output[:, 0].numel() + 1, dtype=output.dtype)[:-1].view_as(output[:, 0])
-        valid = (call.valid * (weights + cotangent.to(output.dtype)))[:, None]
-        found = torch.autograd.grad(output, leaves, valid.expand_as(output), allow_unused=True, materialize_grads=True)
-        return [torch.where(call.valid[:, None], output, 0.0).detach(), *found, output.detach()]
-
+    results = second_derivatives if drawn.second else first_derivatives
     dtype = DTYPES[drawn.autocast or drawn.dtype]
     autocast = torch.autocast(
         torch.get_default_device().type, dtype=DTYPES[drawn.autocast or "bfloat16"], enabled=drawn.autocast is not None
     )
     with settings(drawn), autocast:
-        *got, everywhere = results(call.run, call.leaves)
-    want, eps = results(call.truth, call.exact)[:-1], torch.finfo(dtype).eps
+        *got, everywhere = results(drawn, call.run, call.leaves, call.valid)
+    drawn_plain = dataclasses.replace(drawn, second=drawn.second and "backward_twice", grad_layout="contiguous")
+    exact = functools.partial(results, drawn_plain, call.truth, call.exact, call.valid)
+    want, eps = exact()[:-1], torch.finfo(dtype).eps
     length = max(math.prod(drawn.query_size), math.prod(drawn.key_size))
     # All terms of a sum over a constant grid are rounded alike; others are up and down.
     roundings = ROUNDINGS + (length if drawn.content == "constant" else math.sqrt(length))
@@ -427,7 +505,8 @@ def check(drawn: Drawn) -> Outcome:
     limits = [roundings * eps * float(w.norm()) for w in want]
     wide = make_call(dataclasses.replace(drawn, dtype="float64", autocast=None))
     # What is zero in exact numbers, as the gradient of a shift under a softmax, each form leaves over in its own way.
-    forms = [lambda: results(call.truth, call.exact)[:-1], lambda: results(wide.run, wide.leaves)[:-1]]
+    by_library = functools.partial(results, drawn_plain, wide.run, wide.leaves, wide.valid)
+    forms = [lambda: exact()[:-1], lambda: by_library()[:-1]]
     for moved, largest in itertools.chain.from_iterable(movements(form, eps) for form in forms):
         if largest > torch.finfo(dtype).max / 16:
             return Outcome("range")
@@ -441,6 +520,7 @@ def check(drawn: Drawn) -> Outcome:
     for number, (distance, limit) in enumerate(zip(distances, limits, strict=True)):
         if not distance <= limit:
             name = f"gradient {number - 1}" if number else "response"
+            name = f"{drawn.second} {number}" if drawn.second else name
             return Outcome(
                 "wrong", f"{name} is off by {distance:.3g}, {distance / limit:.1f} times what rounding explains"
             )
