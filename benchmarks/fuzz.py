@@ -1,5 +1,7 @@
 """Draw random calls of every operator, by function, module and tiles; compare each with an explicit float64 matrix.
 
+Compared are responses and gradients, or second derivatives.
+
     python benchmarks/fuzz.py --cases 100000 --out fuzz.json
 
 A case is determined by its number, so a wrong one can be run again alone: `--first 4711 --cases 1`. An interrupted run
@@ -29,6 +31,8 @@ from helpers.fuzzing import Outcome, check, draw
 
 # Number of cases between two writes to the disk.
 BLOCK = 250
+# What is counted of the cases.
+COUNTED = ("form", "operator", "dtype", "layout", "second")
 
 
 def run(first: int, cases: int, out: Path) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def run(first: int, cases: int, out: Path) -> dict[str, Any]:
         started = time.monotonic()
         for index in range(first + state["done"], first + min(cases, state["done"] + BLOCK)):
             drawn, outcome = draw(index), attempt(index)
-            counts.update((outcome.kind, *(f"{name}={getattr(drawn, name)}" for name in ("form", "operator", "dtype"))))
+            counts.update((outcome.kind, *(f"{name}={getattr(drawn, name)}" for name in COUNTED)))
             if outcome.kind == "wrong":
                 state["wrong"].append({"index": index, "text": outcome.text, "case": repr(drawn)})
                 print(f"{index}: {outcome.text}\n  {drawn}", flush=True)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from farfield import ops
-from farfield.ops import table
-from helpers.fuzzing import check, draw
+from farfield.ops import function, table
+from farfield.ops.fast import kernel_products, kernels
+from helpers.fuzzing import EXPANDED, LAYOUTS, check, draw
+from helpers.second_derivatives import WAYS
 
 CASES, PARTS = 240, 8
 
@@ -31,6 +33,8 @@ def test_every_operator_form_and_dtype_is_drawn() -> None:
         *(("float32", dtype) for dtype in ("float16", "bfloat16")),
     }
     assert {len(case.query_size) for case in drawn} == {1, 2, 3, 4}
+    assert {case.second for case in drawn} == {"", *WAYS}
+    assert {case.layout for case in drawn} == {*LAYOUTS, *EXPANDED}
     assert draw(7) == draw(7)
 
 
@@ -60,8 +64,19 @@ def test_a_mistake_is_seen(row: str, change: dict, monkeypatch: pytest.MonkeyPat
     assert any(_is_wrong(index) for index in cases)
 
 
+@pytest.mark.cpu("the kernels are for the CPU")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kernel_whose_derivative_is_lost_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := kernels.problem()) is not None:
+        pytest.skip(reason)
+    for module in (kernels, kernel_products):
+        monkeypatch.setattr(module, "are_free", lambda *arguments: True)
+    monkeypatch.setattr(function, "are_themselves", lambda *arguments: True)
+    assert any(_is_wrong(index) for index in range(4 * CASES) if draw(index).second == way)
+
+
 def _is_wrong(index: int) -> bool:
     try:
         return check(draw(index)).kind == "wrong"
-    except ValueError:  # a mistake may also end in an error
+    except (ValueError, RuntimeError):  # a mistake may also end in an error
         return True

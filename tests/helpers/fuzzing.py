@@ -50,7 +50,7 @@ EXPANDED = {"expanded": 0, "expanded axis": -1}
 SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
 # Roundings inside one operation are one in `movements`: a few, beside those of a sum, which go by its length.
 ROUNDINGS = 32
-# Share of the float32 cases that are second derivatives.
+# Share of the cases in float32 and float64 that are second derivatives.
 SECOND = 0.5
 # Operations that compute nothing; the gradient of a largest number looks for the number itself.
 EXACT = {"amax", "cat", "clone", "eq", "gather", "ge", "gt", "le", "lt", "masked_fill", "ne", "scatter_reduce", "where"}
@@ -119,7 +119,7 @@ def draw(index: int) -> Drawn:
     layout = pick(["contiguous", *LAYOUTS, *EXPANDED])
     autocast = pick(["float16", "bfloat16"]) if dtype == "float32" and source.random() < 0.25 else None
     second = ""
-    if dtype == "float32" and autocast is None and source.random() < SECOND:
+    if dtype in ("float32", "float64") and autocast is None and source.random() < SECOND:
         second = pick(ways_of(layout, norm))
     return Drawn(
         index=index,
@@ -492,8 +492,8 @@ def check(drawn: Drawn) -> Outcome:
     )
     with settings(drawn), autocast:
         *got, everywhere = results(drawn, call.run, call.leaves, call.valid)
-    drawn_plain = dataclasses.replace(drawn, second=drawn.second and "backward_twice", grad_layout="contiguous")
-    exact = functools.partial(results, drawn_plain, call.truth, call.exact, call.valid)
+    simple = dataclasses.replace(drawn, second=drawn.second and "backward_twice", grad_layout="contiguous")
+    exact = functools.partial(results, simple, call.truth, call.exact, call.valid)
     want, eps = exact()[:-1], torch.finfo(dtype).eps
     length = max(math.prod(drawn.query_size), math.prod(drawn.key_size))
     # All terms of a sum over a constant grid are rounded alike; others are up and down.
@@ -505,7 +505,7 @@ def check(drawn: Drawn) -> Outcome:
     limits = [roundings * eps * float(w.norm()) for w in want]
     wide = make_call(dataclasses.replace(drawn, dtype="float64", autocast=None))
     # What is zero in exact numbers, as the gradient of a shift under a softmax, each form leaves over in its own way.
-    by_library = functools.partial(results, drawn_plain, wide.run, wide.leaves, wide.valid)
+    by_library = functools.partial(results, simple, wide.run, wide.leaves, wide.valid)
     forms = [lambda: exact()[:-1], lambda: by_library()[:-1]]
     for moved, largest in itertools.chain.from_iterable(movements(form, eps) for form in forms):
         if largest > torch.finfo(dtype).max / 16:
@@ -519,8 +519,7 @@ def check(drawn: Drawn) -> Outcome:
         return Outcome("wrong", "a response is not finite")
     for number, (distance, limit) in enumerate(zip(distances, limits, strict=True)):
         if not distance <= limit:
-            name = f"gradient {number - 1}" if number else "response"
-            name = f"{drawn.second} {number}" if drawn.second else name
+            name = drawn.second + f" {number}" if drawn.second else f"gradient {number - 1}" if number else "response"
             return Outcome(
                 "wrong", f"{name} is off by {distance:.3g}, {distance / limit:.1f} times what rounding explains"
             )
