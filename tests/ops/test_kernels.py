@@ -157,8 +157,8 @@ def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
         # A grid that wants no gradient is given none, which would be one more grid written.
         assert in_one_call(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
     for project in "qvo":
-        assert not GridAttention(32, "kronecker_qkv", project=project).call_for(grid).is_bare
-    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).call_for(grid).is_bare
+        assert not GridAttention(32, "kronecker_qkv", project=project).call_for(grid).is_operator_alone
+    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).call_for(grid).is_operator_alone
 
 
 @pytest.mark.parametrize(("channels", "side", "numbers"), [(64, 64, 64 * 128 + 128**2), (16, 16, 16 * 32)])

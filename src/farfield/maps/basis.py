@@ -67,7 +67,7 @@ def basis_masks(
         )
     with torch.no_grad(), full_precision(grids.key):
         gathered = operator.keys_from.gather(grids.key, grids.key_mask)
-        key, valid = project_keys(read_call(attention, grids.key), gathered), gathered.valid
+        key, valid = project_keys(read_call(attention, grids.key, grids.dtype), gathered), gathered.valid
         basis, peak = operator.basis(key, valid[:, None])  # (b, h, r, n)
         weights = (basis * valid[:, None]).sum(-1, keepdim=True)
         summary = Summary(weights, weights, valid[:, None].sum(-1, keepdim=True), None, peak)
@@ -155,7 +155,7 @@ def axis_maps(
 def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ...] | None) -> Tensor:
     """Compute `axis_maps` from grids and a position that are checked."""
     operator, size = attention.operator, grids.query.shape[2:]
-    call, sums = read_call(attention, grids.key), operator.keys_from.gather(grids.key, grids.key_mask)
+    call, sums = read_call(attention, grids.key, grids.dtype), operator.keys_from.gather(grids.key, grids.key_mask)
     key, ones = project_keys(call, sums), sums.valid[:, None]
     queries, valid = operator.queries_from.gather(grids.query, grids.query_mask)
     if position is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
@@ -14,20 +16,22 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.checks import batch_error, check_input
 from farfield.ops.call import Call, project_queries
 from farfield.ops.grid import Gathered, accumulation
-from farfield.ops.projection import Projection
+from farfield.ops.projection import Projection, ProjectionRuns, Run
 from farfield.ops.slots import Summary
 
 
 class Grids(NamedTuple):
     """The query grid and the key grid of one attention, in float32 at least, and their valid positions.
 
-    A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve.
+    A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve. `dtype` is that of the query
+    grid as it was given.
     """
 
     query: Tensor
     query_mask: Tensor | None
     key: Tensor
     key_mask: Tensor | None
+    dtype: torch.dtype
 
 
 def read_grids(
@@ -53,9 +57,10 @@ def read_grids(
         check_input(attention, context, context_mask, name="context", mask_name="context_mask", caller=caller)
     if len(grid) != len(context):
         raise batch_error(caller, grid, context)
+    dtype = grid.dtype
     grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
     mask, context_mask = (None if tensor is None else normal(tensor) for tensor in (mask, context_mask))
-    return Grids(grid, mask, context, context_mask)
+    return Grids(grid, mask, context, context_mask, dtype)
 
 
 def normal(tensor: Tensor) -> Tensor:
@@ -85,15 +90,27 @@ def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[i
     return position
 
 
-def read_call(attention: GridAttention, grid: Tensor) -> Call:
-    """Return the operator with detached projections of queries and keys, and the norm only if it is one of products."""
+def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Call:
+    """Return the operator with detached projections of queries and keys, and the norm only if it is one of products.
+
+    Projections that run on positions do so in the dtype that the module takes.
+    """
     call, norm = attention.call_for(grid), attention.coefficient_norm
     query, key = (
         Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
     )
     of_products = norm if norm is not None and norm.of_products else None
     key = query if call.key is call.query else key
-    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)
+    of_queries_and_keys = attention.call_for(grid.to(dtype)).runs[:2] if call.runs_projections else ()
+    runs = (None if run is None else partial(run_detached, run) for run in of_queries_and_keys)
+    return Call(
+        call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs)
+    )
+
+
+def run_detached(run: Run, positions: Tensor) -> Tensor:
+    """Run a projection on positions, in their dtype and without gradients."""
+    return run(positions).detach().to(positions.dtype)
 
 
 def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor, Summary]:

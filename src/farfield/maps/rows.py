@@ -74,7 +74,7 @@ def attention_row(
     # Queries and keys are constants: only the values require gradients.
     with with_running_statistics(attention), full_precision(key), torch.no_grad():
         value = key.new_ones(len(key), attention.heads, *key.shape[2:]).requires_grad_()
-        call = read_call(attention, key)
+        call = read_call(attention, key, grids.dtype)
         with torch.enable_grad():
             response = attend(call, query, key, value, mask=grids.key_mask, query_mask=query_mask)
             for start in index:

@@ -24,7 +24,7 @@ from farfield.nn.norm import CoefficientNorm
 from farfield.ops.call import Call
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.projection import project_to_scores, read_projection
+from farfield.ops.projection import ProjectionRuns, project_to_scores, read_projection
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS, Operator
 
@@ -264,12 +264,14 @@ class GridAttention(nn.Module):
         return hide(grid, mask) + response if self.residual else response
 
     def call_for(self, grid: Tensor) -> Call:
-        """Return the operator with this module's projections, read as matrices and biases, and its norm."""
-        query, key = read_projection(self.query, grid), read_projection(self.key, grid)
+        """Return the operator with this module's projections, as matrices and biases or to be run, and its norm."""
+        letters = (self.query, self.key, self.value, self.output)
+        projections, runs = zip(*(read_projection(part, grid) for part in letters), strict=True)
+        query, key, value, output = projections
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
             query = project_to_scores(query, vector, self.heads)
             key = key if self.key is self.query else project_to_scores(key, vector, self.heads)
         key = query if self.key is self.query else key
-        value, output = read_projection(self.value, grid), read_projection(self.output, grid)
-        return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)
+        norm = self.coefficient_norm
+        return Call(self.operator, self.heads, self.scale, query, key, value, output, norm, ProjectionRuns(*runs))

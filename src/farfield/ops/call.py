@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farfield.ops.grid import Gathered
-from farfield.ops.projection import IDENTITY, Projection, project, split_heads
+from farfield.ops.projection import IDENTITY, NO_RUNS, Projection, ProjectionRuns, Run, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 from farfield.ops.work import Work
@@ -45,6 +45,7 @@ class Call(NamedTuple):
         value: Projection of the value grid, which acts on the summary.
         output: Projection of the responses, which acts on the summary where that is cheaper.
         norm: Batch norm of coefficients or responses.
+        runs: Projections that run on positions, before the matrices above; that of the output on the responses.
     """
 
     operator: Operator
@@ -55,12 +56,18 @@ class Call(NamedTuple):
     value: Projection = IDENTITY
     output: Projection = IDENTITY
     norm: Norm | None = None
+    runs: ProjectionRuns = NO_RUNS
 
     @property
-    def is_bare(self) -> bool:
+    def is_operator_alone(self) -> bool:
         """Whether nothing is projected or normed; queries and keys may be scores."""
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
         return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
+
+    @property
+    def runs_projections(self) -> bool:
+        """Whether a projection runs on positions."""
+        return self.runs != NO_RUNS
 
     def work(self, queries: int, keys: int, channels: int, width: int) -> Work:
         """Return the sizes that determine the MACs of one sample.
@@ -83,16 +90,33 @@ def by_head(call: Call, dtype: torch.dtype) -> Tensor:
     return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
 
 
+def run_projection(run: Run | None, gathered: Gathered, side_by_side: bool) -> Gathered:
+    """Run a projection on gathered positions; on the means of those that are sums, `side_by_side` False."""
+    if run is None:
+        return gathered
+    positions, valid = gathered
+    return Gathered(run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid, valid)
+
+
+def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
+    """Run the projection of values, if no matrix defines it; masked positions stay 0."""
+    if call.runs.value is None:
+        return values
+    values = run_projection(call.runs.value, Gathered(values, valid), call.operator.keys_from.side_by_side).positions
+    return torch.where(valid > 0, values, 0)
+
+
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
     """Project gathered positions to keys `(b, h, d, n)`; d is 1 if the operator reduces keys to scores.
 
     Sums of positions give sums of keys: the bias is multiplied by the number of positions in each sum. If the operator
     does not read keys, nothing is projected and the result is `gathered.valid`, expanded to all heads.
     """
-    (positions, valid), (matrix, bias) = gathered, call.key
+    side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
     if not call.operator.reads_keys:
-        return valid[:, None].expand(-1, call.heads, -1, -1)
-    if call.operator.keys_from.side_by_side or bias is None:
+        return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
+    positions, valid = run_projection(call.runs.key, gathered, side_by_side)
+    if side_by_side or bias is None:
         return split_heads(project(positions, call.key), call.heads)
     return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
 
@@ -102,8 +126,9 @@ def project_queries(call: Call, gathered: Gathered) -> Tensor:
 
     Sums of positions are divided by their number first; a sum without a valid position gives 0.
     """
-    (positions, valid), (matrix, bias) = gathered, call.query
-    if call.operator.queries_from.side_by_side:
+    side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
+    positions, valid = run_projection(call.runs.query, gathered, side_by_side)
+    if side_by_side:
         return split_heads(project(positions, call.query), call.heads)
     queries = project(positions / valid.clamp_min(1), Projection(matrix))
     queries = queries if bias is None else queries + bias[:, None].to(positions.dtype) * (valid > 0)

@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from farfield.ops.call import Call, by_head, project_keys, project_queries
+from farfield.ops.call import Call, by_head, project_keys, project_queries, run_values
 from farfield.ops.fast.dispatch import FAST, FastSteps, Target
 from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded
@@ -130,8 +130,10 @@ def summarize_positions(
     """
     result = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
     if result is None:
+        values = run_values(call, values, gathered.valid)
         key, shared = project_keys(call, gathered), call.value.matrix is not None
-        same = values is gathered.positions and call.operator.reads_keys and call.key.matrix is None and not shared
+        itself_key = call.operator.reads_keys and call.key.matrix is None and call.runs.key is None
+        same = values is gathered.positions and itself_key and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
         result = None, summarize(call.operator, key, value, gathered.valid[:, None], complete)
@@ -163,13 +165,16 @@ def respond_positions(
         if fast is not None and queries.side_by_side:
             return fast.add_responses(call, query, summary, target(bias, None))
         target, bias = partial(target, bias), None
-    spatial_dims = grid.dim() - 2
-    if bias is not None and queries.normalize is None and not queries.side_by_side:
-        bias = bias / spatial_dims  # each position adds up one response per axis; normalize counts the bias once
+    spatial_dims, of_axes = grid.dim() - 2, None if queries.side_by_side else bias
+    bias = bias if queries.side_by_side else None
     responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
     responses = queries.normalized(responses, query_positions.valid, spatial_dims)
-    responses = laid_out_for(grid, responses.to(grid.dtype))
-    responses = in_layout_of(grid, queries.scatter(responses, grid.shape[2:], place))
+    if of_axes is not None:  # each position adds up one response per axis
+        responses = responses + (of_axes / spatial_dims)[:, None].to(responses.dtype)
+    responses = queries.scatter(laid_out_for(grid, responses.to(grid.dtype)), grid.shape[2:], place)
+    if call.runs.output is not None:
+        responses = call.runs.output(responses.flatten(2)).unflatten(2, grid.shape[2:]).to(grid.dtype)
+    responses = in_layout_of(grid, responses)
     return responses if target is None else target(responses)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from farfield.ops.bare import is_bare, is_unchanged
 from farfield.ops.grid import accumulation
 
 
@@ -27,37 +30,59 @@ class Projection(NamedTuple):
 
 
 IDENTITY = Projection()
+Run = Callable[[Tensor], Tensor]  # positions (b, in, n) -> (b, out, n)
 
 
-def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
-    """Return the projection of any affine module, so that it can act on a summary; the identity for None.
+class ProjectionRuns(NamedTuple):
+    """The projections that run on positions, since no matrix defines them; None for the others."""
 
-    It is the weight and bias of a plain `nn.Linear`; any other module m (LoRA, quantized, hooked) runs once on unit
-    vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is not checked.
+    query: Run | None = None
+    key: Run | None = None
+    value: Run | None = None
+    output: Run | None = None
+
+
+NO_RUNS = ProjectionRuns()
+
+
+def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
+    """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
+
+    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine module
+    m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is not
+    checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it has to run on the
+    positions: hooks then see those and their gradients, and dropout is drawn for each of them.
 
     Args:
         module: An affine module with `in_features`, or None.
         like: A grid; the matrix and bias of a module that is run have its dtype and device.
     """
     if module is None:
-        return IDENTITY
-    if is_plain(module):
-        return Projection(cast(Tensor, module.weight), cast(Tensor | None, module.bias))
+        return IDENTITY, None
+    if is_bare(module, nn.Linear):
+        return Projection(cast(Tensor, module.weight), cast(Tensor | None, module.bias)), None
+    if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
+        return IDENTITY, partial(run_on_positions, module, like.dtype)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)
     outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
-    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype))
+    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear`, no subclass, without forward hooks: its weight and bias define it."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+def run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
+    """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
+    return cast(Tensor, module(positions.mT.to(dtype)).mT)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module is a dropout that draws at each call."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 def is_biased(module: nn.Module | None) -> bool:
-    """Whether a module adds a bias; assumed for a module that is not a plain `nn.Linear`."""
-    return module is not None and not (is_plain(module) and module.bias is None)
+    """Whether a module adds a bias; assumed for a module that is not a bare `nn.Linear`."""
+    return module is not None and not (is_bare(module, nn.Linear) and module.bias is None)
 
 
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:

@@ -160,7 +160,7 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
     """Refuse a layer whose rows are not made of queries and keys of positions, or whose grid is too large."""
     if module.operator_name not in OPERATORS:
         raise ValueError(f"{name} has an operator of your own, which the page cannot compute; fix: another --layer.")
-    if module.operator.keys_from is POOLED and module.call_for(grid).key.matrix is not None:
+    if module.operator.keys_from is POOLED and module.key is not None:
         raise ValueError(f"{name} projects keys after pooling, which the page cannot do; fix: another --layer.")
     if max(grid.shape[2:]) > longer:
         size = "×".join(map(str, grid.shape[2:]))
@@ -178,7 +178,7 @@ def heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, 
     """
     positions = replace(module.operator, keys_from=ALL, queries_from=ALL)
     with torch.no_grad(), with_running_statistics(module):
-        call = read_call(module, grid)._replace(operator=positions)
+        call = read_call(module, grid, grid.dtype)._replace(operator=positions)
         gathered = ALL.gather(grid.float(), None, None)
         queries, _ = read_query(call, gathered, summarize_grid(call, grid.float()))
         keys = project_keys(call, gathered) if positions.reads_keys else queries

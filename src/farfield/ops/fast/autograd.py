@@ -349,7 +349,7 @@ def gradients_of_response(
         grad_query, grad_slots = kernel_sums.gradients_of_response(operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with precision():
-        by_kernel = kernel_products.responses_run(operator, query, slots) and kernels.is_plain(grad_output)
+        by_kernel = kernel_products.responses_run(operator, query, slots) and kernels.is_readable(grad_output)
     if by_kernel:
         grad_query, grad_slots = kernel_products.gradients_of_response(operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))

@@ -64,9 +64,9 @@ class FastSteps(NamedTuple):
 
 def attend(call: Call, grid: Tensor, target: Target | None) -> Tensor | None:
     """Attend by a kernel: in one call where nothing is projected or normed; else in a few, in inference."""
-    if not kernels.run():
+    if call.runs_projections or not kernels.run():
         return None
-    if call.is_bare:
+    if call.is_operator_alone:
         return kernel_attention.attend(call, grid)
     bias, size = call.output.bias, grid.shape[2:]
     vectors = kernel_attention.attend_means(call, grid)
@@ -123,7 +123,7 @@ def summarize(
 ) -> tuple[Tensor | None, Summary] | None:
     """Project and summarize, with queries if `itself`; of large tensors, only the positions are kept for backward."""
     operator, (positions, valid) = call.operator, gathered
-    if values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
+    if call.runs_projections or values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
         return None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
     options = {"shared": call.value.matrix is not None, "complete": complete}
@@ -135,7 +135,7 @@ def respond_once(
 ) -> Tensor | None:
     """Respond; of large tensors, only the positions are kept for backward. The bias is one slot more."""
     operator = call.operator
-    if operator.basis is None or not operator.queries_from.side_by_side:
+    if call.runs_projections or operator.basis is None or not operator.queries_from.side_by_side:
         return None
     return respond_from(operator, query_positions.positions, call.query, query, summary, matrix, bias).flatten(1, 2)
 

@@ -26,7 +26,7 @@ COEFFICIENTS: dict[Callable[..., Tensor], bool] = {queries: False, softmax_over_
 
 def fits_in_either_order(positions: Tensor) -> bool:
     """Whether a kernel takes positions `(b, c, n)`: plain numbers with channels or positions contiguous."""
-    return kernels.is_plain(positions) and (positions.stride(2) == 1 or positions.stride(1) == 1)
+    return kernels.is_readable(positions) and (positions.stride(2) == 1 or positions.stride(1) == 1)
 
 
 def multiplies_faster(positions: Tensor) -> bool:
@@ -40,7 +40,7 @@ def sums_run(
     """Whether `summarize` may run, or `gradients_of_sums` with these gradients; within its autocast."""
     if plan.operator.basis not in BASES or not kernels.fit(matrix, bias):
         return False
-    plain = all(kernels.is_plain(grad) for grad in grads if grad is not None)
+    plain = all(kernels.is_readable(grad) for grad in grads if grad is not None)
     return plain and fits_in_either_order(positions) and not casts(positions) and multiplies_faster(positions)
 
 
@@ -124,7 +124,7 @@ def responses_run(operator: Operator, query: Tensor, slots: Tensor) -> bool:
     if operator.coefficients not in COEFFICIENTS or not kernels.fit(slots) or casts(query):
         return False
     rows = query.shape[1] * query.shape[2] // slots.shape[1]
-    return kernels.is_plain(query) and multiplies_faster(query) and slots.shape[2] in (rows, rows + 1)
+    return kernels.is_readable(query) and multiplies_faster(query) and slots.shape[2] in (rows, rows + 1)
 
 
 def combine(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:

@@ -332,7 +332,7 @@ def fit(*tensors: Tensor | None) -> bool:
 
 def fits(tensor: Tensor) -> bool:
     """Whether `why_not_on` yields nothing."""
-    return is_plain(tensor) and in_either_order(tensor)
+    return is_readable(tensor) and in_either_order(tensor)
 
 
 def in_either_order(tensor: Tensor) -> bool:
@@ -340,6 +340,6 @@ def in_either_order(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has numbers that kernels read, on a CPU, and is of no class of its own."""
     return tensor.dtype in FORMATS and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
