@@ -13,6 +13,7 @@ from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
 from farfield.nn.tracing import call, keep_random_numbers, tensors
+from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation, flatten
 
 # The learned parts of an attention module; "weight" is w of siamese operators.
@@ -125,7 +126,9 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
 def is_identity(attention: GridAttention) -> bool:
     """Whether the output projection is zero, so that the response is zero."""
     linear = attention.output
-    return type(linear) is nn.Linear and not any(bool(part.any()) for part in linear.parameters())
+    if linear is None or not is_bare(linear, nn.Linear):
+        return False
+    return not any(bool(part.any()) for part in linear.parameters())
 
 
 def reset_output(attention: GridAttention) -> None:

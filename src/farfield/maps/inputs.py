@@ -103,9 +103,7 @@ def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Cal
     key = query if call.key is call.query else key
     of_queries_and_keys = attention.call_for(grid.to(dtype)).runs[:2] if call.runs_projections else ()
     runs = (None if run is None else partial(run_detached, run) for run in of_queries_and_keys)
-    return Call(
-        call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs)
-    )
+    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs))
 
 
 def run_detached(run: Run, positions: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from farfield._checks import shape_error, unknown
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
-from farfield.nn.block_fusion import are_bare, in_slices
-from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite, is_bare_block
+from farfield.nn.block_fusion import in_slices
+from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.conv_norm_act import convolved, hooked
+from farfield.nn.conv_norm_act import convolved
 from farfield.nn.initialization import DrawnByItself
+from farfield.ops.bare import is_bare
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -187,17 +188,15 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
     def forward_features(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the last grid, after the head's 1x1 convolution and before pooling."""
         self.check(image)
-        rows = cast(list[nn.Sequential], [*self.rows])
-        first, others = rows[:FIRST_ROWS], rows[FIRST_ROWS:]
-        blocks = [block for row in first for block in row]
-        if hooked(self.rows) or not (are_bare(self.stem) and all(map(is_bare_block, blocks))):
+        if not is_bare(self.rows, nn.Sequential):
             return self.head(self.run(self.rows, self.stem(image)))
-        channels = 2 * self.stem.convolution.out_channels + self.row_channels[0]  # of the grids of these layers
+        first, others = [*self.rows][:FIRST_ROWS], [*self.rows][FIRST_ROWS:]
+        channels = 2 * divisible(STEM * self.config["width"]) + self.row_channels[0]  # of the grids of these layers
 
         def enter(part: Tensor) -> Tensor:
             return self.run_each(first, self.stem(part))
 
-        grid = in_slices([self.stem, *first], enter, image, channels // self.strides[0] ** 2)
+        grid = in_slices([self.stem, *first], enter, image, channels // self.strides[0] ** 2, SAMPLE_WISE)
         return self.head(self.run_each(others, grid))
 
     def enter(self, image: Tensor) -> Tensor:

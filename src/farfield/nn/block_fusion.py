@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
-from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve, hooked, is_watched
+from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve, is_watched
+from farfield.ops.bare import is_bare
 from farfield.ops.engine import attend
 from farfield.ops.grid import in_channels_last, in_layout_of
 from farfield.ops.modes import is_recorded
@@ -62,34 +63,53 @@ class BlockWithAttention(Protocol):
         ...
 
 
-def are_bare(*parts: nn.Module | None) -> bool:
-    """Whether no part is wrapped or has hooks, so that its layers may be computed in another way; None is ignored."""
-    return all(isinstance(part, Convolved) and part.is_bare for part in parts if part is not None)
+def adds_channels(part: nn.Module) -> bool:
+    """Whether a part may be computed by `Convolved.across`."""
+    return isinstance(part, Convolved) and part.adds_channels
+
+
+def splits_channels(part: nn.Module) -> bool:
+    """Whether a part may be computed by `Convolved.beside`."""
+    return isinstance(part, Convolved) and part.splits_channels
 
 
 def in_slices(
-    layers: Sequence[nn.Module], compute: Callable[[Tensor], Tensor], grid: Tensor, wide_channels: int
+    layers: Sequence[nn.Module],
+    compute: Callable[[Tensor], Tensor],
+    grid: Tensor,
+    wide_channels: int,
+    kinds: Sequence[type[nn.Module]],
 ) -> Tensor:
-    """Compute layers for a few samples at a time in inference, where nothing is recorded and none of them has hooks.
+    """Compute layers for a few samples at a time in inference, where nothing is recorded and each is what it was built.
 
     Args:
-        layers: The layers, which compute each sample by itself in eval mode.
+        layers: The layers.
         compute: Computes their output of a grid.
         grid: Their input.
         wide_channels: Channels of their widest grid, if it had as many positions as their input.
+        kinds: Classes whose modules compute each sample by itself in eval mode, if their children do.
     """
     if type(grid) is not Tensor or not grid.is_cpu or is_recorded():
         return compute(grid)
     few = max(1, SLICE_BYTES // max(1, wide_channels * math.prod(grid.shape[2:]) * grid.element_size()))
     if few >= len(grid) or is_watched(grid, *(each for layer in layers for each in layer.parameters())):
         return compute(grid)
-    if any(module.training or hooked(module) for layer in layers for module in layer.modules()):
+    if not all(is_sample_wise(layer, kinds) for layer in layers):
         return compute(grid)
     slices = math.ceil(len(grid) / few)
     parts = [compute(part) for part in grid.split(math.ceil(len(grid) / slices))]
     if in_channels_last(grid):  # of one sample, torch.cat cannot tell the memory format
         return torch.cat([part.movedim(1, -1) for part in parts]).movedim(-1, 1)
     return torch.cat(parts)
+
+
+def is_sample_wise(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
+    """Whether a module is bare and in eval mode and computes each sample by itself, as all inside it do."""
+    if isinstance(module, Convolved):
+        alone = is_bare(module, Convolved) and module.has_bare_layers and module.is_pointwise_at_last
+        return alone and not any(part.training for part in module.modules())
+    alone = is_bare(module, *kinds) and not module.training
+    return alone and all(is_sample_wise(child, kinds) for child in module.children())
 
 
 def base_block(block: Block, grid: Tensor) -> Tensor:
@@ -125,7 +145,7 @@ def drop_samples(block: Block | BlockWithAttention, out: Tensor) -> Tensor:
 
 def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
     """Whether the last convolution acts on the slots: a plain module with a basis, or with axis means as queries."""
-    if type(attention) is not GridAttention or hooked(attention):
+    if not is_bare(attention, GridAttention):
         return False
     operator = attention.operator
     few = operator.basis is not None or not operator.queries_from.side_by_side

@@ -6,8 +6,9 @@ batch norm and ReLU6, the last 1x1 by batch norm alone.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, shape_error
 from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
+from farfield.nn.block_fusion import adds_channels, in_slices, splits_channels
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved, scale_and_shift
+from farfield.nn.norm import CoefficientNorm
 from farfield.nn.spatial_dims import layers
+from farfield.ops.bare import is_bare
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 
@@ -94,10 +98,10 @@ class BaseBlock(Fusable):
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
         check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
-        if block_fusion.are_bare(self.expand, self.depthwise, self.project):
-            compute = partial(block_fusion.base_block, self)
-            return block_fusion.in_slices([*self.children()], compute, grid, self.depthwise.convolution.in_channels)
-        return self.plain(grid)
+        fused = splits_channels(self.depthwise) and adds_channels(self.project)
+        compute = partial(block_fusion.base_block, self) if fused else self.plain
+        wide = self.expanded + self.channels if self.concatenates else self.expanded
+        return in_slices([*self.children()], compute, grid, wide, SAMPLE_WISE)
 
     def plain(self, grid: Tensor) -> Tensor:
         """Compute the block layer by layer, as `forward` does where a layer is wrapped or has hooks."""
@@ -186,13 +190,8 @@ class AttentionBlock(Fusable):
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
         check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
-        if block_fusion.are_bare(self.expand, self.depthwise, self.project):
-            compute = partial(block_fusion.attention_block, self)
-            if type(self.attention) in (GridAttention, SqueezeExcite):  # which compute each sample by itself
-                wide = self.expanded + self.channels
-                return self.bounded(block_fusion.in_slices([*self.children()], compute, grid, wide))
-            return self.bounded(compute(grid))
-        return self.bounded(self.plain(grid))
+        compute = partial(block_fusion.attention_block, self) if adds_channels(self.project) else self.plain
+        return self.bounded(in_slices([*self.children()], compute, grid, self.expanded + self.channels, SAMPLE_WISE))
 
     def plain(self, grid: Tensor) -> Tensor:
         """Compute the block layer by layer, without the bound, as `forward` does for layers with hooks or wrappers."""
@@ -225,12 +224,17 @@ class AttentionBlock(Fusable):
 
     def fold(self) -> None:
         """Fold a norm of responses: its scale into the value projection, its shift into the last convolution's bias."""
-        attention, convolution = self.attention, self.project.convolution
-        if type(attention) is not GridAttention or convolution.bias is None:
+        if not (adds_channels(self.project) and is_bare(self.attention, GridAttention)):
             return
+        attention, convolution = cast(GridAttention, self.attention), self.project.convolution
         norm, value = attention.coefficient_norm, attention.value
-        if norm is None or norm.bias is None or type(value) is not nn.Linear or attention.output is not None:
+        if not (is_bare(norm, CoefficientNorm) and is_bare(value, nn.Linear)) or attention.output is not None:
             return
+        if norm.bias is None or convolution.bias is None:
+            return
+        # Another block may have the same attention, and the keys may have the same projection.
+        self.attention = attention = copy.deepcopy(attention)
+        attention.value = value = copy.deepcopy(value)
         scale, shift = scale_and_shift(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
         value.weight.mul_(scale[:, None])
         if value.bias is not None:
@@ -289,9 +293,8 @@ class SqueezeExcite(nn.Module):
         return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
 
 
-def is_bare_block(block: nn.Module) -> bool:
-    """Whether a block is a `BaseBlock` without wrapped layers: in eval mode it computes each sample by itself."""
-    return type(block) is BaseBlock and block_fusion.are_bare(block.expand, block.depthwise, block.project)
+# In eval mode these compute each sample by itself, if the modules inside them do.
+SAMPLE_WISE = (BaseBlock, AttentionBlock, SqueezeExcite, GridAttention, CoefficientNorm, nn.Linear, nn.Sequential)
 
 
 def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:

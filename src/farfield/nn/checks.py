@@ -19,6 +19,7 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
+from farfield.ops.bare import is_unchanged
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocasts
 from farfield.ops.slots import Summary
@@ -136,10 +137,11 @@ def check_version(
 
 
 def first_parameter(module: Attention) -> Tensor | None:
-    """Return a parameter, or None; without projections it is known at once, and `module.parameters()` takes a while."""
+    """Return a parameter that is read, or None; projections that are called, as offloaded ones, have any device."""
     if module.weight is not None:
         return module.weight
-    return next((each for part in module.children() for each in part.parameters()), None)
+    parts = (part for part in module.children() if is_unchanged(part))
+    return next((each for part in parts for each in part.parameters()), None)
 
 
 def check_input(
@@ -161,6 +163,9 @@ def check_input(
     check_mask(caller, mask_name, mask, name, grid)
     parameter = first_parameter(module)
     if parameter is not None and parameter.is_floating_point():
+        if parameter.is_meta and not grid.is_meta:
+            problem = f"{name} is on {grid.device} and the module's weights are not loaded"
+            raise ValueError(f"{caller}: {problem}; {load(module)}")
         if parameter.device != grid.device:
             raise ValueError(
                 f"{caller}: {name} is on {grid.device} and the module on {parameter.device}; "
@@ -171,6 +176,16 @@ def check_input(
                 f"{caller}: {name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
             )
     return check_place(caller, grid, origin, size)
+
+
+def load(module: Attention) -> str:
+    """Return the fix for weights that are on the meta device."""
+    if hasattr(module, "_hf_hook"):
+        return (
+            "accelerate loads them for calls of the module alone; fix: call the module, or first "
+            "accelerate.hooks.remove_hook_from_module(module, recurse=True)."
+        )
+    return "fix: module.to_empty(device=grid.device), then module.load_state_dict(…)."
 
 
 def conversion(name: str, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.spatial_dims import LAYERS, layers
+from farfield.ops.bare import is_bare
 from farfield.ops.engine import choose_fast
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd
@@ -22,6 +24,13 @@ CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimension
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
 NORMS = {each.batch_norm for each in LAYERS.values()}
 FOLDABLE = {*NORMS, nn.SyncBatchNorm}
+# The layers of a `Convolved` in the orders that it computes in its own way; those of others run one after another.
+ORDERS = {
+    ("convolution",),
+    ("convolution", "norm"),
+    ("convolution", "activation"),
+    ("convolution", "norm", "activation"),
+}
 BOUNDS = (0.0, 6.0)  # of ReLU6
 # Operations of torch's oneDNN that inductor emits; None in a torch without them.
 CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
@@ -60,19 +69,49 @@ class Convolved(Fusable, nn.Sequential):
         return self._modules.get("norm")
 
     @property
-    def is_bare(self) -> bool:
-        """Whether the layers are torch's convolution and batch norm, without hooks, wrappers or parametrizations."""
-        norm = self.norm_or_none
-        if norm is not None and (type(norm) not in NORMS or norm.running_mean is None or norm.weight is None):
+    def has_bare_layers(self) -> bool:
+        """Whether its layers are a bare convolution with zeros around the grid and a bare norm with all its numbers.
+
+        An activation may be any module, which is called.
+        """
+        convolution, norm = self._modules.get("convolution"), self.norm_or_none
+        if tuple(self._modules) not in ORDERS or not is_bare(convolution, *CONVOLUTIONS):
             return False
-        any_hooked = hooked(self) or any(map(hooked, self._modules.values()))
-        return type(self._modules.get("convolution")) in CONVOLUTIONS and not any_hooked
+        return self.convolution.padding_mode == "zeros" and (norm is None or has_numbers(norm))
+
+    @property
+    def splits_channels(self) -> bool:
+        """Whether `beside` gives what the module gives: each of its channels is computed from one of the grid."""
+        if not (is_bare(self, Convolved) and self.has_bare_layers and self.is_pointwise_at_last):
+            return False
+        weight = self.convolution.weight
+        return weight.shape[1] == 1 and len(weight) == self.convolution.groups
+
+    @property
+    def adds_channels(self) -> bool:
+        """Whether `across` gives what the module gives: a 1x1 convolution, and a norm or nothing behind it."""
+        if not (is_bare(self, Convolved) and self.has_bare_layers) or "activation" in self._modules:
+            return False
+        layer = self.convolution
+        moves = layer.padding not in ("same", "valid") and any(layer.padding)
+        return not moves and layer.groups == 1 and {*layer.weight.shape[2:], *layer.stride} == {1}
+
+    @property
+    def is_pointwise_at_last(self) -> bool:
+        """Whether its activation, if it has one, computes each number from one."""
+        return "activation" not in self._modules or is_bare(self._modules["activation"], *POINTWISE)
+
+    @property
+    def clamps(self) -> bool:
+        """Whether its activation is a bare ReLU6."""
+        activation: Any = self._modules.get("activation")
+        return is_bare(activation, ReLU6, nn.ReLU6) and (activation.min_val, activation.max_val) == BOUNDS
 
     def forward(self, grid: Tensor) -> Tensor:
         """Run the layers in their order."""
-        return (
-            self.run(grid, self.pieces([self.convolution.out_channels])[0]) if self.is_bare else super().forward(grid)
-        )
+        if not self.has_bare_layers:
+            return cast(Tensor, super().forward(grid))
+        return self.run(grid, self.pieces([len(self.convolution.weight)])[0])
 
     def beside(self, grids: list[Tensor]) -> list[Tensor]:
         """Run these layers, if depthwise, on each of the grids: the parts of their output on the concatenated grids."""
@@ -106,9 +145,9 @@ class Convolved(Fusable, nn.Sequential):
     def run(self, grid: Tensor, piece: ConvNormParameters) -> Tensor:
         """Run the layers with the parameters of some of their channels."""
         layer, kernel = self.convolution, piece.weight
-        groups = layer.groups * len(kernel) // layer.out_channels  # the groups of this piece of a depthwise convolution
-        clamps = piece.statistics is None and "activation" in self._modules and CONVOLVE_AND_CLAMP is not None
-        if clamps and fuses(grid, kernel):
+        groups = layer.groups * len(kernel) // len(layer.weight)  # the groups of this piece of a depthwise convolution
+        able = piece.statistics is None and CONVOLVE_AND_CLAMP is not None and not isinstance(layer.padding, str)
+        if able and self.clamps and fuses(grid, kernel):
             where = (layer.padding, layer.stride, layer.dilation, groups)
             return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [*BOUNDS], "")
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
@@ -119,7 +158,7 @@ class Convolved(Fusable, nn.Sequential):
         activation = self._modules.get("activation")
         if piece.statistics is not None:
             norm, fast = self.norm_or_none, choose_fast()
-            if norm.training and type(activation) is ReLU6 and fast is not None:
+            if norm.training and self.clamps and fast is not None:
                 clamped = fast.norm_and_clamp(out, piece.statistics, piece.momentum, norm.eps, BOUNDS)
                 if clamped is not None:
                     return clamped
@@ -128,11 +167,13 @@ class Convolved(Fusable, nn.Sequential):
 
     def fold(self) -> None:
         """Fold the batch norm into the convolution: weight · scale, plus a bias."""
-        norm, convolution = self.norm_or_none, self.convolution
-        if type(norm) not in FOLDABLE or norm.running_mean is None or type(convolution) not in CONVOLUTIONS:
+        norm, convolution = self.norm_or_none, self._modules.get("convolution")
+        if tuple(self._modules) not in ORDERS or not is_bare(norm, *FOLDABLE) or norm.running_mean is None:
             return
-        if hooked(norm) or hooked(convolution):
+        if not is_bare(convolution, *CONVOLUTIONS):
             return
+        # Another part may have the same convolution and a norm of its own.
+        self.convolution = convolution = copy.deepcopy(self.convolution)
         # In float32 at least, for networks in half precision.
         dtype = torch.promote_types(norm.running_var.dtype, torch.float32)
         mean, variance = norm.running_mean.to(dtype), norm.running_var.to(dtype)
@@ -172,26 +213,33 @@ class ReLU6(nn.ReLU6):
 
     def forward(self, grid: Tensor) -> Tensor:
         """Clamp."""
-        if is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
+        if not self.inplace or is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
             return super().forward(grid)
-        return _Clamp.apply(grid)
+        if grid._is_view():  # behind a backward hook, whose output torch does not let be changed
+            return F.hardtanh(grid, self.min_val, self.max_val)
+        return _Clamp.apply(grid, self.min_val, self.max_val)
+
+
+# Activations that compute each number from one.
+POINTWISE = (ReLU6, nn.ReLU6, nn.ReLU, nn.SiLU, nn.Hardswish, nn.GELU)
 
 
 class _Clamp(torch.autograd.Function):
     """The clamp in place, with the gradient of torch's clamp."""
 
     @staticmethod
-    def forward(ctx: Any, grid: Tensor) -> Tensor:
+    def forward(ctx: Any, grid: Tensor, low: float, high: float) -> Tensor:
         """Clamp."""
-        ctx.mark_dirty(F.hardtanh(grid, *BOUNDS, inplace=True))
+        ctx.mark_dirty(F.hardtanh(grid, low, high, inplace=True))
         ctx.save_for_backward(grid)
+        ctx.bounds = low, high
         return grid
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient where nothing was clamped, and 0 elsewhere."""
         (clamped,) = ctx.saved_tensors
-        return torch.ops.aten.hardtanh_backward(grad_output, clamped, *BOUNDS)
+        return torch.ops.aten.hardtanh_backward(grad_output, clamped, *ctx.bounds), None, None
 
 
 def split(entry: Tensor | None, sizes: list[int]) -> Sequence[Any]:
@@ -250,11 +298,11 @@ def is_watched(*tensors: Tensor) -> bool:
     return is_recorded() or is_recorded_by_autograd(*tensors) or not all(map(is_itself, tensors))
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def has_numbers(norm: Any) -> bool:
+    """Whether a norm is torch's batch norm with running statistics that training updates, a weight and a bias."""
+    if not is_bare(norm, *NORMS) or not norm.track_running_stats:
+        return False
+    return all(each is not None for each in (norm.running_mean, norm.running_var, norm.weight, norm.bias))
 
 
 def count_batch(norm: Any) -> float:

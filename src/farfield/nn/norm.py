@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from farfield._processes import all_gather
 from farfield.nn.initialization import DrawnByItself
+from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
@@ -125,11 +126,11 @@ class CoefficientNorm(nn.Module):
             return query, summary._replace(values=values), self.bias - mean * scale
 
     def factors(self) -> Tensor | None:
-        """Return `(heads,)`, all that the norm multiplies queries with; None where that depends on the batch or hooks.
+        """Return `(heads,)`, all that the norm multiplies queries with; None where that depends on the batch or more.
 
         In eval mode a norm of products is this factor alone.
         """
-        if self.training or not self.of_products or self._forward_hooks or self._forward_pre_hooks:
+        if self.training or not self.of_products or not is_bare(self, CoefficientNorm):
             return None
         return self.scale_of(self.running_var.to(accumulation(self.running_var.dtype)))
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error, unknown
 from farfield.nn.attention import GridAttention
-from farfield.nn.conv_norm_act import hooked
 from farfield.nn.token_attention import attend_tokens
+from farfield.ops.bare import is_bare
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocasts
 from farfield.ops.table import OPERATORS, Operator
@@ -152,8 +152,15 @@ class TransformerLayer(nn.Module):
         operator = self.attention.operator
         # A compiled graph has one order; choosing would compile it again for other lengths.
         few = tokens < self.attention.channels and not torch.compiler.is_compiling()
-        # The attention module itself is not called then, so its hooks would not run.
-        if not few or operator.basis is None or operator.score is not None or hooked(self.attention):
+        # The attention module itself is not called then; its projections are.
+        if (
+            not few
+            or operator.basis is None
+            or operator.score is not None
+            or not is_bare(self.attention, GridAttention)
+        ):
+            return False
+        if self.attention.residual or self.attention.coefficient_norm is not None:
             return False
         return operator.keys_from == operator.queries_from == ALL
 

@@ -8,6 +8,7 @@ ignored without a word.
 from __future__ import annotations
 
 from itertools import chain
+from types import MethodType
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,7 +33,7 @@ def is_bare(module: nn.Module | None, *kinds: type[nn.Module]) -> bool:
 def is_unchanged(module: nn.Module) -> bool:
     """Whether a module of any class has its class's methods, no hooks and torch's own tensors."""
     return (
-        METHODS.isdisjoint(vars(module))
+        (METHODS.isdisjoint(vars(module)) or has_methods_of_class(module))
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not has_global_hooks()
@@ -43,6 +44,12 @@ def is_unchanged(module: nn.Module) -> bool:
     )
 
 
+def has_methods_of_class(module: nn.Module) -> bool:
+    """Whether the methods on the instance are its class's own, which accelerate leaves there when it removes hooks."""
+    own, kind = vars(module), type(module)
+    return all(own[name] == MethodType(getattr(kind, name, object), module) for name in METHODS & own.keys())
+
+
 def has_global_hooks() -> bool:
     """Whether hooks of all modules are registered; those by which torch's FLOP counter names modules do not count."""
     hooks = (
@@ -51,4 +58,6 @@ def has_global_hooks() -> bool:
         globals_of_torch._global_backward_hooks,
         globals_of_torch._global_backward_pre_hooks,
     )
-    return any(not isinstance(getattr(hook, "__self__", None), ModuleTracker) for each in hooks for hook in each.values())
+    return any(
+        not isinstance(getattr(hook, "__self__", None), ModuleTracker) for each in hooks for hook in each.values()
+    )

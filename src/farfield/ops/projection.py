@@ -48,9 +48,9 @@ NO_RUNS = ProjectionRuns()
 def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
     """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
 
-    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine module
-    m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is not
-    checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it has to run on the
+    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine
+    module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is
+    not checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it runs on the
     positions: hooks then see those and their gradients, and dropout is drawn for each of them.
 
     Args:

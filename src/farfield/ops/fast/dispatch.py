@@ -123,7 +123,12 @@ def summarize(
 ) -> tuple[Tensor | None, Summary] | None:
     """Project and summarize, with queries if `itself`; of large tensors, only the positions are kept for backward."""
     operator, (positions, valid) = call.operator, gathered
-    if call.runs_projections or values is not positions or operator.basis is None or not operator.keys_from.side_by_side:
+    if (
+        call.runs_projections
+        or values is not positions
+        or operator.basis is None
+        or not operator.keys_from.side_by_side
+    ):
         return None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
     options = {"shared": call.value.matrix is not None, "complete": complete}
