@@ -11,6 +11,8 @@ from torch import Tensor
 
 from farfield import cost
 from farfield.nn import GridAttention
+from farfield.ops.engine import SWITCH
+from farfield.ops.fast import kernels
 from helpers import attending
 from helpers.attending import convolved, written_out
 from helpers.grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
@@ -210,6 +212,36 @@ def test_no_valid_position_is_finite(row: str) -> None:
         assert not gradient[0].any()
     nothing = attention(grid, mask=torch.zeros(2, 3, 4, dtype=torch.bool))
     assert nothing.isfinite().all()
+
+
+@pytest.mark.parametrize("switches", [{}, {kernels.SWITCH: "0"}, {SWITCH: "0"}], ids=["all", "no kernels", "plain"])
+@pytest.mark.parametrize("size", SIZE)
+@pytest.mark.parametrize("row", ROWS)
+def test_an_output_bias_is_added_once(
+    row: str, size: tuple[int, ...], switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a sample has no valid query, whether its keys are valid or not, and in tiles."""
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    attention = build(row, "vo").float()
+    without = copy.deepcopy(attention)
+    without.output.bias = None
+    bias = attention.output.bias.detach().view(-1, *[1] * len(size))
+    grid, context, mask = grid_of(size, 3).float(), grid_of((4, 2), 3).float(), mask_of(size, 3)
+    mask[1] = False
+    with torch.no_grad():
+        assert torch.equal(attention(grid, mask=mask)[1], bias.expand(-1, *size))
+        for given in ({"mask": mask}, {"context": context, "mask": mask}, {}):
+            found, expected = attention(grid, **given), without(grid, **given) + bias
+            assert float((found - expected).norm()) <= 8 * torch.finfo(torch.float32).eps * float(expected.norm())
+        whole = {"origin": (0,) * len(size), "size": size}
+        sums = (
+            None if attention.operator.queries_from.side_by_side else attention.gather_queries(grid, mask=mask, **whole)
+        )
+        response = attention.respond(
+            grid, attention.summarize(grid, mask=mask, **whole), mask=mask, query_sums=sums, **whole
+        )
+        torch.testing.assert_close(response, attention(grid, mask=mask))
 
 
 @pytest.mark.parametrize("row", ROWS)

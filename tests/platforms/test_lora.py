@@ -123,8 +123,8 @@ def test_an_adapter_trains_is_saved_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(found.eval()(image), adapted.eval()(image))
 
 
-def test_dropout_of_an_adapter_drops_channels(tmp_path: Path) -> None:
-    """The map is read once a pass, so that its dropout is one draw for all positions; in eval there is none."""
+def test_dropout_of_an_adapter(tmp_path: Path) -> None:
+    """It is drawn for each position; in eval there is none, and the matrix is read once a pass."""
     adapted = perturb(get_peft_model(Placed("siamese"), config("value", lora_dropout=0.5)))
     image = torch.randn(1, 3, 6, 6)
     assert not torch.equal(adapted.train()(image), adapted(image))

@@ -139,7 +139,9 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             fix = f"split the text, or build it with positions={words.shape[1]}."
             raise shape_error(self.name, problem, fix, words=words)
         types = torch.zeros_like(words) if types is None else types
-        tokens = self.words(words) + self.types(types) + self.positions.weight[: words.shape[1]]
+        tokens = (
+            self.words(words) + self.types(types) + self.positions(torch.arange(words.shape[1], device=words.device))
+        )
         tokens = self.dropout(self.norm(tokens))
         for layer in self.layers:
             tokens = layer(tokens, mask=mask)

@@ -22,7 +22,7 @@ class Fusable(nn.Module):
         In eval mode batch norm is one factor and one offset per channel, which convolutions apply without a further
         pass over the grid. The norm of attention's responses is folded into the value projection and the bias of the
         block's last convolution. The norm of its coefficients, one factor per head on the queries, stays. So do layers
-        that are not torch's own (quantized, parametrized) or have hooks.
+        that are not torch's own (quantized, parametrized), have hooks or a `forward` on the instance.
 
         Returns:
             The copy, in eval mode, with parameters that require no gradient. Its state dict has `convolution.bias` in
