@@ -377,7 +377,7 @@ def test_a_convolution_with_two_norms_is_folded_with_each() -> None:
 
 def test_an_attention_of_two_blocks_is_folded_with_each() -> None:
     first, second = drawn(AttentionBlock(8, 8, "siamese")).eval(), drawn(AttentionBlock(8, 8, "siamese")).eval()
-    second.attention = first.attention
+    second.attention, second.project = first.attention, first.project
 
     class Two(Fusable):
         def __init__(self) -> None:

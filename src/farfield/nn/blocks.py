@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -226,15 +226,15 @@ class AttentionBlock(Fusable):
         """Fold a norm of responses: its scale into the value projection, its shift into the last convolution's bias."""
         if not (adds_channels(self.project) and is_bare(self.attention, GridAttention)):
             return
-        attention, convolution = cast(GridAttention, self.attention), self.project.convolution
-        norm, value = attention.coefficient_norm, attention.value
-        if not (is_bare(norm, CoefficientNorm) and is_bare(value, nn.Linear)) or attention.output is not None:
+        norm, value = self.attention.coefficient_norm, self.attention.value
+        if not (is_bare(norm, CoefficientNorm) and is_bare(value, nn.Linear)) or self.attention.output is not None:
             return
-        if norm.bias is None or convolution.bias is None:
+        if norm.bias is None or self.project.convolution.bias is None:
             return
-        # Another block may have the same attention, and the keys may have the same projection.
-        self.attention = attention = copy.deepcopy(attention)
+        # Another block may have the same parts, and the keys may have the same projection.
+        self.attention, self.project = attention, project = copy.deepcopy((self.attention, self.project))
         attention.value = value = copy.deepcopy(value)
+        convolution: Any = project.convolution
         scale, shift = scale_and_shift(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
         value.weight.mul_(scale[:, None])
         if value.bias is not None:

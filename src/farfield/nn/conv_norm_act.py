@@ -167,10 +167,10 @@ class Convolved(Fusable, nn.Sequential):
 
     def fold(self) -> None:
         """Fold the batch norm into the convolution: weight · scale, plus a bias."""
-        norm, convolution = self.norm_or_none, self._modules.get("convolution")
-        if tuple(self._modules) not in ORDERS or not is_bare(norm, *FOLDABLE) or norm.running_mean is None:
+        norm: Any = self.norm_or_none
+        if tuple(self._modules) not in ORDERS or not is_bare(self.convolution, *CONVOLUTIONS):
             return
-        if not is_bare(convolution, *CONVOLUTIONS):
+        if not is_bare(norm, *FOLDABLE) or norm.running_mean is None or norm.running_var is None:
             return
         # Another part may have the same convolution and a norm of its own.
         self.convolution = convolution = copy.deepcopy(self.convolution)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import chain
 from types import MethodType
+from typing import TypeGuard, TypeVar
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,18 +17,19 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as globals_of_torch
 from torch.utils.module_tracker import ModuleTracker
 
+Kind = TypeVar("Kind", bound=nn.Module)
 # What torch calls between a layer and its numbers, if it is replaced on the instance (accelerate, diffusers do so).
 METHODS = frozenset({"forward", "_call_impl", "_conv_forward", "_check_input_dim"})
 # Torch's own tensors. Those of a network that is looked at, exported or transformed stand for the numbers of such ones.
 TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor, FunctionalTensor})
 
 
-def is_bare(module: nn.Module | None, *kinds: type[nn.Module]) -> bool:
+def is_bare(module: nn.Module | None, *kinds: type[Kind]) -> TypeGuard[Kind]:
     """Whether a module is of one of these classes, no subclass, and nothing on the instance changes what it computes.
 
     Parametrized modules are of a class of their own.
     """
-    return type(module) in kinds and is_unchanged(module)  # type: ignore[arg-type]  # None is of no such class
+    return module is not None and type(module) in kinds and is_unchanged(module)
 
 
 def is_unchanged(module: nn.Module) -> bool:

@@ -60,7 +60,7 @@ def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection,
     if module is None:
         return IDENTITY, None
     if is_bare(module, nn.Linear):
-        return Projection(cast(Tensor, module.weight), cast(Tensor | None, module.bias)), None
+        return Projection(module.weight, module.bias), None
     if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
         return IDENTITY, partial(run_on_positions, module, like.dtype)
     parameter = next(module.parameters(), None)
