@@ -307,8 +307,8 @@ def test_float32_networks_whose_clamp_is_part_of_the_convolution(name: str) -> N
         expected, exact = reference.float()(grid.float()).double(), reference.double()(grid)
         found = nn.Sequential(*(block.fuse().float() for block in net))(grid.float()).double()
     error = float((expected - exact).norm())
-    # Sums over channels in another order; the norms' scales are folded in.
-    assert float((found - exact).norm()) <= 16 * error
+    # Beside the sums, which both round, a folded layer rounds its weights and its bias, and each concatenation's sum.
+    assert float((found - exact).norm()) <= 4 * error
 
 
 @pytest.mark.parametrize("name", ["kanet_qkv", "sanet"])
