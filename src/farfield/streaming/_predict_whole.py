@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.file_formats import OutputSpec
+from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips
 from farfield.streaming.image_metadata import ImageMetadata
-from farfield.streaming.reduction import Reduction, describe, function_applied
-from farfield.streaming.resume import compute_identity, saved_tile
+from farfield.streaming.reduction import Reduction, function_applied
+from farfield.streaming.resume import compute_identity, identified, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.several_inputs import JoinedSource, inputs_split, name_volumes
 from farfield.streaming.several_outputs import Outputs, outputs_joined
@@ -121,11 +121,11 @@ def predict_whole(
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
     if path is not None:
         check_path("predict_whole", path, overwrite)
-        if tiles.size is None:
-            saved = saved_tile("predict_whole", path, overwrite, model, volumes)
-            tiles = replace(tiles, size=saved)
     network = model.network if isinstance(model, MeanOverFlips) else model
-    with outputs_joined("predict_whole", network, reduce) as outputs:
+    with identified(model, path) as known_model, outputs_joined("predict_whole", network, reduce) as outputs:
+        if path is not None and tiles.size is None:
+            saved = saved_tile("predict_whole", path, overwrite, known_model, volumes)
+            tiles = replace(tiles, size=saved)
         shapes = [array.shape for array in volumes.values()]
         plan = make_plan("predict_whole", model, shapes, tiles, pad, reduce)
         if not quiet:
@@ -134,8 +134,8 @@ def predict_whole(
         spec = make_spec(known, plan, source.sources[0], outputs)
         output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
         stored = (*(plan.spill.stored if plan.spill else ()), *[f"keys {call}" for call in plan.keys])
-        settings = (plan.tile, plan.passes, plan.padding, pad, describe(reduce), str(path), *stored)
-        identity = partial(compute_identity, model, volumes, settings)
+        settings = (plan.tile, plan.passes, plan.padding, pad, fingerprint(reduce), str(path), *stored)
+        identity = compute_identity(known_model, volumes, settings)
         progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
         stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
         with inputs_split(network, plan.channels), function_applied("predict_whole", model, reduce):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from farfield.ops.slots import Summary
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import check_volume, parse_positions
 from farfield.streaming.file_formats import OutputSpec
+from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.geometry import cores, count_positions, round_up
 from farfield.streaming.replacement import response_channels
 from farfield.streaming.resume import compute_identity, saved_tile
@@ -111,10 +111,11 @@ def respond_whole(
     if tile is not None:
         tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
-    path = Path(out) if isinstance(out, str | Path) else None
+    path, known_layer = Path(out) if isinstance(out, str | Path) else None, ""
     if path is not None:
         check_path("respond_whole", path, None)
-        tile = saved_tile("respond_whole", path, None, layer, given) if tile is None else tile
+        known_layer = fingerprint(layer)
+        tile = saved_tile("respond_whole", path, None, known_layer, given) if tile is None else tile
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
     query_volume = MaskedGrid(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")
@@ -142,7 +143,7 @@ def respond_whole(
     metadata = describe_output(known, query_volume.layout, query_volume.source.channels, channels)
     spec = OutputSpec(shape, numpy_dtype(dtype), query_volume.positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = partial(compute_identity, layer, given, (query_volume.positions, key_volume.positions, str(path)))
+    identity = compute_identity(known_layer, given, (query_volume.positions, key_volume.positions, str(path)))
     progress = make_progress("respond_whole", output, identity, query_volume.positions, None)
     volumes = {**query_volume.tiled_volumes(), **key_volume.tiled_volumes()}
     merged = MergedSummary(layer, "respond_whole")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -114,15 +113,3 @@ def function_applied(caller: str, model: nn.Module, reduce: Reduction) -> Iterat
 
     with model.register_forward_hook(hook) if callable(reduce) else nullcontext():
         yield
-
-
-def describe(reduce: Any) -> str:
-    """Return a text that is the same for the same reduction in another process, and differs for most others."""
-    if isinstance(reduce, functools.partial):
-        parts = [reduce.func, *reduce.args, *reduce.keywords, *reduce.keywords.values()]
-        return f"partial({', '.join(map(describe, parts))})"
-    code = getattr(reduce, "__code__", None)
-    if code is None:
-        return repr(reduce) if isinstance(reduce, nn.Module) or not callable(reduce) else type(reduce).__qualname__
-    constants = [constant for constant in code.co_consts if isinstance(constant, int | float | str)]
-    return f"{reduce.__module__}.{reduce.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"

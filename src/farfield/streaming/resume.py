@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import time
 import warnings
+import weakref
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from farfield._files import open_replacement
+from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.sink import FileOutput, check_path, overwrite_fix
 from farfield.streaming.unfinished import FULL_DISK, STATE, unfinished_folder, was_moved
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 # Version of the content of the file; a file of another version is refused.
-VERSION = 2
+VERSION = 3
 # Attributes of `Progress` that are saved, and their types in JSON.
 FIELDS = {
     "identity": dict,
@@ -38,6 +39,9 @@ FIELDS = {
 }
 # Within a pass the progress is saved again only after SHARE times the seconds that the last save took.
 SHARE = 20
+
+# Model -> its fingerprint after a run -> its fingerprint before that; see `identified`.
+BEFORE: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 class DamagedError(ValueError):
@@ -204,7 +208,7 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
 
 
 def saved_tile(
-    caller: str, path: Path, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
+    caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]
 ) -> tuple[int, ...] | None:
     """Return the tile size of the unfinished prediction for a path: resuming does not depend on the free memory.
 
@@ -291,11 +295,36 @@ def read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def compute_identity(model: nn.Module, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
-    """Return fingerprints of the model's layers and state, the volumes' shapes and dtypes, and the text of `tiles`."""
-    digest = hashlib.sha256(repr(model).encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+@contextlib.contextmanager
+def identified(model: nn.Module, path: Path | None) -> Iterator[str]:
+    """Yield the fingerprint of a model that runs inside the context; an empty text where nothing can be resumed.
+
+    A run can change what a model has in attributes, such as grids that it caches. If nothing else has changed since a
+    run, the fingerprint is that of before, which is also that of the model in a process where it has not run.
+
+    Args:
+        model: The model.
+        path: Path of the output, if it is one.
+    """
+    if path is None or not isinstance(model, nn.Module):
+        yield ""
+        return
+    runs = BEFORE.setdefault(model, {})
+    now = fingerprint(model)
+    before = runs.get(now, now)
+    try:
+        yield before
+    finally:
+        runs[fingerprint(model)] = before
+
+
+def compute_identity(model: str, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
+    """Return fingerprints of the model, the volumes' shapes and dtypes, and the text of `tiles`.
+
+    Args:
+        model: The fingerprint of the model; see `identified`.
+        volumes: Name -> volume.
+        tiles: How they are cut and written.
+    """
     kinds = [f"{name} {tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for name, volume in volumes.items()]
-    return {"model": digest.hexdigest(), "volume": "; ".join(kinds), "tile or halo": repr(tiles)}
+    return {"model": model, "volume": "; ".join(kinds), "tile or halo": repr(tiles)}

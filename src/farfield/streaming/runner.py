@@ -142,7 +142,7 @@ class Stream:
 def make_progress(
     caller: str,
     output: FileOutput | ArrayOutput,
-    identity: Callable[[], dict[str, str]],
+    identity: dict[str, str],
     tile: Sequence[int],
     overwrite: bool | None,
 ) -> Progress:
@@ -151,7 +151,7 @@ def make_progress(
     Args:
         caller: The function that errors name.
         output: The output.
-        identity: Returns name -> fingerprint; it is called only for a file output.
+        identity: Name -> fingerprint of what the result depends on.
         tile: Size of the tiles.
         overwrite: Whether an unfinished file of another identity is replaced; None is no.
 
@@ -160,7 +160,7 @@ def make_progress(
     """
     if isinstance(output, FileOutput):
         with explain_disk_errors(caller, output.path):
-            return begin(caller, output, identity(), tuple(tile), overwrite)
+            return begin(caller, output, identity, tuple(tile), overwrite)
     return Progress(None, {}, tuple(tile))
 
 
