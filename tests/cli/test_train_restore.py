@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from farfield.streaming import open_volume
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restore_stack import restore
 from helpers.made_stacks import SIZE, made_pair, make_npz, make_root, write
+from helpers.ome_parts import write_parts
 from helpers.packs import unpack
 from helpers.quiet import MARKS, TRAINER
 
@@ -215,6 +217,29 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last, as no epoch was validated yet, or"):
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     assert not Path("b.tif").exists()
+
+
+@pytest.mark.long
+def test_a_stack_in_several_files_needs_and_keeps_all_of_them(tmp_path: Path) -> None:
+    stack, other = write_parts(tmp_path), tmp_path / "m1.ome.tif"
+    before = {path: path.read_bytes() for path in (stack, other)}
+    for overwritten in (stack, other):
+        with pytest.raises(
+            FileExistsError, match=rf"{overwritten.name} would replace .*{overwritten.name}, which is read"
+        ):
+            farfield("predict", **SMALL, data__root=stack, output=overwritten, overwrite="true")
+    assert {path: path.read_bytes() for path in (stack, other)} == before
+    farfield("predict", **SMALL, data__root=stack, output="whole.tif")
+    assert tifffile.imread("whole.tif").shape == (4, 9, 11)
+    other.rename(tmp_path / "m2.ome.tif")
+    with pytest.raises(FolderError, match=r'cannot read .*m0.ome.tif: 2 of its 4 planes are missing, .*"m1.ome.tif"'):
+        farfield("predict", **SMALL, data__root=stack, output="half.tif")
+    write(tmp_path / "cut.tif", made_pair(0)[0])
+    os.truncate(tmp_path / "cut.tif", (tmp_path / "cut.tif").stat().st_size // 2)
+    with pytest.raises(FolderError, match=r'cannot read .*cut.tif: "cut.tif" ends after'):
+        farfield("predict", **SMALL, data__root=tmp_path / "cut.tif", output="cut-restored.tif")
+    assert not Path("half.tif").exists()
+    assert not Path("cut-restored.tif").exists()
 
 
 @pytest.mark.slow

@@ -277,4 +277,4 @@ def test_any_voxel_size_survives_ome(z: float, y: float, x: float, unit: str) ->
     options = ome_options(metadata, SIZE, "uint8")["metadata"]
     xml = tifffile.OmeXml(UUID=options["UUID"])
     xml.addimage("uint8", SIZE, (*SIZE[:1], 1, 1, *SIZE[1:], 1), **options)
-    assert read_ome(xml.tostring(), "ZYX") == metadata
+    assert read_ome(tifffile.xml2dict(xml.tostring())["OME"]["Image"], "ZYX") == metadata

@@ -15,7 +15,7 @@ from farfield.data.base import Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, stack_of, stacks_in
-from farfield.data.readers.volumes import is_zarr, volume_of, volumes_in
+from farfield.data.readers.volumes import files_of, is_zarr, volume_of, volumes_in
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 HELD_OUT = 0.1
@@ -92,6 +92,7 @@ class StackPairs(Loading):
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
+        self._inputs: list[Path] = []
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
@@ -113,9 +114,8 @@ class StackPairs(Loading):
         return self._loader(self.parts["predict"], **ONE_BY_ONE)
 
     def inputs(self) -> list[Path]:
-        """Return the input stacks of `predict`, which must not be overwritten."""
-        listed: Any = self.parts["predict"]
-        return [path for path, _ in listed.entries]
+        """Return the files of the input stacks of `predict`, which must not be overwritten."""
+        return self._inputs
 
     def _folder(self, *names: str) -> Path | None:
         """Return the first of the named folders of the root that exists."""
@@ -209,6 +209,7 @@ class StackPairs(Loading):
             raise FolderError(
                 f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
             )
+        self._inputs = [part for path in files for part in files_of(path)]
         above = test or (self.root.parent if single else self.root)
         return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farfield.streaming.axes_view import AxesView
 from farfield.streaming.sink import unfinished_folder
+from farfield.streaming.tiff_parts import paths_of
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12
@@ -60,9 +61,11 @@ def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
 def find_shared(out: Any, array: Any) -> str | None:
     """Return a text that names the memory or file that an output and an input share; None if they share nothing."""
     if isinstance(out, str | Path):
-        replaced = {Path(out).resolve(), unfinished_folder(Path(out)).resolve()}
+        replaced, key = {Path(out).resolve(), unfinished_folder(Path(out)).resolve()}, file_key(Path(out))
         files = [place.file.resolve() for place in places(array) if place.file is not None]
-        return next((f'"{file}"' for file in files if replaced & {file, *file.parents}), None)
+        # A hard link has another path.
+        shared = (file for file in files if replaced & {file, *file.parents} or file_key(file) == key)
+        return next((f'"{file}"' for file in shared), None)
     written = list(places(out))
     for one in places(array):
         if any(one.space == other.space and parts_overlap(one.part, other.part) for other in written):
@@ -168,8 +171,7 @@ def zarr_places(array: Any, zarr: ModuleType) -> Iterator[StorageLocation]:
     while isinstance(getattr(store, "_store", None), zarr.abc.store.Store):  # a store that wraps another
         store = store._store
     if type(store).__module__.startswith("tifffile"):
-        for series in store._data:
-            file = Path(series.keyframe.parent.filehandle.path)
+        for file in set().union(*map(paths_of, store._data)):
             yield StorageLocation(file_key(file), None, file)
         return
     root = getattr(store, "root", None) or getattr(store, "path", None)

@@ -30,19 +30,21 @@ class Level(NamedTuple):
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-def read_levels(attributes: Mapping[str, Any]) -> list[Level]:
-    """Read the levels of an image from the attributes of its group; none if the group is no image.
+def read_images(attributes: Mapping[str, Any]) -> list[tuple[str, list[Level]]]:
+    """Read the name and the levels of each image from the attributes of its group; none if the group is no image.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: If the attributes are not those of an image.
+        KeyError, TypeError, ValueError, IndexError: If the attributes are not those of images.
     """
     described = attributes.get("ome", attributes)
-    if not described.get("multiscales"):
-        return []
-    image = described["multiscales"][0]
+    channels = [str(channel.get("label", "")) for channel in described.get("omero", {}).get("channels", [])]
+    return [(str(image.get("name", "")), read_levels(image, channels)) for image in described.get("multiscales") or []]
+
+
+def read_levels(image: Mapping[str, Any], channels: Sequence[str]) -> list[Level]:
+    """Read the levels of an image from its entry, with the names of its channels."""
     axes = "".join(map(axis_letter, image["axes"]))
     units = known(axes, [parse_unit(axis.get("unit")) or axis.get("unit") for axis in image["axes"]])
-    channels = [str(channel.get("label", "")) for channel in described.get("omero", {}).get("channels", [])]
     levels = []
     for level in image["datasets"]:
         steps = [*level["coordinateTransformations"], *image.get("coordinateTransformations", [])]

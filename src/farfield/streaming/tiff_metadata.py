@@ -16,47 +16,62 @@ IMAGEJ_AXES, IMAGEJ_DTYPES, IMAGEJ_BYTES = "TZCYX", ("uint8", "uint16", "float32
 OME_DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float32", "float64", "complex64", "complex128")
 
 
-def read_tiff_metadata(file: Any) -> ImageMetadata:
-    """Read what a TIFF file has of the first series of images.
+def read_tiff_metadata(file: Any, index: int = 0) -> ImageMetadata:
+    """Read what a TIFF file has of a series of images.
 
     Args:
         file: A `tifffile.TiffFile`.
+        index: Index of the series.
 
     Returns:
         The metadata, with the axes that tifffile names; only these for a file that is neither OME-TIFF nor ImageJ's:
         the resolution of other files is that of a printed page.
     """
-    axes = file.series[0].axes.upper()
+    series = file.series[index]
+    axes = series.axes.upper()
     if file.is_ome:
-        return read_ome(file.ome_metadata, axes)
-    if file.is_imagej:
-        return read_imagej(file.imagej_metadata or {}, file.series[0].keyframe, axes)
+        return read_ome(find_ome_image(file, index), axes)
+    if file.is_imagej and index == 0:
+        return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
     return ImageMetadata(axes)
 
 
-def read_ome(xml: str, axes: str) -> ImageMetadata:
-    """Read the physical sizes and the channels of the first image in OME-XML; nothing where that is damaged."""
+def find_ome_image(file: Any, index: int) -> dict[str, Any]:
+    """Return the entry in OME-XML of a series; an empty one where it is damaged, or not known which it is.
+
+    Images of which the file has no planes are entries too, but tifffile makes no series of them.
+    """
     import tifffile
 
     try:
-        image = first(tifffile.xml2dict(xml)["OME"]["Image"])
-        pixels = image["Pixels"]
+        entries = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]
     except (KeyError, TypeError, ValueError, IndexError, ParseError):
+        return {}
+    images = [each for each in as_list(entries) if isinstance(each, dict)]
+    if len(images) == len(file.series):
+        return images[index]
+    named = [image for image in images if image.get("Name") == file.series[index].name]
+    return named[0] if len(named) == 1 else {}
+
+
+def as_list(entries: Any) -> list[Any]:
+    """Return several entries, or the only one, as a list."""
+    return list(entries) if isinstance(entries, list | tuple) else [entries]
+
+
+def read_ome(image: dict[str, Any], axes: str) -> ImageMetadata:
+    """Read the physical sizes and the channels from an image's entry in OME-XML; nothing where that is damaged."""
+    pixels = image.get("Pixels")
+    if not isinstance(pixels, dict):
         return ImageMetadata(axes)
     keys = {**{letter: f"PhysicalSize{letter}" for letter in "ZYX"}, "T": "TimeIncrement"}
     spacing = known(list(keys), [parse_length(pixels.get(key)) for key in keys.values()])
     usual = {"T": "s"}
     given = {letter: pixels.get(f"{keys[letter]}Unit", usual.get(letter, "µm")) for letter in spacing}
     units = known(list(given), [parse_unit(unit) for unit in given.values()])
-    entries = pixels.get("Channel", [])
-    entries = entries if isinstance(entries, list | tuple) else [entries]
+    entries = as_list(pixels.get("Channel", []))
     names = [str(entry.get("Name", "")) if isinstance(entry, dict) else "" for entry in entries]
     return ImageMetadata(axes, spacing, units, {}, tuple(names) if any(names) else ()).with_axes(axes)
-
-
-def first(entries: Any) -> Any:
-    """Return the first of several entries, or the only one."""
-    return entries[0] if isinstance(entries, list | tuple) else entries
 
 
 def read_imagej(described: dict[str, Any], page: Any, axes: str) -> ImageMetadata:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -16,9 +17,13 @@ from farfield._checks import ShapeError
 from farfield.streaming.axes_view import AxesView
 from farfield.streaming.geometry import AxisScale
 from farfield.streaming.image_metadata import SPACE, ImageMetadata, sorted_axes
-from farfield.streaming.ome_zarr import read_levels
+from farfield.streaming.ome_zarr import read_images
 from farfield.streaming.source import AxisLayout
 from farfield.streaming.tiff_metadata import read_tiff_metadata
+from farfield.streaming.tiff_parts import check_parts, check_planes, describe_series
+
+# How many images warnings list.
+SHOWN = 8
 
 
 class Volume:
@@ -108,7 +113,9 @@ def describe_output(
     return replace(metadata.with_axes(axes), channels=names).resampled(ratios)
 
 
-def open_volume(path: str | Path, *, channel: int | Sequence[int] | None = None, level: int = 0) -> Volume:
+def open_volume(
+    path: str | Path, *, channel: int | Sequence[int] | None = None, level: int = 0, series: int | None = None
+) -> Volume:
     """Open an image or a volume for reading, with its voxel size: TIFF, OME-TIFF, zarr, OME-Zarr or NumPy.
 
     Axes come in the order time, channels, z, y, x, whatever their order in the file. Time and channels of length 1 are
@@ -118,13 +125,16 @@ def open_volume(path: str | Path, *, channel: int | Sequence[int] | None = None,
         path: A TIFF file, a folder that is a zarr array or an image of OME-Zarr 0.4 or 0.5, or a .npy file.
         channel: Index of the channel to read, or several, in that order; None for all.
         level: Level of an OME-Zarr pyramid; 0 is the finest.
+        series: Index of the image in a file of several, such as a scan and its thumbnail; None takes the first, with a
+            warning that lists the others.
 
     Returns:
         The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is of another format, or damaged; if it has no such channel or level.
+        ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
+            its folder as its parts; if it has no such channel, level or series.
 
     Example:
         >>> import tempfile, tifffile
@@ -146,11 +156,12 @@ def open_volume(path: str | Path, *, channel: int | Sequence[int] | None = None,
     if level and suffix not in (".zarr", ""):
         raise ValueError(f'open_volume: "{file}" has no levels, got level={level}; fix: level=0.')
     if suffix in (".tif", ".tiff"):
-        array, metadata = open_tiff_volume(file)
+        array, metadata = open_tiff_volume(file, series)
     elif suffix == ".npy":
+        choose_series(file, [""], series)
         return Volume(*with_unknown_axes(np.load(file, mmap_mode="r")))
     elif file.is_dir():
-        array, metadata = open_zarr_volume(file, level)
+        array, metadata = open_zarr_volume(file, level, series)
     else:
         raise ValueError(
             f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
@@ -164,48 +175,79 @@ def with_unknown_axes(array: Any) -> tuple[Any, ImageMetadata]:
     return array, ImageMetadata("Q" * len(array.shape))
 
 
-def open_tiff_volume(file: Path) -> tuple[Any, ImageMetadata]:
-    """Open the first series of a TIFF file: mapped into memory where it lies in one piece, else by tifffile's zarr."""
+def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
+    """Return the index of the image to read of a file; the first by default, with a warning if there are others.
+
+    Args:
+        file: The file.
+        described: A text for each image in it.
+        series: The argument of `open_volume`.
+
+    Raises:
+        ValueError: If there is no such image.
+    """
+    count = len(described)
+    if series is not None and not 0 <= series < count:
+        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
+    if series is None and count > 1:
+        others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:SHOWN]))
+        warnings.warn(
+            f'open_volume: "{file}" has {count} images, of which series 0 is read.{others}{"…" * (count > SHOWN)}\n'
+            f"  fix: open_volume(path, series=0) if that is the one, another number for another.",
+            stacklevel=4,
+        )
+    return series or 0
+
+
+def open_tiff_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a series of a TIFF file: mapped into memory where it lies in one piece, else by tifffile's zarr."""
     import tifffile
     import zarr
 
     try:
         with tifffile.TiffFile(file) as opened:
-            series = opened.series[0]
-            metadata, shape, in_one_piece = read_tiff_metadata(opened), series.shape, series.dataoffset is not None
+            check_parts(opened)
+            index = choose_series(file, [describe_series(each) for each in opened.series], series)
+            check_planes(opened, index)
+            metadata, chosen = read_tiff_metadata(opened, index), opened.series[index]
+            shape, in_one_piece = chosen.shape, chosen.dataoffset is not None
         if in_one_piece:
-            return tifffile.memmap(file, mode="r").reshape(shape), metadata
-        store = tifffile.imread(file, aszarr=True, level=0)
+            return tifffile.memmap(file, series=index, mode="r").reshape(shape), metadata
+        store = tifffile.imread(file, aszarr=True, series=index, level=0)
         return zarr.open_array(store, mode="r"), metadata
-    except OSError:
-        raise
     # tifffile raises all kinds of errors for damaged files.
     except Exception as error:
-        raise ValueError(f'open_volume: cannot read "{file}": {error or type(error).__name__}.') from error
+        if isinstance(error, OSError) or "open_volume: " in str(error):
+            raise
+        reason = str(error).removesuffix(".") or type(error).__name__
+        raise ValueError(f'open_volume: cannot read "{file}": {reason}.') from error
 
 
-def open_zarr_volume(file: Path, level: int) -> tuple[Any, ImageMetadata]:
+def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
     """Open a zarr array, or a level of an image of OME-Zarr.
 
     Raises:
-        ValueError: If the folder is neither, or has no such level.
+        ValueError: If the folder is neither, or has no such level or image.
     """
     import zarr
 
     try:
         opened = zarr.open(str(file), mode="r")
-        levels = read_levels(opened.attrs) if isinstance(opened, zarr.Group) else []
+        images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
         raise ValueError(f'open_volume: cannot read "{file}" as zarr: {error or type(error).__name__}.') from error
     if isinstance(opened, zarr.Array):
         if level:
             raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
+        choose_series(file, [""], series)
         return opened, read_array_metadata(opened)
-    if not levels:
+    if not images:
         inside = sorted(name for name, _ in opened.members())
         named = f'one of its parts, "{file / inside[0]}" for example' if inside else "an image"
         raise ValueError(f'open_volume: "{file}" is a group of zarr that is no image; fix: {named}.')
+    names = [f'"{name}" of {len(levels)} levels' for name, levels in images]
+    _, levels = images[choose_series(file, names, series)]
     if not 0 <= level < len(levels):
         raise ValueError(
             f'open_volume: "{file}" has {len(levels)} levels, got level={level}; fix: 0 to {len(levels) - 1}.'

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_names
+from farfield.streaming.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
 # Letters that tifffile gives to unknown axes.
@@ -91,15 +92,18 @@ def check_depths(*groups: Sequence[Path]) -> None:
 
 
 def opened(path: Path) -> tifffile.TiffFile:
-    """Open a TIFF file.
+    """Open a TIFF file whose first series is whole.
 
     Raises:
-        FolderError: If the file is not a TIFF file, or holds no images.
+        FolderError: If the file is not a TIFF file, holds no images, lacks planes, or names files outside its folder as
+            its parts.
     """
     try:
         file = tifffile.TiffFile(path)
+        check_parts(file)
         if not file.series:
             raise tifffile.TiffFileError("no images in it")
+        check_planes(file)
     # tifffile raises all kinds of errors for damaged files.
     except Exception as error:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
@@ -172,6 +176,12 @@ def array_of(path: Path) -> NDArray[Any]:
     """
     with opened(path) as file:
         series = file.series[0]
+        if len(file.series) > 1:
+            others = "".join(f"\n  series {place}  {describe_series(each)}" for place, each in enumerate(file.series))
+            rank_zero_warn(
+                f"StackPairs: {path} has {len(file.series)} images, of which series 0 is read.{others}\n"
+                "  fix: the one that is meant in a file of its own, such as tifffile.imread(path, series=1)."
+            )
         if series.dtype.kind not in "uif":
             raise FolderError(
                 f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."

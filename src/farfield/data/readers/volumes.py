@@ -10,6 +10,7 @@ from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import SUFFIXES, array_of, check_depths, opened, stack_of, stacks_in
 from farfield.streaming import Volume, open_volume
 from farfield.streaming.tiff_metadata import read_tiff_metadata
+from farfield.streaming.tiff_parts import paths_of
 from farfield.streaming.volume import arrange
 
 # A folder with one of these files is a zarr array or group.
@@ -31,6 +32,18 @@ def volumes_in(folder: Path) -> list[Path]:
     check_depths(stacks)
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted([*stacks, *(path for path in entries if is_zarr(path) and not path.name.startswith("."))])
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several.
+
+    Raises:
+        FolderError: If it is a TIFF file that cannot be read.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        return [path]
+    with opened(path) as file:
+        return [path, *sorted(paths_of(file.series[0]) - {path})]
 
 
 def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
