@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import zarr
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole, respond_whole
+from farfield.streaming import ImageMetadata, Volume, predict_whole, respond_whole
+from farfield.tasks.restore_stack import restore
 from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)
@@ -87,7 +89,7 @@ def test_labels_that_do_not_fit_are_said(first: int, low: int, high: int) -> Non
     with torch.no_grad():
         found = net(torch.from_numpy(volume)[None, None])
         low, high = max(low, int(found.min())), min(high, int(found.max()))
-    text = f"predict_whole: the result has numbers from {low} to {high}, and out is of uint8; fix: an array of int64"
+    text = f"predict_whole: the result has numbers from {low} to {high}, and out is of uint8, which holds those"
     with pytest.raises(ValueError, match=text):
         predict_whole(net, volume, tile=64, out=np.zeros((64, 64), "uint8"), quiet=True)
 
@@ -104,3 +106,97 @@ def test_labels_that_are_rolled_are_no_labels_of_tiles() -> None:
 
     with pytest.raises(ValueError, match="predict_whole: Rolled gives other results in tiles than on the whole"):
         predict_whole(settled(Rolled(5)), torch.randn(1, 20, 20), tile=6, quiet=True)
+
+
+class Numbers(nn.Module):
+    """A network whose result is the same numbers everywhere, and a little more where the volume is 1."""
+
+    def __init__(self, least: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.conv, self.least, self.dtype = nn.Conv2d(1, 1, 1), least, dtype
+        self.eval()
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.least + (self.conv(grid) * 0 + grid).to(self.dtype)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "zarr", "hdf5"])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("float32", 2**24), ("float16", 2**11), ("bfloat16", 2**8), ("float64", 2**53)]
+)
+def test_labels_do_not_merge_in_floats(kind: str, dtype: str, least: int, tmp_path: Path) -> None:
+    if dtype == "bfloat16" and kind != "tensor":
+        return
+    volume, out = np.zeros(SIZE, "float32"), empty(kind, dtype, tmp_path)
+    predict_whole(Numbers(least, torch.int64), volume, tile=7, out=out, quiet=True)
+    assert (np.asarray(out[:].double() if kind == "tensor" else out[:]) == least).all()
+    volume[5, 9] = 1
+    with pytest.raises(ValueError, match=rf"from {least} to {least + 1}, and out is of \w+, which holds .* of int64"):
+        predict_whole(Numbers(least, torch.int64), volume, tile=7, out=out, quiet=True)
+    wide = np.zeros(SIZE, "int64")  # the fix
+    predict_whole(Numbers(least, torch.int64), volume, tile=7, out=wide, quiet=True)
+    np.testing.assert_array_equal(wide, least + volume.astype(int))
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "zarr", "hdf5"])
+def test_numbers_do_not_become_infinite(kind: str, tmp_path: Path) -> None:
+    volume, out = np.zeros(SIZE, "float32"), empty(kind, "float16", tmp_path)
+    predict_whole(Numbers(65504, torch.float32), volume, tile=7, out=out, quiet=True)
+    assert np.isfinite(np.asarray(out[:])).all()
+    volume[5, 9] = 100
+    with pytest.raises(ValueError, match=r"from 65504.0 to 65604.0, and out is of float16, which holds .* of float32"):
+        predict_whole(Numbers(65504, torch.float32), volume, tile=7, out=out, quiet=True)
+
+
+def test_infinite_numbers_of_the_network_are_its_result() -> None:
+    out = np.zeros(SIZE, "float16")
+    predict_whole(Numbers(float("inf"), torch.float32), np.zeros(SIZE, "float32"), tile=7, out=out, quiet=True)
+    assert np.isposinf(out).all()
+
+
+def test_networks_of_half_precision_say_what_they_cannot_hold() -> None:
+    volume, net = np.full(SIZE, 60000, "uint16"), settled(nn.Sequential(nn.Conv2d(1, 1, 1))).half()
+    with torch.no_grad():
+        net[0].weight.fill_(1)
+        net[0].bias.fill_(0)
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=7, quiet=True), volume.astype("float16"))
+    volume[5, 9] = 65535
+    with pytest.raises(ValueError, match=r"from 60000 to 65535, and the network is of float16.*fix: model.float\(\)"):
+        predict_whole(net, volume, tile=14, quiet=True)
+    np.testing.assert_array_equal(predict_whole(net.float(), volume, tile=7, quiet=True), volume)
+    volume[5, 9] = 60000
+    net.half()[0].weight.data.fill_(2)
+    with pytest.warns(UserWarning, match=r"the result has infinite numbers, .*float16.*; fix: model.float\(\)") as told:
+        assert np.isinf(predict_whole(net, volume, tile=7, quiet=True)).all()
+    assert len(told) == 1
+    np.testing.assert_array_equal(predict_whole(net.float(), volume, tile=7, quiet=True), 2.0 * volume)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_grey_levels_are_restored_by_a_network_of_half_precision(channels: int) -> None:
+    stack = np.linspace(1000, 65000, channels * 4 * 9 * 11).reshape(channels, 4, 9, 11).astype("uint16")
+    net = settled(nn.Sequential(nn.Conv3d(1, 1, 1))).half()
+    with torch.no_grad():
+        net[0].weight.fill_(1.25)  # beyond what float16 holds
+        net[0].bias.fill_(0)
+    found = restore(net, Volume(stack, ImageMetadata("CZYX")) if channels > 1 else stack[0])
+    low = np.percentile(stack, 2, (1, 2, 3), keepdims=True)
+    want = (stack - low) * 1.25 + low
+    assert found.dtype == np.float32
+    assert found.max() > 65504
+    # Numbers from 0 to 1.3 that were rounded to float16 before and after the network, and the stack before.
+    np.testing.assert_allclose(found.reshape(want.shape), want, rtol=0, atol=4 * 2**-11 * 65504)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+def test_labels_as_a_volume_are_not_rounded_without_a_word(dtype: str) -> None:
+    volume = np.full(SIZE, 2**24, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict_whole(Numbers(0, torch.float32), volume, tile=7, quiet=True)
+        volume[5, 9] = 2**24 + 1
+        found = predict_whole(Numbers(0, torch.float64).double(), volume, tile=7, quiet=True)
+    np.testing.assert_array_equal(found, volume)
+    with pytest.warns(UserWarning, match=r"float32 rounds those beyond 16,777,216: .*; fix: model.double\(\)") as told:
+        predict_whole(Numbers(0, torch.float32), volume, tile=7, quiet=True)
+    assert len(told) == 1

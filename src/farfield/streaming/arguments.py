@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield.streaming.source import without_mask
 
 # What norms and pooling see: all positions of the volume, or those that a tile reads.
 STATISTICS = ("whole", "tile")
@@ -53,13 +54,16 @@ class Tiles:
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse an object that is no array of numbers, such as a list, a path or a network.
+    """Refuse an object that is no array of numbers, such as a list, a path or a network, or that has a mask.
 
     Raises:
         TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
+        ValueError: If it is an array of `numpy.ma` with masked positions.
     """
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(caller, name, volume)
+        if np.ma.is_masked(volume):
+            without_mask(caller, volume)
         return
     if isinstance(volume, nn.Module):
         fix = f"the network first, {caller}(model, volume)"

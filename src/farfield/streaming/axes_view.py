@@ -48,9 +48,11 @@ class AxesView:
         single = {axis: slice(indices[0], indices[0] + 1) for axis, indices in self.taken.items() if axis != several}
         index = [single.get(axis, each) for axis, each in enumerate(wanted)]
         if several is None:
-            return np.asarray(self.array[tuple(index)])
+            return np.asanyarray(self.array[tuple(index)])
         parts = []
         for place in self.taken[several][wanted[several]]:
             index[several] = slice(place, place + 1)
-            parts.append(np.asarray(self.array[tuple(index)]))
-        return np.concatenate(parts, several)
+            parts.append(np.asanyarray(self.array[tuple(index)]))
+        # The mask of an array that has one is kept, for the check of what reads the view.
+        join = np.ma.concatenate if any(isinstance(part, np.ma.MaskedArray) for part in parts) else np.concatenate
+        return join(parts, several)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -59,6 +60,7 @@ class Stream:
         volumes: dict[str, TiledVolume],
     ) -> None:
         self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes
+        self.overflowed = False  # whether there was a warning
 
     def run(self, passes: Sequence[tuple[str, TileFunction]], quiet: bool) -> Any:
         """Run the remaining passes, and return the finished output.
@@ -129,7 +131,17 @@ class Stream:
         return grid
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box of the current tile to the output; record its checksum if the output is a file."""
+        """Write a box of the current tile to the output; record its checksum if the output is a file.
+
+        What a network in float16 cannot hold is infinite in its result, of which there is one warning.
+        """
+        if box.dtype == torch.float16 and not self.overflowed and box.isinf().any():
+            self.overflowed = True
+            warnings.warn(
+                f"{self.caller}: the result has infinite numbers, and the network is of float16, which ends at "
+                f"{torch.finfo(box.dtype).max:g}; fix: model.float(), or model.bfloat16().",
+                stacklevel=2,
+            )
         with self.writing():
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):

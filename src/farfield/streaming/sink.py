@@ -256,18 +256,35 @@ class ArrayOutput:
         """Write a box.
 
         Raises:
-            ValueError: If the box has integers outside the range of the array's dtype.
+            ValueError: If the box has numbers that the array's dtype does not hold: outside its range, or whole numbers
+                of which it rounds some.
         """
-        kept = numpy_dtype(box.dtype)
-        if self.dtype is not None and self.dtype.kind in "iu" and not np.can_cast(kept, self.dtype):
-            numbers, room = to_numpy(box), np.iinfo(self.dtype)
-            if numbers.min() < room.min or numbers.max() > room.max:
+        numbers = to_numpy(box)
+        room = self.room(numbers.dtype)
+        finite = numbers[np.isfinite(numbers)] if room is not None else numbers[:0]
+        if room is not None and finite.size:
+            low, high = finite.min().item(), finite.max().item()
+            if low < room[0] or high > room[1]:
                 raise ValueError(
-                    f"{self.caller}: the result has numbers from {numbers.min()} to {numbers.max()}, and out is of "
-                    f"{self.dtype}; fix: an array of {kept}."
+                    f"{self.caller}: the result has numbers from {low} to {high}, and out is of {self.dtype}, which "
+                    f"holds those from {room[0]} to {room[1]}; fix: an array of {numbers.dtype}."
                 )
-        self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else to_numpy(box)
+        self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else numbers
         release(self.array)
+
+    def room(self, kept: np.dtype) -> tuple[float, float] | None:
+        """Return the smallest and the largest number of a dtype that the array holds; None if it holds all of them."""
+        if self.dtype is None or self.dtype.kind not in "iufc" or kept.kind not in "iuf":
+            return None
+        if self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            return None if np.can_cast(kept, self.dtype) else (int(limits.min), int(limits.max))
+        # A tensor can be of bfloat16, which NumPy has not.
+        floats = torch.finfo(self.array.dtype) if isinstance(self.array, Tensor) else np.finfo(self.dtype)
+        if kept.kind == "f":
+            return None if floats.max >= np.finfo(kept).max else (float(floats.min), float(floats.max))
+        largest = int(2 / floats.eps)  # whole numbers above are rounded
+        return None if np.iinfo(kept).max <= largest else (-largest, largest)
 
     def let_go(self) -> None:
         """Do nothing: an array is not locked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,8 @@ Span = tuple[int, int]  # first index and the index after the last
 Region = tuple[Span, ...]  # one span per spatial dim
 
 MODES = ("reflect", "replicate", "constant")
+# float32 holds all whole numbers up to this.
+WHOLE = 2**24
 
 
 class AxisLayout(NamedTuple):
@@ -103,6 +106,7 @@ class VolumeSource:
         self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
         self.shape = tuple(int(length) for length in array.shape)
         self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
+        self.rounds = False  # whether there was a warning
         self.batch, self.channels = layout.batch_and_channels(self.shape)
 
     @property
@@ -136,6 +140,7 @@ class VolumeSource:
 
         Raises:
             TypeError: If the array holds something other than booleans, integers and floats.
+            ValueError: If some of them are masked.
             OSError: If a memory-mapped file has become shorter.
         """
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
@@ -143,22 +148,70 @@ class VolumeSource:
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
             return box
-        box = np.asarray(box)
+        box = without_mask(self.caller, box)
         if box.dtype.kind not in "bfiu":
             raise TypeError(
                 f"{self.caller}: a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
                 f'one of these, such as volume.astype("float32").'
             )
+        if box.dtype.kind in "iu" and box.dtype.itemsize > 2 and self.dtype == torch.float32:
+            self.warn_of_rounding(box)
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
         box = np.array(box, dtype=kind, order="C")
         release(self.array)
         return box
 
+    def warn_of_rounding(self, box: np.ndarray) -> None:
+        """Warn, once, of whole numbers that float32 rounds, if a box has any."""
+        if not self.rounds and box.size and (box.max() > WHOLE or box.min() < -WHOLE):
+            self.rounds = True
+            warnings.warn(
+                f"{self.caller}: the volume has whole numbers from {box.min():,} to {box.max():,}, and the network's "
+                f"float32 rounds those beyond {WHOLE:,}: labels among them become one; fix: model.double(), or labels "
+                "that are numbered anew.",
+                stacklevel=2,
+            )
+
     def to_grid(self, box: Any) -> Tensor:
-        """Return a box as a grid `(batch, channels, *size)` on the device."""
+        """Return a box as a grid `(batch, channels, *size)` on the device.
+
+        Raises:
+            ValueError: If numbers of the box are too large for the grid's dtype.
+        """
         grid = torch.as_tensor(box)
         grid = grid.reshape(self.batch, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
-        return grid.to(device=self.device, dtype=self.dtype)
+        return narrowed(self.caller, grid, self.dtype).to(self.device)
+
+
+def without_mask(caller: str, part: Any) -> np.ndarray:
+    """Return a part of a volume as an array of NumPy.
+
+    Raises:
+        ValueError: If some of its positions are masked: what stands there, -9999 for example, is no number to use.
+    """
+    array = np.asanyarray(part)
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"{caller}: {np.ma.count_masked(array):,} of {array.size:,} positions that were read are masked "
+            "(numpy.ma), and their numbers would be used as if they were not; fix: numpy.ma.filled(volume[:], number), "
+            "with a number that the network takes for positions without a value."
+        )
+    return np.asarray(array)
+
+
+def narrowed(caller: str, grid: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a grid of the dtype of a network.
+
+    Raises:
+        ValueError: If it is float16, and numbers that are finite would become infinite.
+    """
+    converted = grid.to(dtype)
+    if dtype == torch.float16 and grid.dtype != dtype and (converted.isinf() & grid.isfinite()).any():
+        raise ValueError(
+            f"{caller}: the volume has numbers from {grid.min():g} to {grid.max():g}, and the network is of float16, "
+            f"which ends at {torch.finfo(dtype).max:g}; fix: model.float(), or model.bfloat16()."
+        )
+    return converted
 
 
 def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:

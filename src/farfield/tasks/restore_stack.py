@@ -18,6 +18,7 @@ from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.axes_view import AxesView
 from farfield.streaming.runner import write_whole
 from farfield.streaming.sink import check_path
+from farfield.streaming.source import narrowed, without_mask
 from farfield.streaming.volume import split_volume
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
@@ -48,15 +49,17 @@ class ScaledNetwork(nn.Module):
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *m"]:
         """Return the restored grid; its channels pass through the network as samples."""
         batch, channels = grid.shape[:2]
-        low, length = (each.to(grid.dtype).repeat(batch) for each in (self.low, self.range))
+        low, length = (each.repeat(batch) for each in (self.low, self.range))
         restored = self.network((grid.flatten(0, 1)[:, None] - like(low, grid)) / like(length, grid))[:, :1]
+        # Grey levels of 16 bits are infinite in float16.
+        restored = restored.to(torch.promote_types(restored.dtype, torch.float32))
         restored = restored * like(length, restored) + like(low, restored)
         return restored.reshape(batch, channels, *restored.shape[2:])
 
 
 def like(levels: Tensor, grid: Tensor) -> Tensor:
-    """Return one number for each sample, with as many axes as a grid."""
-    return levels.reshape(-1, *(1,) * (grid.dim() - 1))
+    """Return one number for each sample, with as many axes as a grid and its dtype."""
+    return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
 
 def restore(
@@ -92,8 +95,9 @@ def restore(
         The restored stack or image, in float32: an array, or the file opened for reading.
 
     Raises:
-        ValueError: If the stack is constant, has NaN or infinite values, or has another number of spatial dims than the
-            network; if the suffix of the path is unknown.
+        ValueError: If the stack is constant, has NaN or infinite values or masked positions, or numbers beyond those of
+            a network in float16; if it has another number of spatial dims than the network; if the suffix of the path
+            is unknown.
         FileExistsError: If the path exists and `overwrite` is False.
 
     Reference: SAN §4.5, Weigert et al. 2018.
@@ -138,10 +142,11 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
     size = stack.shape[-len(multiples) :]
     lacking = [-length % multiple for length, multiple in zip(size, multiples, strict=True)]
     widths = [(0, 0)] * (len(stack.shape) - len(size)) + [(short // 2, short - short // 2) for short in lacking]
-    padded = np.pad(np.asarray(stack[:], np.float32), widths, "reflect")
+    padded = np.pad(without_mask("restore", stack[:]).astype(np.float32), widths, "reflect")
     parameter = next(network.parameters())
     with torch.inference_mode():
-        grid = torch.from_numpy(padded.reshape(1, -1, *padded.shape[-len(size) :])).to(parameter)
+        grid = torch.from_numpy(padded.reshape(1, -1, *padded.shape[-len(size) :]))
+        grid = narrowed("restore", grid, parameter.dtype).to(parameter.device)
         image = network(grid)[0].float().cpu().numpy()
     kept = (slice(short // 2, short // 2 + length) for short, length in zip(lacking[1:], size[1:], strict=True))
     image = image[(..., *kept)]
@@ -162,7 +167,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
         The grey levels of the two percentiles.
 
     Raises:
-        ValueError: If the two levels are equal, or values in the planes that are read are NaN or infinite.
+        ValueError: If the two levels are equal, or values in the planes that are read are NaN, infinite or masked.
 
     Example:
         >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
@@ -173,7 +178,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
         low, high = counted(stack, percentiles)
     else:
         step = max(1, math.ceil(math.prod(stack.shape) / COUNTED))
-        planes = np.stack([np.asarray(stack[index]) for index in range(0, stack.shape[0], step)])
+        planes = np.stack([without_mask("restore", stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
             raise ValueError(
@@ -193,7 +198,7 @@ def counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]
     """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
-        counts += np.bincount(np.asarray(stack[index]).ravel(), minlength=len(counts))
+        counts += np.bincount(without_mask("restore", stack[index]).ravel(), minlength=len(counts))
     up_to = np.cumsum(counts)
     levels = []
     for percentile in percentiles:
