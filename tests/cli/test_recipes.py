@@ -63,8 +63,30 @@ def test_a_copy_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_name_is_the_recipe(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Path(recipes.find_configuration(value)).samefile(RECIPES / "digits.yaml")
-    (tmp_path / value).write_text("seed_everything: 7\n")  # a file of the user's comes first
-    assert recipes.find_configuration(value) == value
+    (tmp_path / value).write_text("seed_everything: 7\n")
+    # What --copy makes is a file of the user's and has a suffix; a file of a recipe's bare name is not meant by it.
+    found = Path(recipes.find_configuration(value))
+    assert found.samefile(RECIPES / "digits.yaml" if value == "digits" else tmp_path / value)
+    assert recipes.find_configuration(f"./{value}") == f"./{value}"
+    assert recipes.find_configuration(str(tmp_path / value)) == str(tmp_path / value)
+
+
+@pytest.mark.long
+def test_the_commands_take_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").write_text("seed_everything: 77\n")
+    for value, seed in (
+        ("digits", yaml.safe_load((RECIPES / "digits.yaml").read_text())["seed_everything"]),
+        ("./digits", 77),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(
+                ["fit", "--config", value, "--print_config", *(["--model.network", "kanet_qkv"] if seed == 77 else [])]
+            )
+        assert stopped.value.code == 0
+        assert f"seed_everything: {seed}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["digit", "digts.yaml", "mine/digits", "mine/digits.yaml"])

@@ -58,7 +58,7 @@ def test_a_description_of_more_planes_than_there_are(tmp_path: Path) -> None:
     told = xml.tostring()
     tifffile.imwrite(tmp_path / "few.ome.tif", PLANES, photometric="minisblack", description=told, metadata=None)
     for call in opened_by(tmp_path / "few.ome.tif"):
-        with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its files are said to hold; fix: "):
+        with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its description names; fix: "):
             call()
 
 

@@ -55,10 +55,10 @@ def recipe_files() -> dict[str, Path]:
 
 
 def find_configuration(value: str, caller: str = "farfield fit") -> str:
-    """Return the path of a configuration: the value itself if it is a file, otherwise that of the recipe of this name.
+    """Return the path of a configuration: that of the recipe of this name if there is one, otherwise the value itself.
 
     Args:
-        value: What follows `--config`: a path, or the name of a recipe.
+        value: What follows `--config`: the name of a recipe, or a path; "./digits" is never a recipe.
         caller: The command that the error names.
 
     Returns:
@@ -71,12 +71,13 @@ def find_configuration(value: str, caller: str = "farfield fit") -> str:
         >>> Path(find_configuration("digits")).name
         'digits.yaml'
     """
+    files = recipe_files()
+    if value in files:
+        return str(files[value])
     if Path(value).is_file():
         return value
-    files = recipe_files()
-    name = Path(value).name.removesuffix(SUFFIX)
-    if name in files and value in (name, name + SUFFIX):
-        return str(files[name])
+    if value.removesuffix(SUFFIX) in files:
+        return str(files[value.removesuffix(SUFFIX)])
     # Imported here: it loads torch, which a list of recipes does not need.
     from farfield._checks import unknown
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 # What torch keeps in every module: state and modules, which are described apart, and hooks, which are no values.
 OWN = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
 NUMBERS = (bool, int, float, complex, str, bytes, range, slice, type(None), type(...))
+EMPTY = types.CellType()
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -119,7 +120,7 @@ def of_module(describer: Describer, module: nn.Module) -> str:
 
 def of_function(describer: Describer, function: types.FunctionType) -> str:
     """Describe a function by its code, its defaults, and the values that it takes from around it."""
-    around = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    around = [each.cell_contents for each in function.__closure__ or () if each != EMPTY]
     read = [function.__globals__.get(name) for name in global_names(function.__code__)]
     # Functions and modules among them are not followed: that would lead through whole libraries.
     plain = [each for each in read if isinstance(each, (*NUMBERS, tuple, list, dict, Tensor, np.ndarray, np.generic))]

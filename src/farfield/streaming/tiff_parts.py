@@ -90,7 +90,7 @@ def find_lost_planes(file: Any, series: Any) -> str | None:
     if absent:
         problem = f"which are in {listed(absent)}; fix: put these files beside it, by these names."
     else:
-        problem = f"which its files are said to hold; fix: {AGAIN}."
+        problem = f"which its description names; fix: {AGAIN}."
     return f"{lost} of its {len(series)} planes are missing, {problem}"
 
 

@@ -231,6 +231,8 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
     """
     import zarr
 
+    from farfield.streaming.bounded_zarr import bound_chunks
+
     try:
         opened = zarr.open(str(file), mode="r")
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
@@ -241,6 +243,7 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
         if level:
             raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
         choose_series(file, [""], series)
+        bound_chunks(opened)
         return opened, read_array_metadata(opened)
     if not images:
         inside = sorted(name for name, _ in opened.members())
@@ -258,6 +261,7 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
             f'open_volume: "{file}" names "{levels[level].path}" as its level {level}, which is no array in it; '
             "fix: write or download it again."
         )
+    bound_chunks(array)
     return array, levels[level].metadata
 
 
