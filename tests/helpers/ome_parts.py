@@ -8,7 +8,6 @@ import numpy as np
 import tifffile
 
 PLANES = np.random.default_rng(0).integers(1, 255, (4, 9, 11)).astype("uint8")
-SCHEMA = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
 
 
 def write_parts(folder: Path, names: tuple[str, ...] = ("m0.ome.tif", "m1.ome.tif"), told: str | None = None) -> Path:
@@ -22,7 +21,7 @@ def write_parts(folder: Path, names: tuple[str, ...] = ("m0.ome.tif", "m1.ome.ti
     )
     for number, name in enumerate(names):
         xml = (
-            f'<?xml version="1.0"?><OME xmlns="{SCHEMA}" UUID="{owned[number]}"><Image ID="Image:0"><Pixels '
+            f'<?xml version="1.0"?><OME UUID="{owned[number]}"><Image ID="Image:0"><Pixels '
             'ID="Pixels:0" DimensionOrder="XYZCT" Type="uint8" SizeX="11" SizeY="9" SizeZ="4" SizeC="1" SizeT="1">'
             f'<Channel ID="Channel:0:0" SamplesPerPixel="1"/>{where}</Pixels></Image></OME>'
         )
