@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import ShapeError, cost
 from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.ops import OPERATORS, Operator, pooled
 from farfield.ops.call import project_queries
+from farfield.nn.macs import MacCounter
 from farfield.ops.table import keys, position, queries
 from helpers.partly import partly
 
@@ -348,13 +348,13 @@ def test_measure_on_cuda() -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_fused_attention_counts_its_two_products_forward_and_four_backward(heads: int) -> None:
     query, key, value = (torch.randn(2, heads, n, 8, requires_grad=True) for n in (5, 7, 7))
-    with FlopCounterMode(display=False) as counter:
+    with MacCounter() as counter:
         response = F.scaled_dot_product_attention(query, key, value)
-    assert counter.get_total_flops() // 2 == 2 * heads * 2 * 5 * 7 * 8
-    with FlopCounterMode(display=False) as counter:
+    assert counter.macs == 2 * heads * 2 * 5 * 7 * 8
+    with MacCounter() as counter:
         response.sum().backward()
     # Backward computes the attention map again, and four products.
-    assert counter.get_total_flops() // 2 == 2 * heads * 5 * 5 * 7 * 8
+    assert counter.macs == 2 * heads * 5 * 5 * 7 * 8
 
 
 def test_a_size_of_one_number_and_a_shape_without_batch() -> None:

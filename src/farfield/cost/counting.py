@@ -5,19 +5,20 @@ A fake tensor is a meta tensor whose `device` is a CPU, so code that depends on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention, SqueezeExcite
-from farfield.nn.tracing import call_empty, empty_like, without_numbers
+from farfield.nn.leftovers import leftovers_cleared
+from farfield.nn.macs import MacCounter
+from farfield.nn.tracing import copied_empty, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
 Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
@@ -90,14 +91,26 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
             f"cost.count: module must be a torch.nn.Module, got {type(module).__name__}; "
             f"fix: cost.count(module, (1, 3, 224, 224)), for example."
         )
-    cost, counter = run(module, inputs)[0], FlopCounterMode(display=False)
-    # Once more without hooks: blocks then fold layers that they otherwise call one by one, as when a user runs them.
-    execute(module, inputs, counter)
-    return replace(cost, macs=counter.get_total_flops() // 2, by_module=macs_by_module(module, counter))
+    with leftovers_cleared("cost.count", module):
+        cost = run(module, inputs)[0]
+        # Once more without hooks: blocks then fold layers that they otherwise call one by one, as when a user runs them.
+        counter = execute(module, inputs, lambda *_: None)
+    if counter.uncounted:
+        warnings.warn(
+            f"cost.count: {', '.join(counter.uncounted)} in {type(module).__name__} add 0 MACs, because there is no "
+            f"formula for them; fix: torch.utils.flop_counter.register_flop_formula, with twice the MACs.",
+            stacklevel=2,
+        )
+    return replace(cost, macs=counter.macs, by_module=counter.by_module)
 
 
-def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None:
-    """Run a forward pass on fake tensors, while `counter` counts its operations.
+def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, MacCounter], None]) -> MacCounter:
+    """Run a forward pass of a copy of a module on fake tensors, and return what counted its operations.
+
+    Args:
+        module: The module, which is not touched.
+        inputs: Its inputs, or their shapes.
+        prepare: Is called with the copy and the counter before the pass.
 
     Raises:
         RuntimeError: If the module depends on values, or does not accept such inputs.
@@ -105,14 +118,18 @@ def execute(module: nn.Module, inputs: Inputs, counter: FlopCounterMode) -> None
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
-        with torch.no_grad(), without_numbers(), counter:
-            call_empty(module, tuple(fake_inputs(inputs, dtype)))
+        with torch.no_grad(), copied_empty(module) as empty:
+            counter = MacCounter(empty)
+            prepare(empty, counter)
+            with counter:
+                empty(*fake_inputs(inputs, dtype))
     except ShapeError:
         raise
     except (RuntimeError, NotImplementedError, ValueError) as error:
         what = f"{type(module).__name__} does not run on {shapes_text(inputs)} with fake tensors, which have no values"
         fix = "a shape with the batch, such as (1, 3, 224, 224); a module that does not depend on values."
         raise RuntimeError(f"cost.count: {what}: {error}\n  fix: {fix}") from error
+    return counter
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[CountedCall]]]:
@@ -123,22 +140,21 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Counted
     """
     sizes: list[int] = []
     calls: dict[str, list[CountedCall]] = {}
-    counter = FlopCounterMode(display=False)
-    hooks = [part.register_forward_hook(lambda *call: sizes.append(bytes_of(call[-1]))) for part in innermost(module)]
-    for name, part in module.named_modules():
-        if isinstance(part, GridAttention | SqueezeExcite):
-            hooks += record_calls(part, counter, calls.setdefault(name, []))
-    try:
-        execute(module, inputs, counter)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def prepare(empty: nn.Module, counter: MacCounter) -> None:
+        for part in innermost(empty):
+            part.register_forward_hook(lambda *call: sizes.append(bytes_of(call[-1])))
+        for name, part in empty.named_modules():
+            if isinstance(part, GridAttention | SqueezeExcite):
+                record_calls(part, counter, calls.setdefault(name, []))
+
+    counter = execute(module, inputs, prepare)
     cost = Cost(
-        macs=counter.get_total_flops() // 2,
+        macs=counter.macs,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         weights=sum(parameter.numel() for parameter in weights_of(module)),
         activation_bytes=sum(sizes),
-        by_module=macs_by_module(module, counter),
+        by_module=counter.by_module,
     )
     return cost, calls
 
@@ -146,7 +162,7 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Counted
 def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield inputs made from tensors or shapes; call it where new tensors are fake."""
     if isinstance(inputs, Tensor):
-        yield empty_like(inputs)
+        yield torch.empty(inputs.shape, dtype=inputs.dtype, device="cpu")
         return
     shape = [length for length in inputs if isinstance(length, int)]
     if len(shape) == len(inputs):
@@ -177,20 +193,21 @@ def bytes_of(output: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-def record_calls(module: nn.Module, counter: FlopCounterMode, calls: list[CountedCall]) -> list[RemovableHandle]:
-    """Register hooks that append to `calls` each call of a module on one grid without a context; return the hooks."""
+def record_calls(module: nn.Module, counter: MacCounter, calls: list[CountedCall]) -> None:
+    """Register hooks that append to `calls` each call of a module on one grid without a context."""
     before: list[int] = []
 
     def start(_: nn.Module, __: tuple[Any, ...]) -> None:
-        before.append(counter.get_total_flops())
+        before.append(counter.macs)
 
     def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        flops = counter.get_total_flops() - before.pop()
+        macs = counter.macs - before.pop()
         grid = inputs[0] if inputs else named["grid"]
         if len(inputs) < 2 and named.get("context") is None:
-            calls.append(CountedCall(tuple(grid.shape), flops // 2))
+            calls.append(CountedCall(tuple(grid.shape), macs))
 
-    return [module.register_forward_pre_hook(start), module.register_forward_hook(record, with_kwargs=True)]
+    module.register_forward_pre_hook(start)
+    module.register_forward_hook(record, with_kwargs=True)
 
 
 def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -203,13 +220,3 @@ def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:
             if not name.endswith("bias") and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
-
-
-def macs_by_module(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
-    """Return path -> MACs of the modules inside `module`, in the order in which they ran."""
-    prefix = f"{type(module).__name__}."
-    return {
-        name.removeprefix(prefix): sum(flops.values()) // 2
-        for name, flops in counter.get_flop_counts().items()
-        if name.startswith(prefix)
-    }

@@ -204,9 +204,9 @@ def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str)
 
 
 def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
-    """Return the MACs that do not grow with the batch: the vectors of scores times the projections."""
+    """Return the MACs that do not grow with the batch: the vectors of scores times the projections and their biases."""
     projections = ("q" in s.project) + ("k" in s.project)
-    return s.heads * s.channels * s.inner * projections if steps.scored else 0
+    return s.heads * (s.channels + 1) * s.inner * projections if steps.scored else 0
 
 
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from farfield._checks import check_heads, check_size
 from farfield.cost.counting import Cost
@@ -18,6 +17,7 @@ from farfield.cost.measuring import compare
 from farfield.cost.prediction import check_positive, predict
 from farfield.nn import GridAttention
 from farfield.nn.checks import check_projections
+from farfield.nn.macs import MacCounter
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import OPERATORS
 
@@ -230,12 +230,12 @@ def replay(setting: Setting, *, training: bool) -> Needs:
     with FakeTensorMode(), torch.device("cpu"):
         attention, grid = setting.attention(), setting.grid()
         leaves = [grid, *attention.parameters()]
-        with FlopCounterMode(display=False) as counter, LiveBytes() as live, torch.set_grad_enabled(training):
+        with MacCounter() as counter, LiveBytes() as live, torch.set_grad_enabled(training):
             response = attention(grid)
             if training:
                 response.backward(torch.empty_like(response))
         held = sum(leaf.nbytes for leaf in leaves)
-    return Needs(counter.get_total_flops() // 2, held + live.peak)
+    return Needs(counter.macs, held + live.peak)
 
 
 def rates() -> tuple[float, float]:

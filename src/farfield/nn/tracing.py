@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import sys
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-aten = torch.ops.aten
-# Fused attention on the CPU, for which some versions of torch count no FLOPs -> the same elsewhere, for which all do.
-FUSED_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-for uncounted, counted in FUSED_ATTENTION.items():
-    if uncounted not in flop_registry:
-        register_flop_formula(uncounted, get_raw=True)(flop_registry[counted])
+from farfield.nn.leftovers import FakeTensors, leftovers_cleared
+from farfield.nn.network_copy import copied, make_empty, share_parameters
 
 
 @contextmanager
@@ -69,33 +61,43 @@ class EnoughError(Exception):
 @contextmanager
 def without_numbers() -> Iterator[None]:
     """Make tensors fake inside the context: shapes without numbers. Their errors are raised and not also logged."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_others)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensors(allow_non_fake_inputs=True):
             yield
     finally:
-        log.disabled = disabled
+        log.removeFilter(is_of_others)
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor of this shape and dtype on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+@contextmanager
+def copied_empty(model: nn.Module) -> Iterator[nn.Module]:
+    """Copy a model with uninitialized tensors on the CPU, without numbers; nothing that it runs reaches the model."""
+    with without_numbers(), copied(model, make_empty, discard=True) as empty:
+        yield empty
 
 
-def call_empty(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Call a model with uninitialized parameters and buffers on the CPU in place of its own, which are not touched.
+def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors.
 
-    Each place of a parameter is replaced once: torch's own tying of names replaces the parameters of a module with two
-    paths twice, and would leave the replacement in the model.
+    What it leaves of tensors without numbers in caches outside of the network is cleared. Anything else in place of a
+    network reaches the function, which refuses it.
     """
-    empty: dict[Tensor, Tensor] = {}
-    state = {}
-    for path, module in model.named_modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            empty.setdefault(tensor, empty_like(tensor))
-            state[f"{path}.{name}" if path else name] = empty[tensor]
-    return functional_call(model, state, inputs, tie_weights=False)
+
+    @functools.wraps(function)
+    def on_copy(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, nn.Module):
+            return function(model, *args, **kwargs)
+        with leftovers_cleared(function.__name__, model) as kept:
+            with copied(model, share_parameters, reports=True) as own:
+                kept.append(function(own, *args, **kwargs))
+            return kept[0]
+
+    return on_copy
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError, unknown
+from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
 from farfield.streaming.geometry import Halo, NetworkGrid, StoredGrid, cores, read_ratio
@@ -180,6 +181,7 @@ def pass_work(plan: StreamingPlan, each: Pass) -> float:
     return each.share * read_ratio(plan.size, plan.tile, each.halo, least)
 
 
+@looks_at_a_copy
 def plan_whole(
     model: nn.Module,
     shape: Sequence[int] | Sequence[Sequence[int]],

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming._plan_whole import StreamingPlan, make_plan
 from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, parse_tiles
@@ -29,6 +30,7 @@ from farfield.streaming.trace import device_of, dtype_of
 from farfield.streaming.volume import describe_output
 
 
+@looks_at_a_copy
 def predict_whole(
     model: nn.Module,
     volume: Any,

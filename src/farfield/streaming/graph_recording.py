@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functionalize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from farfield.nn.macs import count_macs
+from farfield.nn.network_copy import copied, keep
 from farfield.nn.tracing import tensors, without_numbers
 from farfield.streaming.graph import (
     INPUT,
@@ -130,12 +131,6 @@ class Recorder(TorchDispatchMode):
             return grid.new_empty(shape.shape, dtype=shape.dtype)
 
 
-def count_macs(function: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Return the MACs of an operation of torch."""
-    formula = flop_registry.get(function.overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=outputs) // 2
-
-
 def record_graph(caller: str, model: nn.Module, shape: tuple[int, ...]) -> Graph:
     """Record the operations of a model on a grid of this shape.
 
@@ -152,11 +147,12 @@ def record_graph(caller: str, model: nn.Module, shape: tuple[int, ...]) -> Graph
         recorder, steps = Recorder(grid), list[Step]()
 
         def run(given: Tensor) -> Tensor:
-            steps.extend(record(caller, model, partial(model, given), recorder.call, keep=recorder.value_of))
+            steps.extend(record(caller, own, partial(own, given), recorder.call, keep=recorder.value_of))
             return given
 
         try:
-            with recorder:
+            # With its parameters, which are constants of the graph; what it makes of them without numbers goes.
+            with copied(model, keep) as own, recorder:
                 functionalize(run)(grid)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise UntraceableError(str(error)) from error

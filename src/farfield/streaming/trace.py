@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.nn import GridAttention
-from farfield.nn.tracing import EnoughError, LiveBytes, call_empty, tensors, without_numbers
+from farfield.nn.macs import MacCounter
+from farfield.nn.tracing import EnoughError, LiveBytes, copied_empty, tensors
 from farfield.streaming.replacement import (
+    AttentionLayer,
     GlobalLayer,
     LayerForward,
     placeholder_forward,
@@ -161,7 +162,7 @@ def trace(caller: str, model: nn.Module, shape: tuple[int, ...], *, whole: bool 
 
     Args:
         caller: The function that errors name.
-        model: The model, whose parameters and buffers are not touched.
+        model: The model, of which a copy runs.
         shape: Shape of the grid.
         whole: Whether layers that need the whole grid run, so that their summaries, MACs and memory are counted;
             otherwise placeholders replace them.
@@ -173,22 +174,25 @@ def trace(caller: str, model: nn.Module, shape: tuple[int, ...], *, whole: bool 
     macs: list[int] = []
     layers: list[GlobalLayer] = []
     summaries: list[int] = []
-    counter, watch, live = FlopCounterMode(display=False), Shapes(), LiveBytes()
+    counter, watch, live = MacCounter(), Shapes(), LiveBytes()
+    attentions = {path or type(model).__name__: each for path, each in model.named_modules()}
 
     def forward(path: str | None, layer: GlobalLayer, grid: Tensor, mask: Tensor | None) -> Tensor:
-        macs.append(counter.get_total_flops() // 2)
-        layers.append(layer)
+        macs.append(counter.macs)
+        # Of the model itself: the copy is gone after the run.
+        own = isinstance(layer, AttentionLayer) and path is not None
+        layers.append(AttentionLayer(cast(GridAttention, attentions[path])) if own else layer)
         if not whole:
             return layer.placeholder(grid)
         size, result = layer.run_whole(grid, mask)
         summaries.append(size)
         return result
 
-    with without_numbers(), counter:
+    with copied_empty(model) as empty, counter:
         grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
         with watch, live:
-            steps = record(caller, model, partial(call_empty, model, (grid,)), forward, keep=lambda _: None)
-    macs.append(counter.get_total_flops() // 2)
+            steps = record(caller, empty, partial(empty, grid), forward, keep=lambda _: None)
+    macs.append(counter.macs)
     return Trace(steps, watch.shapes, macs, layers, summaries, live.peak)
 
 

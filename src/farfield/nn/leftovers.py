@@ -1,0 +1,201 @@
+"""Find the tensors without numbers that a run has left outside of the network, and clear the caches that hold them.
+
+A network may keep what it computes in a dict or a class of its module, or in an `lru_cache`: there a tensor without
+numbers would stay, and the network's next run would compute with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from farfield.nn.network_copy import attributes_of
+
+# Weak references to the tensors without numbers of this thread's run; None where nobody looks for what is left.
+WATCHED: ContextVar[list[weakref.ref[Tensor]] | None] = ContextVar("watched", default=None)
+# How many steps a tensor may lie below what has a name: cache, dict of sizes, tuple, tensor.
+DEPTH = 8
+# Objects through which nothing is searched: they hold what runs, not what is kept.
+PASSING = (types.FrameType, types.TracebackType, weakref.ref)
+
+
+class FakeTensors(FakeTensorMode):
+    """Make tensors fake, and note them where somebody looks for what is left."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on shapes."""
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        watched = WATCHED.get()
+        if watched is not None:
+            watched += [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return outputs
+
+
+@contextmanager
+def leftovers_cleared(caller: str, network: nn.Module) -> Iterator[list[Any]]:
+    """Clear, after the context, what runs without numbers in it have left in caches outside of the network.
+
+    Args:
+        caller: The function that a warning names.
+        network: The network that runs.
+
+    Yields:
+        A list: what is put in it may keep tensors without numbers.
+    """
+    if WATCHED.get() is not None:  # within another such context
+        yield []
+        return
+    watched: list[weakref.ref[Tensor]] = []
+    kept: list[Any] = []
+    before = attributes_before(network)
+    token = WATCHED.set(watched)
+    try:
+        yield kept
+    finally:
+        WATCHED.reset(token)
+        if alive(watched, kept):
+            gc.collect()
+            names = [clear(chain, before) for chain in find_chains(alive(watched, kept))]
+            if names:
+                warnings.warn(
+                    f"{caller}: {type(network).__name__} keeps tensors of its runs outside of itself, in "
+                    f"{', '.join(sorted(set(names)))}; those of this run, which have no numbers, were taken out.\n"
+                    f"  fix: keep them in the module, as a buffer or an attribute.",
+                    stacklevel=3,
+                )
+
+
+def attributes_before(network: nn.Module) -> dict[int, dict[str, Any]]:
+    """Return the attributes of the network's classes and the variables of their files, by the address of each."""
+    classes = {kind for part in network.modules() for kind in type(part).__mro__}
+    classes = {kind for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    files = {sys.modules[kind.__module__] for kind in classes if kind.__module__ in sys.modules}
+    return {id(kind): dict(vars(kind)) for kind in classes} | {id(vars(file)): dict(vars(file)) for file in files}
+
+
+def alive(watched: list[weakref.ref[Tensor]], kept: list[Any]) -> list[Tensor]:
+    """Return the tensors that are still alive and that `kept` does not lead to."""
+    left = {id(tensor): tensor for tensor in (reference() for reference in watched) if tensor is not None}
+    if left and kept:
+        for each in reachable(kept):
+            left.pop(id(each), None)
+    return list(left.values())
+
+
+def reachable(values: list[Any]) -> Iterator[Any]:
+    """Yield all that values lead to, but for modules, classes, and the global variables of functions."""
+    seen, waiting = set[int](), list(values)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (type, types.ModuleType)):
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, types.FunctionType):
+            waiting += [each.__closure__, each.__defaults__, vars(each)]
+        else:
+            waiting += gc.get_referents(each)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+class Chain(NamedTuple):
+    """How something with a name leads to a tensor: the name, and the objects from there to the tensor."""
+
+    name: str
+    objects: tuple[Any, ...]
+
+
+def find_chains(left: list[Tensor]) -> list[Chain]:
+    """Find what has a name and leads to one of these tensors: caches, files, classes, functions and modules."""
+    chains: list[Chain] = []
+    # Address of an object -> the chain from it to a tensor.
+    below: dict[int, tuple[Any, ...]] = {id(tensor): (tensor,) for tensor in left}
+    frontier: list[Any] = list(left)
+    for _ in range(DEPTH):
+        here = {id(each) for each in frontier}
+        own = {id(left), id(frontier), id(below), id(chains)} | {id(chain) for chain in below.values()}
+        found: list[Any] = []
+        for holder in gc.get_referrers(*frontier) if frontier else ():
+            if id(holder) in below or id(holder) in own or isinstance(holder, PASSING):
+                continue
+            held = next((each for each in gc.get_referents(holder) if id(each) in here), None)
+            if held is None:
+                continue
+            below[id(holder)] = (holder, *below[id(held)])
+            name = name_of(holder, held)
+            if name:
+                chains.append(Chain(name, below[id(holder)]))
+            else:
+                found.append(holder)
+        frontier = found
+    return chains
+
+
+def name_of(holder: Any, held: Any) -> str | None:
+    """Return the name of what holds something; None for what has none, such as a dict, a tuple or a local function."""
+    if isinstance(holder, dict):
+        file = sys.modules.get(str(holder.get("__name__")))
+        key = next((key for key, value in holder.items() if value is held), None)
+        return f"{holder['__name__']}.{key}" if file is not None and vars(file) is holder else None
+    if isinstance(holder, (functools._lru_cache_wrapper, types.FunctionType, type)):
+        local = isinstance(holder, types.FunctionType) and "<locals>" in holder.__qualname__
+        return None if local else f"{holder.__module__}.{holder.__qualname__}"
+    return type(holder).__qualname__ if isinstance(holder, nn.Module) else None
+
+
+# ---- clearing --------------------------------------------------------------------------------------------------------
+def clear(chain: Chain, before: dict[int, dict[str, Any]]) -> str:
+    """Take a tensor out of what leads to it, and return the name of that.
+
+    A cache is emptied; a dict or a list loses what leads to the tensor; an attribute gets its earlier value.
+    """
+    holder, objects = chain.objects[0], chain.objects
+    if isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()
+        return chain.name
+    links = list(zip((None, *objects), objects, objects[1:], strict=False))
+    for owner, container, held in reversed(links):
+        if isinstance(container, dict) and container is not holder and not is_attributes(owner, container):
+            for key in [key for key, value in container.items() if value is held or key is held]:
+                del container[key]
+            return chain.name
+        if isinstance(container, list):
+            container[:] = [each for each in container if each is not held]
+            return chain.name
+    for owner, container, held in reversed(links):
+        if isinstance(container, types.CellType):
+            container.cell_contents = None
+            return chain.name
+        if isinstance(container, dict):
+            name = next(name for name, value in container.items() if value is held)
+            put_back(container if owner is None else owner, name, before)
+            return chain.name if owner is None else f"{chain.name}.{name}"
+    return chain.name
+
+
+def is_attributes(owner: Any, container: dict[Any, Any]) -> bool:
+    """Whether a dict is that of the attributes of what holds it."""
+    return isinstance(owner, type) or attributes_of(owner) is container
+
+
+def put_back(owner: Any, name: str, before: dict[int, dict[str, Any]]) -> None:
+    """Give an attribute its earlier value: none at all if it had none; None if that is not known, but for functions."""
+    earlier = before.get(id(owner), {} if isinstance(owner, types.FunctionType) else {name: None})
+    if isinstance(owner, type):
+        setattr(owner, name, earlier[name]) if name in earlier else delattr(owner, name)
+        return
+    attributes = owner if isinstance(owner, dict) else attributes_of(owner)
+    attributes.pop(name)
+    attributes.update({name: earlier[name]} if name in earlier else {})
