@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -222,10 +222,11 @@ def test_a_sequence_keeps_its_channels_first() -> None:
 def test_token_ids_are_made_shorter_and_not_longer() -> None:
     # A table of positions is as long as it is.
     class Text(nn.Module):
+        lengths: ClassVar[list[int]] = []
+
         def __init__(self) -> None:
             super().__init__()
             self.words, self.positions, self.block = nn.Embedding(50, 6), nn.Embedding(8, 6), nn.LayerNorm(6)
-            self.lengths: list[int] = []
 
         def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
             self.lengths.append(ids.shape[1])
@@ -265,7 +266,7 @@ def test_a_probe_leaves_no_trace(fails: bool) -> None:
     net = Restless().train()
     net.norm.eval()
     flags = [module.training for module in net.modules()]
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in net.named_buffers() if name != "cache"}
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in net.named_buffers()}
     parameters = {name: (weight, weight.clone()) for name, weight in net.named_parameters()}
     torch.manual_seed(3)
     random.seed(3)
@@ -286,8 +287,6 @@ def test_a_probe_leaves_no_trace(fails: bool) -> None:
     for name, (tensor, value) in {**buffers, **parameters}.items():
         assert now[name] is tensor, name
         assert torch.equal(tensor, value), name
-    # A cache that is not saved may grow, and the host counts on that.
-    assert net.cache.numel() > 0 or fails
     assert all(weight.grad is None for weight in net.parameters())
 
 

@@ -18,6 +18,7 @@ from farfield._checks import ShapeError
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.leftovers import leftovers_cleared
 from farfield.nn.macs import MacCounter
+from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import copied_empty, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
@@ -125,6 +126,8 @@ def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, Mac
                 empty(*fake_inputs(inputs, dtype))
     except ShapeError:
         raise
+    except CannotCopyError as error:
+        raise RuntimeError(f"cost.count: {type(module).__name__} cannot be counted: {error}") from error
     except (RuntimeError, NotImplementedError, ValueError) as error:
         what = f"{type(module).__name__} does not run on {shapes_text(inputs)} with fake tensors, which have no values"
         fix = "a shape with the batch, such as (1, 3, 224, 224); a module that does not depend on values."

@@ -27,6 +27,7 @@ class Sizes(NamedTuple):
         heads: Number of heads, h.
         project: Which projections there are: letters of "qkvo".
         biased: Whether a bias or a norm's shift is added to the responses.
+        score_biased: Whether projections of queries and keys have biases.
     """
 
     size: tuple[int, ...]
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     heads: int
     project: str
     biased: bool = False
+    score_biased: bool = True
 
     @property
     def positions(self) -> int:
@@ -206,7 +208,7 @@ def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str)
 def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs that do not grow with the batch: the vectors of scores times the projections and their biases."""
     projections = ("q" in s.project) + ("k" in s.project)
-    return s.heads * (s.channels + 1) * s.inner * projections if steps.scored else 0
+    return s.heads * (s.channels + s.score_biased) * s.inner * projections if steps.scored else 0
 
 
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:

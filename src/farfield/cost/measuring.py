@@ -7,7 +7,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,11 @@ def measure(
             if backward:
                 differentiate(outputs)
 
-    try:
+    with gradients_kept(module, inputs):
         for _ in range(warm_up):
             run()
         seconds = [timed(run, device) for _ in range(repeats)]
         peak_bytes = peak_of(run, device)
-    finally:
-        if backward:
-            clear_gradients(module, inputs)
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
 
 
@@ -228,12 +226,19 @@ def differentiate(outputs: Any) -> None:
     torch.autograd.backward(sums)
 
 
-def clear_gradients(module: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-    """Clear the gradients of parameters and inputs."""
+@contextmanager
+def gradients_kept(module: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[None]:
+    """Put the gradients of parameters and inputs aside inside the context, where they are None at first."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    for tensor in tensors([list(inputs), parameters]):
-        if tensor.is_leaf:
+    leaves = [tensor for tensor in tensors([list(inputs), parameters]) if tensor.is_leaf]
+    gradients = [tensor.grad for tensor in leaves]
+    try:
+        for tensor in leaves:
             tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in zip(leaves, gradients, strict=True):
+            tensor.grad = gradient
 
 
 def synchronize(device: torch.device) -> None:

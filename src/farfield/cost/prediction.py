@@ -174,7 +174,8 @@ def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
     inner, width = attention.inner_channels, attention.value_channels
     norm = attention.coefficient_norm
     biased = is_biased(attention.output) or (norm is not None and norm.bias is not None)
-    return Sizes(size, attention.channels, inner, width, attention.heads, project, biased)
+    score_biased = is_biased(attention.query) or is_biased(attention.key)
+    return Sizes(size, attention.channels, inner, width, attention.heads, project, biased, score_biased)
 
 
 def network_cost(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
+from farfield.nn.network_copy import clone, copied
 from farfield.nn.tracing import call, keep_random_numbers, tensors
 from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation, flatten
@@ -87,10 +87,9 @@ def health(model: nn.Module, example: Any) -> list[Health]:
         >>> first.layer, first.response > 0.01, first.gradients, len(others)
         ('rows.3.0.attention', True, {'value': 1.0}, 9)
     """
-    with keep_random_numbers(model), torch.enable_grad():
-        model = copy.deepcopy(model)
-        layers, gradients = run(model, example)
-        check_has_attention("maps.health", model, layers)
+    with keep_random_numbers(model), torch.enable_grad(), copied(model, clone) as own:
+        layers, gradients = run(own, example)
+        check_has_attention("maps.health", own, layers)
         zero = {layer.attention for layer in layers.values() if is_identity(layer.attention)}
         for attention in zero:
             reset_output(attention)

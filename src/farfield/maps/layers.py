@@ -12,6 +12,7 @@ from torch import nn
 from farfield.maps.layer import Layer, add_layer
 from farfield.maps.tokens import is_replaced, record_tokens
 from farfield.nn.attention import GridAttention
+from farfield.nn.network_copy import copied, share_parameters
 
 
 def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
@@ -28,7 +29,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     than its output attend to each other: those come first. Otherwise, `layer._replace(patches=(14, 14))`.
 
     Args:
-        network: Any network. It runs in eval mode and without gradients; then its modules are in their old modes again.
+        network: Any network. A copy with the same parameters runs in eval mode and without gradients.
         inputs: The inputs of the network, normalised as in training.
 
     Returns:
@@ -56,13 +57,17 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
             )
     with (
         torch.no_grad(),
-        eval_mode(network),
-        record_layers(network) as recorded,
-        record_tokens(network, recorded),
+        copied(network, share_parameters) as own,
+        record_layers(own) as recorded,
+        record_tokens(own, recorded),
     ):
-        network(*inputs)
+        originals = dict(zip(own.modules(), network.modules(), strict=True))
+        own.eval()(*inputs)
     check_has_attention("maps.layers", network, recorded)
-    return recorded
+    return {
+        name: layer._replace(attention=originals.get(layer.attention, layer.attention))
+        for name, layer in recorded.items()
+    }
 
 
 def check_has_attention(caller: str, network: nn.Module, layers: dict[str, Layer]) -> None:
@@ -100,15 +105,3 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def eval_mode(network: nn.Module) -> Iterator[None]:
-    """Put a network in eval mode within the context, and each of its modules back in its old mode after it."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,12 +23,33 @@ from torch.utils._pytree import tree_leaves
 
 from farfield.nn.network_copy import attributes_of
 
-# Weak references to the tensors without numbers of this thread's run; None where nobody looks for what is left.
-WATCHED: ContextVar[list[weakref.ref[Tensor]] | None] = ContextVar("watched", default=None)
 # How many steps a tensor may lie below what has a name: cache, dict of sizes, tuple, tensor.
 DEPTH = 8
 # Objects through which nothing is searched: they hold what runs, not what is kept.
 PASSING = (types.FrameType, types.TracebackType, weakref.ref)
+
+
+class Watch:
+    """The tensors without numbers of a run, and the names of what kept some of them.
+
+    Args:
+        network: The network that runs.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.before = attributes_before(network)
+        self.references: list[weakref.ref[Tensor]] = []
+        self.names: set[str] = set()
+
+    def sweep(self, *kept: Any) -> None:
+        """Take the tensors that are still alive out of what has a name and holds them, but for those in `kept`."""
+        chains = find_chains(alive(self.references, kept))
+        self.names |= {clear(chain, self.before) for chain in chains}
+        self.references.clear()
+
+
+# That of this thread's run; None where nobody looks for what is left.
+WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 class FakeTensors(FakeTensorMode):
@@ -37,44 +58,48 @@ class FakeTensors(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes."""
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        watched = WATCHED.get()
-        if watched is not None:
-            watched += [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        watch = WATCH.get()
+        if watch is not None:
+            watch.references += [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         return outputs
 
 
 @contextmanager
 def leftovers_cleared(caller: str, network: nn.Module) -> Iterator[list[Any]]:
-    """Clear, after the context, what runs without numbers in it have left in caches outside of the network.
+    """Clear, after the context, what runs without numbers in it have left in caches outside of the network; warn then.
 
     Args:
-        caller: The function that a warning names.
+        caller: The function that the warning names.
         network: The network that runs.
 
     Yields:
         A list: what is put in it may keep tensors without numbers.
     """
-    if WATCHED.get() is not None:  # within another such context
-        yield []
-        return
-    watched: list[weakref.ref[Tensor]] = []
     kept: list[Any] = []
-    before = attributes_before(network)
-    token = WATCHED.set(watched)
+    if WATCH.get() is not None:  # within another such context
+        yield kept
+        return
+    watch = Watch(network)
+    token = WATCH.set(watch)
     try:
         yield kept
     finally:
-        WATCHED.reset(token)
-        if alive(watched, kept):
-            gc.collect()
-            names = [clear(chain, before) for chain in find_chains(alive(watched, kept))]
-            if names:
-                warnings.warn(
-                    f"{caller}: {type(network).__name__} keeps tensors of its runs outside of itself, in "
-                    f"{', '.join(sorted(set(names)))}; those of this run, which have no numbers, were taken out.\n"
-                    f"  fix: keep them in the module, as a buffer or an attribute.",
-                    stacklevel=3,
-                )
+        WATCH.reset(token)
+        watch.sweep(kept)
+        if watch.names:
+            warnings.warn(
+                f"{caller}: {type(network).__name__} keeps tensors of its runs outside of itself, in "
+                f"{', '.join(sorted(watch.names))}; those of this run, which have no numbers, were taken out.\n"
+                f"  fix: keep them in the module, as a buffer or an attribute.",
+                stacklevel=4,
+            )
+
+
+def sweep(*kept: Any) -> None:
+    """Clear what is left so far, so that the next run, with numbers, does not find it; `kept` may keep some."""
+    watch = WATCH.get()
+    if watch is not None:
+        watch.sweep(*kept)
 
 
 def attributes_before(network: nn.Module) -> dict[int, dict[str, Any]]:
@@ -85,16 +110,16 @@ def attributes_before(network: nn.Module) -> dict[int, dict[str, Any]]:
     return {id(kind): dict(vars(kind)) for kind in classes} | {id(vars(file)): dict(vars(file)) for file in files}
 
 
-def alive(watched: list[weakref.ref[Tensor]], kept: list[Any]) -> list[Tensor]:
+def alive(references: list[weakref.ref[Tensor]], kept: Iterable[Any]) -> list[Tensor]:
     """Return the tensors that are still alive and that `kept` does not lead to."""
-    left = {id(tensor): tensor for tensor in (reference() for reference in watched) if tensor is not None}
+    left = {id(tensor): tensor for tensor in (reference() for reference in references) if tensor is not None}
     if left and kept:
         for each in reachable(kept):
             left.pop(id(each), None)
     return list(left.values())
 
 
-def reachable(values: list[Any]) -> Iterator[Any]:
+def reachable(values: Iterable[Any]) -> Iterator[Any]:
     """Yield all that values lead to, but for modules, classes, and the global variables of functions."""
     seen, waiting = set[int](), list(values)
     while waiting:

@@ -10,11 +10,10 @@ import copy
 import functools
 import random
 import sys
-import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -30,8 +29,10 @@ CONTAINERS = (OrderedDict, defaultdict, dict, list, deque, set)
 # Modules of the standard library whose classes a plain class may have as bases. An object with another one, as a
 # logger, a thread or an enum, stands for something outside of the network, and is shared.
 PLAIN_BASES = {"abc", "builtins", "collections", "collections.abc", "contextlib", "typing"}
-# Held while a network is looked at in place, because it cannot be copied.
-IN_PLACE = threading.RLock()
+
+
+class CannotCopyError(ValueError):
+    """Part of a network cannot be copied."""
 
 
 @contextmanager
@@ -40,44 +41,21 @@ def copied(
 ) -> Iterator[nn.Module]:
     """Copy a network, to look at the copy inside the context.
 
-    Scripted modules cannot be copied without their weights, so they are themselves part of the copy. Such a network is
-    looked at by one thread at a time, and afterwards the attributes, hooks and buffers of these modules are restored.
-
     Args:
         network: The network; whatever is done with the copy, it stays as it is.
         make: What becomes of each tensor: `make_empty`, `share_parameters`, `clone` or `keep`.
         reports: Whether hooks still append to the user's own lists, and fill the user's own dicts.
         discard: Whether the copy is emptied at the end, so that nothing in it is kept alive by a cycle.
+
+    Raises:
+        CannotCopyError: If a part of the network is scripted, or has no shapes yet and gets empty tensors.
     """
     copier = Copier(make, reports=reports)
-    duplicate = copier.copy(network)
     try:
-        if copier.scripted:
-            with IN_PLACE, restored(copier.scripted):
-                yield duplicate
-        else:
-            yield duplicate
+        yield copier.copy(network)
     finally:
         if discard:
             copier.discard()
-
-
-@contextmanager
-def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the attributes, hooks and buffers of modules after the context."""
-    parts = {part: None for module in modules for part in module.modules()}
-    attributes = [(vars(part), dict(vars(part))) for part in parts]
-    attributes += [(each, dict(each)) for before, _ in attributes for each in before.values() if type(each) is OrderedDict]
-    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        with torch.no_grad():
-            for buffer, numbers in buffers:
-                buffer.copy_(numbers)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -85,12 +63,10 @@ def make_empty(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor of the same kind, shape and dtype on the CPU; call it where tensors are fake.
 
     Raises:
-        ValueError: If the tensor has no shape yet.
+        CannotCopyError: If the tensor has no shape yet.
     """
     if is_lazy(tensor):
-        raise ValueError(
-            "a lazy layer has no weights before its first run; fix: run the network once on numbers, model(example)."
-        )
+        raise CannotCopyError("a lazy layer in it has no weights yet; fix: run it once on numbers, model(example).")
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
@@ -123,13 +99,11 @@ class Copier:
 
     Attributes:
         copies: Address -> an object, kept so that no other gets its address, and its copy.
-        scripted: The scripted modules, which are shared.
     """
 
     def __init__(self, make: MakeTensor, *, reports: bool = False) -> None:
         self.make, self.reports = make, reports
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.scripted: list[nn.Module] = []
         self.methods: dict[type, Callable[[Copier, Any], Any]] = dict.fromkeys(ATOMS, Copier.share)
 
     def copy(self, value: Any) -> Any:
@@ -167,10 +141,12 @@ class Copier:
             vars(made).update({name: self.copy(each) for name, each in vars(tensor).items()})
         return made
 
-    def share_scripted(self, module: nn.Module) -> nn.Module:
-        """Return a scripted module, and note it."""
-        self.scripted.append(module)
-        return self.note(module, module)
+    def refuse_scripted(self, module: Any) -> Any:
+        """Raise CannotCopyError for a scripted module, which has its weights in C code, and takes no hooks."""
+        raise CannotCopyError(
+            f"{module.original_name} in it is scripted, and its code is fixed; fix: the module that was scripted in "
+            f"its place, or a network of which no part is scripted."
+        )
 
     def copy_container(self, value: Any) -> Any:
         """Copy a dict, list, deque or set, or an instance of a subclass."""
@@ -279,7 +255,7 @@ class Copier:
 # Kinds of values, in the order in which they are tried -> how they are copied.
 METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (Tensor, Copier.copy_tensor),
-    (torch.jit.ScriptModule, Copier.share_scripted),
+    (torch.jit.ScriptModule, Copier.refuse_scripted),
     (types.SimpleNamespace, Copier.copy_namespace),
     (nn.Module, Copier.copy_object),
     (CONTAINERS, Copier.copy_container),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farfield.nn.leftovers import FakeTensors, leftovers_cleared
-from farfield.nn.network_copy import copied, make_empty, share_parameters
+from farfield.nn.leftovers import FakeTensors, leftovers_cleared, sweep
+from farfield.nn.network_copy import CannotCopyError, copied, make_empty, share_parameters
 
 
 @contextmanager
@@ -75,10 +75,11 @@ def without_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def copied_empty(model: nn.Module) -> Iterator[nn.Module]:
-    """Copy a model with uninitialized tensors on the CPU, without numbers; nothing that it runs reaches the model."""
+def copied_empty(model: nn.Module, *kept: Any) -> Iterator[nn.Module]:
+    """Copy a model with uninitialized tensors on the CPU, without numbers; only `kept` keeps tensors of its runs."""
     with without_numbers(), copied(model, make_empty, discard=True) as empty:
         yield empty
+    sweep(*kept)
 
 
 def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,8 +94,13 @@ def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(model, nn.Module):
             return function(model, *args, **kwargs)
         with leftovers_cleared(function.__name__, model) as kept:
-            with copied(model, share_parameters, reports=True) as own:
-                kept.append(function(own, *args, **kwargs))
+            try:
+                with copied(model, share_parameters, reports=True) as own:
+                    kept.append(function(own, *args, **kwargs))
+            except CannotCopyError as error:
+                raise ValueError(
+                    f"{function.__name__}: {type(model).__name__} does not run in tiles: {error}"
+                ) from error
             return kept[0]
 
     return on_copy

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farfield.nn.leftovers import sweep
 from farfield.nn.macs import count_macs
 from farfield.nn.network_copy import copied, keep
 from farfield.nn.tracing import tensors, without_numbers
@@ -156,6 +157,8 @@ def record_graph(caller: str, model: nn.Module, shape: tuple[int, ...]) -> Graph
                 functionalize(run)(grid)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise UntraceableError(str(error)) from error
+    recorder.known.clear()
+    sweep(recorder.nodes)
     values = [step._replace(grid=step.grid if isinstance(step.grid, Value) else None) for step in steps]
     return Graph(recorder.nodes, values, recorder.calls)
 

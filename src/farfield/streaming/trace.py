@@ -188,10 +188,12 @@ def trace(caller: str, model: nn.Module, shape: tuple[int, ...], *, whole: bool 
         summaries.append(size)
         return result
 
-    with copied_empty(model) as empty, counter:
-        grid = torch.empty(shape, dtype=dtype_of(model), device="cpu")
+    def run(empty: nn.Module, grid: Tensor) -> list[Step]:
         with watch, live:
-            steps = record(caller, empty, partial(empty, grid), forward, keep=lambda _: None)
+            return record(caller, empty, partial(empty, grid), forward, keep=lambda _: None)
+
+    with copied_empty(model, layers) as empty, counter:
+        steps = run(empty, torch.empty(shape, dtype=dtype_of(model), device="cpu"))
     macs.append(counter.macs)
     return Trace(steps, watch.shapes, macs, layers, summaries, live.peak)
 

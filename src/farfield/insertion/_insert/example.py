@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from farfield.insertion._insert.effects import tensors
 from farfield.insertion._insert.probe import Seen, probe
+from farfield.nn.network_copy import CannotCopyError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # An error of a model with more lines, such as all signatures of an operation, is cut to its first.
@@ -24,6 +26,8 @@ def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: An
     """
     try:
         seen = probe(model, example, paths)
+    except CannotCopyError as error:
+        raise ValueError(f"{caller}: {type(model).__name__} cannot be run for inspection: {error}") from error
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
@@ -47,6 +51,8 @@ def check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
             also takes it with a batch.
     """
     convolution = next((each for each in model.modules() if isinstance(each, CONVOLUTIONS)), None)
+    if convolution is not None and is_lazy(convolution.weight):
+        return
     if convolution is None or not isinstance(example, Tensor) or example.dim() != convolution.weight.dim() - 1:
         return
     if example.shape[0] != convolution.in_channels:
