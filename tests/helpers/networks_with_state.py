@@ -102,7 +102,7 @@ class ModuleDict(Base):
 
 class GlobalVariable(Base):
     def added(self, grid: Tensor) -> Any:
-        global LATEST  # noqa: PLW0603
+        global LATEST
         if LATEST is None or len(LATEST) != grid.shape[-1]:
             LATEST = halves(grid.shape[-1])
         return LATEST
@@ -339,7 +339,7 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def forget() -> None:
     """Empty the caches outside of the networks."""
-    global LATEST  # noqa: PLW0603
+    global LATEST
     LATEST = OnClass.shared = None
     HALVES.clear()
     cached_halves.cache_clear()

@@ -94,7 +94,7 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         )
     with leftovers_cleared("cost.count", module):
         cost = run(module, inputs)[0]
-        # Once more without hooks: blocks then fold layers that they otherwise call one by one, as when a user runs them.
+        # Once more without hooks: blocks then fold layers that they otherwise call one by one, as for a user.
         counter = execute(module, inputs, lambda *_: None)
     if counter.uncounted:
         warnings.warn(

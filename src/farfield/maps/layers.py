@@ -57,11 +57,11 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
             )
     with (
         torch.no_grad(),
-        copied(network, share_parameters) as own,
+        copied(network, share_parameters, reports=True) as own,
         record_layers(own) as recorded,
         record_tokens(own, recorded),
     ):
-        originals = dict(zip(own.modules(), network.modules(), strict=True))
+        originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
         own.eval()(*inputs)
     check_has_attention("maps.layers", network, recorded)
     return {

@@ -29,7 +29,7 @@ DEPTH = 8
 PASSING = (types.FrameType, types.TracebackType, weakref.ref)
 
 
-class Watch:
+class LiveTensors:
     """The tensors without numbers of a run, and the names of what kept some of them.
 
     Args:
@@ -49,7 +49,7 @@ class Watch:
 
 
 # That of this thread's run; None where nobody looks for what is left.
-WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+WATCH: ContextVar[LiveTensors | None] = ContextVar("watch", default=None)
 
 
 class FakeTensors(FakeTensorMode):
@@ -79,7 +79,7 @@ def leftovers_cleared(caller: str, network: nn.Module) -> Iterator[list[Any]]:
     if WATCH.get() is not None:  # within another such context
         yield kept
         return
-    watch = Watch(network)
+    watch = LiveTensors(network)
     token = WATCH.set(watch)
     try:
         yield kept
@@ -151,7 +151,7 @@ def find_chains(left: list[Tensor]) -> list[Chain]:
     for _ in range(DEPTH):
         here = {id(each) for each in frontier}
         own = {id(left), id(frontier), id(below), id(chains)} | {id(chain) for chain in below.values()}
-        found: list[Any] = []
+        above: list[Any] = []
         for holder in gc.get_referrers(*frontier) if frontier else ():
             if id(holder) in below or id(holder) in own or isinstance(holder, PASSING):
                 continue
@@ -163,8 +163,8 @@ def find_chains(left: list[Tensor]) -> list[Chain]:
             if name:
                 chains.append(Chain(name, below[id(holder)]))
             else:
-                found.append(holder)
-        frontier = found
+                above.append(holder)
+        frontier = above
     return chains
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ class Running:
         network: The network; None follows no module.
 
     Attributes:
-        parents: What `FlopCounterMode` asks for: names of the modules that run, and `TOTAL`.
+        parents: What `FlopCounterMode` reads: names of the modules that run, and `TOTAL`.
     """
 
     def __init__(self, network: nn.Module | None) -> None:
@@ -215,7 +215,7 @@ class MacCounter:
 
     def __init__(self, network: nn.Module | None = None) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
-        self.counter.mod_tracker = Running(network)
+        self.counter.mod_tracker = cast(Any, Running(network))
         self.operations = UncountedOperations(list(self.counter.flop_registry))
 
     def __enter__(self) -> MacCounter:

@@ -187,20 +187,20 @@ class Copier:
         kept = (function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
         if home.get(function.__name__) is function or not any(kept):
             return function
-        cells = self.copy(function.__closure__)
+        enclosed = self.copy(function.__closure__)
         if id(function) in self.copies:  # it encloses itself
             return self.copies[id(function)][1]
-        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, enclosed)
         self.note(function, made)
         for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(made, name, self.copy(getattr(function, name)))
         return self.copy_attributes(function, made)
 
-    def copy_cell(self, cell: types.CellType) -> types.CellType:
+    def copy_variable(self, variable: types.CellType) -> types.CellType:
         """Copy a variable that functions enclose."""
-        made = self.note(cell, types.CellType())
+        made = self.note(variable, types.CellType())
         with suppress(ValueError):  # it is empty
-            value = cell.cell_contents
+            value = variable.cell_contents
             made.cell_contents = value if self.reports and is_same(value, self.copy(value)) else self.copy(value)
         return made
 
@@ -239,7 +239,7 @@ class Copier:
         return self.note(generator, own)
 
     def copy_object(self, value: Any) -> Any:
-        """Copy a module or another object of a plain class, whatever it says about being copied."""
+        """Copy a module or another object of a plain class, also of one that refuses to be copied."""
         return self.copy_attributes(value, self.note(value, object.__new__(type(value))))
 
     def copy_attributes(self, value: Any, made: Any) -> Any:
@@ -262,7 +262,7 @@ METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     ((tuple, frozenset), Copier.copy_tuple),
     ((type, types.ModuleType), Copier.share),
     (types.FunctionType, Copier.copy_function),
-    (types.CellType, Copier.copy_cell),
+    (types.CellType, Copier.copy_variable),
     (functools._lru_cache_wrapper, Copier.copy_cache),
     (types.MethodType, Copier.copy_method),
     ((types.BuiltinMethodType, types.MethodWrapperType), Copier.copy_builtin),
@@ -298,7 +298,7 @@ def is_same(value: Any, duplicate: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the dict of an object's own attributes, whatever its class says; an empty one if it has none."""
+    """Return the dict of an object's own attributes, also of a class that hides them; an empty one if it has none."""
     try:
         return cast("dict[str, Any]", object.__getattribute__(value, "__dict__"))
     except AttributeError:
