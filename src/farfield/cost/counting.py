@@ -61,12 +61,13 @@ class CountedCall(NamedTuple):
 
 
 def count(module: nn.Module, inputs: Inputs) -> Cost:
-    """Count the MACs that execute in one forward pass of a module, without computing it or changing its weights.
+    """Count the MACs that execute in one forward pass of a module, without computing it or changing the module.
 
-    MACs are those of convolutions, matrix products and scaled dot-product attention anywhere in the pass
-    (`torch.utils.flop_counter`, halved). Elementwise operations, reductions (means, norms, pooling) and softmax count
-    0, as in the papers. The module runs in the mode it is in: in training, batch norm of coefficients also computes its
-    moments; call `.eval()` first for inference.
+    MACs are those of convolutions, matrix products, recurrent layers and attention anywhere in the pass
+    (`torch.utils.flop_counter`, halved, and `farfield.nn.macs` for what it misses). Elementwise operations, reductions
+    (means, norms, pooling) and softmax count 0, as in the papers. A warning names operations with MACs that have no
+    formula, such as Fourier transforms, inverses, and those of other libraries. A copy of the module runs, in the mode
+    it is in: in training, batch norm of coefficients also computes its moments; call `.eval()` first for inference.
 
     Args:
         module: Any module whose steps depend on shapes and not on values.
@@ -78,7 +79,7 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         is one), added up over all calls.
 
     Raises:
-        RuntimeError: If the module depends on values, or does not accept such inputs.
+        RuntimeError: If the module depends on values, does not accept such inputs, or has a part that is scripted.
         TypeError: If the module is none.
 
     Example:

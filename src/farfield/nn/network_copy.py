@@ -78,7 +78,9 @@ def share_parameters(tensor: Tensor) -> Tensor:
 
 def clone(tensor: Tensor) -> Tensor:
     """Return a clone of the same kind that is a leaf of its own."""
-    return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
+    if type(tensor) is Tensor or not tensor.is_leaf:
+        return tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
+    return copy.deepcopy(tensor)
 
 
 def keep(tensor: Tensor) -> Tensor:
