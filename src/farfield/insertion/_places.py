@@ -108,6 +108,17 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def inside(outer: str, path: str) -> str:
+    """Return the path of a module from a module around it, whose path is `outer`."""
+    return path[len(outer) + bool(outer) :]
+
+
+def parents(path: str) -> list[str]:
+    """Return the paths of all modules around one, from the nearest to the model itself, which is ""."""
+    names = path.split(".") if path else []
+    return [".".join(names[:end]) for end in reversed(range(len(names)))]
+
+
 def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, nn.Module]:
     """Map every place that matches one path or several to its module.
 

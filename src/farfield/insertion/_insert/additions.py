@@ -86,6 +86,11 @@ def additions(model: nn.Module) -> dict[Place, nn.Module]:
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 
 
+def child_of(place: Place) -> str:
+    """Return the path of the addition at a place."""
+    return ".".join(filter(None, (place.path, CHILD, place.entry)))
+
+
 def places_of(path: str, host: nn.Module) -> list[Place]:
     """Return the places of a host that have additions."""
     child = host._modules.get(CHILD)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach, child_of, detach
 from farfield.insertion._insert.checks import (
     caller_of,
     check_arguments,
     check_batch,
+    check_distinct,
     check_free,
     check_open,
     find_alternatives,
@@ -24,7 +25,7 @@ from farfield.insertion._insert.checks import (
 )
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.example import describe_error
-from farfield.insertion._insert.hooks import tidy, watch
+from farfield.insertion._insert.hooks import read_old_keys, tidy, watch
 from farfield.insertion._insert.layout import (
     LAYOUTS,
     Layout,
@@ -34,7 +35,8 @@ from farfield.insertion._insert.layout import (
     look_elsewhere,
 )
 from farfield.insertion._insert.probe import Seen, probe
-from farfield.insertion._places import CHILD, Place, find_places
+from farfield.insertion._insert.sequences import host_of, runs_in_order
+from farfield.insertion._places import CHILD, Place, find_places, inside
 
 AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
@@ -112,11 +114,13 @@ def insert(
     check_layout_name("insert", layout)
     check_arguments(model, where, make)
     check_open("insert", model)
-    places = find_places("insert", model, where)
+    named = {place: host_of(model, place) for place in find_places("insert", model, where)}
+    places = {place: model.get_submodule(place.path) for place in named.values()}
     for place, host in places.items():
         check_open("insert", model, place.path)
         check_free(place, host)
-    seen = look(model, places, example)
+    check_distinct(named)
+    seen = look(model, [*named, *places], example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
     elsewhere = look_elsewhere(model, places, example)
     for place in places:
@@ -132,7 +136,10 @@ def insert(
             detach(host, place.entry)
         raise
     watch_layers(model, places, seen)
-    return {str(place): module for place, module in made.items()}
+    for name, place in named.items():
+        if name != place:
+            read_old_keys(model.get_submodule(name.path), inside(name.path, place.path))
+    return {str(name): made[place] for name, place in named.items()}
 
 
 def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
@@ -164,7 +171,9 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     for pattern in [where] if isinstance(where, str) else where or ():
         # A host that another layer has replaced is not in the model any more, so paths of additions come first.
         exact = [place for place in present if str(place) == pattern]
-        wanted = exact or find_places("remove", model, pattern)
+        wanted = exact or [
+            each for place in find_places("remove", model, pattern) for each in (place, host_of(model, place))
+        ]
         matched = [place for place in present if place in wanted or Place(place.path) in wanted]
         if not matched:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
@@ -197,9 +206,9 @@ def make_all(
 def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
     """Make the module around each host without children check its addition: such a layer may be replaced later."""
     for place, host in places.items():
-        if place.path and set(host._modules) == {CHILD}:
+        if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
             around = caller_of(seen, place.path)
-            watch(model.get_submodule(around), place.path[len(around) + bool(around) :], host)
+            watch(model.get_submodule(around), inside(around, place.path), host)
 
 
 def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
@@ -211,7 +220,7 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, exampl
         ValueError: If the model fails, calls an addition more or less often than its host, or returns the same whatever
             an addition returns; or if an addition returns non-finite numbers for finite inputs.
     """
-    children = {place: ".".join(filter(None, (place.path, CHILD, place.entry))) for place in grids}
+    children = {place: child_of(place) for place in grids}
     try:
         seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
     except Exception as error:

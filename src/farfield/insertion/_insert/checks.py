@@ -15,7 +15,7 @@ from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.example import describe, entries, run_example
 from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
 from farfield.insertion._insert.probe import Seen
-from farfield.insertion._places import CHILD, Place, join
+from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
@@ -143,6 +143,22 @@ def check_free(place: Place, host: nn.Module) -> None:
         )
 
 
+def check_distinct(named: Mapping[Place, Place]) -> None:
+    """Refuse two places that are one: a sequence that stands for its last child, and that child.
+
+    Args:
+        named: The places as they were given -> the places that get the additions.
+
+    Raises:
+        ValueError: If so.
+    """
+    names: dict[Place, Place] = {}
+    for name, place in named.items():
+        other = names.setdefault(place, name)
+        if other != name:
+            raise ValueError(f'insert: "{other}" and "{name}" are one place, {place}; fix: name one of them.')
+
+
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Run the model once and record each place, its parents, its children and the children of the model.
 
@@ -179,12 +195,6 @@ def caller_of(seen: Seen, path: str) -> str:
 def is_called_once(seen: Seen, path: str) -> bool:
     """Whether a module that runs is called once for each call of the nearest module around it, or is the model."""
     return not path or seen.calls[path] <= seen.calls[caller_of(seen, path)]
-
-
-def parents(path: str) -> list[str]:
-    """Return the paths of all modules around one, from the nearest to the model itself, which is ""."""
-    names = path.split(".") if path else []
-    return [".".join(names[:end]) for end in reversed(range(len(names)))]
 
 
 def children(model: nn.Module, path: str) -> list[str]:

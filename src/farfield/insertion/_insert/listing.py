@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import grid_of
+from farfield.insertion._insert.additions import attach, child_of, detach, grid_of
 from farfield.insertion._insert.checks import (
     check_free,
     check_open,
@@ -17,6 +17,7 @@ from farfield.insertion._insert.checks import (
     is_floating,
     keeps_batch,
 )
+from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.example import entries, run_example
 from farfield.insertion._insert.layout import (
     Layout,
@@ -26,7 +27,8 @@ from farfield.insertion._insert.layout import (
     find_layout,
     look_elsewhere,
 )
-from farfield.insertion._insert.probe import Seen
+from farfield.insertion._insert.probe import Seen, probe
+from farfield.insertion._insert.sequences import host_of
 from farfield.insertion._places import CHILD, Place
 
 
@@ -92,7 +94,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     seen = run_example("places", model, modules, example)
     grids = dict(find_grids(model, modules, seen))
     elsewhere = look_elsewhere(model, grids, example)
-    listed = []
+    fitting = {}
     for place, grid in grids.items():
         shape, others = tuple(grid.shape), elsewhere[place]
         fits = find_layout(model, place, shape, others, layout)
@@ -100,14 +102,16 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
         size = shape[1:axis] + shape[axis + 1 :]
-        listed.append(InsertionPlace(str(place), kind, shape[axis], size, fits, shape))
-    return listed
+        fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
+    effects = Effects(model, example, seen.outputs[""])
+    called = called_with_hosts(model, list(fitting), example)
+    return [fitting[place] for place in called if grids[place].is_meta or effects.reaches(place)]
 
 
 def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[tuple[Place, Tensor]]:
     """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
     for path, outputs in seen.outputs.items():
-        if not is_called_once(seen, path):
+        if not is_called_once(seen, path) or host_of(model, Place(path)).path != path:
             continue
         for entry in entries(outputs) if isinstance(outputs, Mapping | tuple | list) else [None]:
             place = Place(path, entry)
@@ -118,3 +122,22 @@ def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -
                 grid = grid_of(outputs, entry)
                 if is_floating(grid) and grid.dim() >= 3 and not has_batch_second(model, place, grid):
                     yield place, grid
+
+
+def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
+    """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
+
+    All places get an addition that does nothing, for one run. If the model fails then, each half is tried alone.
+    """
+    hosts = {place: model.get_submodule(place.path) for place in tried}
+    for place, host in hosts.items():
+        attach(host, place.entry, nn.Identity())
+    try:
+        calls = probe(model, example, [path for place in tried for path in (place.path, child_of(place))]).calls
+        return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
+    except Exception:  # noqa: BLE001  (a model may raise anything)
+        halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
+    finally:
+        for place, host in hosts.items():
+            detach(host, place.entry)
+    return [place for half in halves if len(tried) > 1 for place in called_with_hosts(model, half, example)]

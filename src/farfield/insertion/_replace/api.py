@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from farfield.insertion._insert.checks import parents
+from farfield.insertion._places import parents
 from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
 from farfield.insertion._replace.hugging_face import (
     choose,
