@@ -1,4 +1,4 @@
-"""Who else looks at a place: hooks from before, those that count its blocks, and those that put others in its place."""
+"""Who else looks at a place: hooks from before, and those that put another layer in it."""
 
 from __future__ import annotations
 
@@ -156,90 +156,6 @@ def test_each_stage_reaches_what_transformers_hooks_for_a_head(
     given.clear()
     after = look()
     assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-# ---- those that count or iterate -------------------------------------------------------------------------------------
-def test_a_sequence_of_blocks_does_not_grow() -> None:
-    net = tiny_vit()
-    before, blocks = net.forward_intermediates(square), list(net.blocks)
-    insert(net, "blocks", felt, example=square, layout="channels_last")
-    assert len(net.blocks) == 3
-    assert list(net.blocks) == blocks == [net.blocks[block] for block in range(3)]
-    assert all(key.startswith("blocks.farfield.") for key in net.state_dict() if "farfield" in key)
-    last, features = net.forward_intermediates(square)
-    assert len(features) == len(before[1])
-    # The last block answers with the addition, whoever calls it.
-    assert torch.equal(last, net.forward_features(square))
-    assert torch.equal(features[0], before[1][0])
-    assert not torch.equal(features[2], before[1][2])
-    remove(net)
-    assert type(net.blocks) is nn.Sequential
-    assert torch.equal(net.forward_intermediates(square)[0], before[0])
-
-
-@pytest.mark.parametrize("name", ["convnext_atto", "resnet18", "efficientnet_lite0"])
-def test_features_of_timm_are_as_many(name: str) -> None:
-    net = timm.create_model(name).eval()
-    where = {"convnext_atto": "stages", "resnet18": "layer4", "efficientnet_lite0": "blocks"}[name]
-    before = net.forward_intermediates(square)[1]
-    insert(net, where, felt, example=square)
-    last, features = net.forward_intermediates(square)
-    assert [feature.shape for feature in features] == [feature.shape for feature in before]
-    assert torch.equal(last, net.forward_features(square))
-
-
-def hosting() -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
-    """A sequence with an addition, and the addition."""
-    net = Net().eval()
-    return net.stage, insert(net, "stage", felt, example=image)["stage"]
-
-
-grid = torch.rand(2, 8, 12, 16, generator=seeded_generator(3))
-
-
-def test_parts_of_a_sequence() -> None:
-    stage, _ = hosting()
-    first, second, third = stage
-    assert type(stage[:2]) is nn.Sequential
-    assert torch.equal(stage[:2](grid), second(first(grid)))
-    end = stage[1:]
-    assert [name for name, _ in end.named_children()] == ["1", "2", "farfield"]
-    assert torch.equal(end(first(grid)), stage(grid))
-    assert stage[-1] is third
-    with pytest.raises(IndexError):
-        stage[3]
-
-
-def test_a_sequence_that_is_changed_keeps_its_addition_behind() -> None:
-    stage, addition = hosting()
-    first, extra = stage[0], nn.Conv2d(12, 12, 1)
-    del stage[1]
-    remove(copied := copy.deepcopy(stage))
-    assert [name for name, _ in stage.named_children()] == ["0", "1", "farfield"]
-    assert torch.equal(stage(grid), addition(copied(grid)))
-    stage.append(extra)
-    assert torch.equal(stage(grid), addition(extra(copied(grid))))
-    assert stage.pop(2) is extra
-    stage.insert(1, extra)
-    stage[2] = nn.Identity()
-    assert torch.equal(stage(grid), addition(extra(first(grid))))
-    assert [name for name, _ in stage.named_children()] == ["0", "1", "2", "farfield"]
-
-
-def test_additions_of_a_block_and_of_the_sequences_that_end_with_it() -> None:
-    net = nn.Sequential(nn.Sequential(*Net().stage)).eval()
-    example = torch.rand(2, 8, 9, 9)
-    before = net(example)
-    outer, inner, block = (insert(net, where, felt, example=example)[where] for where in ("", "0", "0.2"))
-    wanted = outer(inner(block(before)))
-    assert torch.equal(net(example), wanted)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert torch.equal(other(example), wanted)
-        remove(other, "0")
-        assert torch.equal(other(example), outer(block(before)))
-    remove(net)
-    assert not any(module._forward_hooks for module in net.modules())
-    assert [type(module) for module in net.modules()][:2] == [nn.Sequential, nn.Sequential]
 
 
 # ---- those that put another layer in the place -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from farfield import insert, insertion, remove
+from farfield import insert, insertion, models, remove
 from farfield.insertion._places import CHILD
 from helpers.small_hosts import Net, Pair, Pyramid, Tokens, identity, image
 
@@ -227,3 +228,61 @@ class Silent(nn.Module):
 def test_errors_are_those_of_insert(model: Any, example: Any, layout: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         insertion.places(model, example, layout=layout)
+
+
+# ---- places that need more than a grid -------------------------------------------------------------------------------
+class Doubled(nn.Sequential):
+    """Runs its children by the class's own way, and does more."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return 2 * super().forward(grid)
+
+
+class Fixed(nn.Sequential):
+    """Fails with one more child."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        convolution, activation = self.children()
+        return activation(convolution(grid))
+
+
+class Odd(nn.Module):
+    """A host that would call its addition twice, one that fails with it, and a grid that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled, self.fixed = (kind(nn.Conv2d(3, 3, 1), nn.ReLU()) for kind in (Doubled, Fixed))
+        self.unused, self.order = nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+
+    def forward(self, grid: Tensor) -> Tensor:
+        self.unused(grid)
+        return self.order(self.fixed(self.doubled(grid)))
+
+
+class Counted(Odd):
+    def last(self) -> nn.Module:
+        return self.order[-1]
+
+
+@pytest.mark.parametrize("kind", [Odd, Counted])
+def test_a_host_that_cannot_have_an_addition_is_not_listed(kind: type[Odd]) -> None:
+    model = kind().eval()
+    before = state(model)
+    listed = [place.path for place in insertion.places(model, image)]
+    assert state(model) == before
+    inside = ["doubled.0", "doubled.1", "fixed.0", "fixed.1", "order.0", "order.1"]
+    assert listed == [*inside, *(["order"] if kind is Odd else []), ""]
+    accepted = {path for path in paths(model, image) if accepts(model, path, image, None)}
+    # By its other name, a place is accepted too.
+    assert accepted == set(listed) | {"order"}
+
+
+def test_a_compact_network() -> None:
+    # Its layers of several run as one: they call an addition twice or never, and a block runs its layers together.
+    model, example = models.kanet_kv(width=0.25, num_classes=2).eval(), torch.rand(1, 3, 32, 32)
+    listed = {place.path: place for place in insertion.places(model, example)}
+    first = [path for path in paths(model, example) if not re.match(r"rows\.[1-9]", path)]
+    assert {"stem.activation", "rows.0.0", "rows.0", "rows.3.0.attention", "head.convolution"} <= listed.keys()
+    assert {"rows", "stem", "rows.0.0.project", "head"}.isdisjoint(listed)
+    accepted = [path for path in first if accepts(model, path, example, None)]
+    assert accepted == [path for path in first if path in listed or path == "rows"]

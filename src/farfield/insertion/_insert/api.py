@@ -170,17 +170,21 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
         # A host that another layer has replaced is not in the model any more, so paths of additions come first.
-        exact = [place for place in present if str(place) == pattern]
-        wanted = exact or [
-            each for place in find_places("remove", model, pattern) for each in (place, host_of(model, place))
-        ]
-        matched = [place for place in present if place in wanted or Place(place.path) in wanted]
+        matched = [place for place in present if str(place) == pattern] or find_additions(model, pattern, present)
         if not matched:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
         detach(present[place], place.entry)
     tidy(model, [place.path for place in chosen])
+
+
+def find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
+    """Return the places of the additions that a path leads to; a shared host has one path among them."""
+    wanted: list[tuple[nn.Module, str | None]] = []
+    for place, module in find_places("remove", model, pattern).items():
+        wanted += [(module, place.entry), (model.get_submodule(host_of(model, place).path), place.entry)]
+    return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
 
 def make_all(
