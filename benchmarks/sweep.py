@@ -165,7 +165,7 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
 def describe(model: nn.Module) -> list[Any]:
     """List the modules and their hooks, which must be unchanged after a refusal or a removal."""
     return [
-        (path, type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        (path, type(module), [len(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks])
         for path, module in model.named_modules()
     ]
 

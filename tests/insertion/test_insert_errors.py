@@ -241,13 +241,15 @@ def test_a_sequence_that_stands_for_its_last_child() -> None:
         def depth(self) -> int:
             return len(self.stage)
 
-    text = 'insert: "stage" and "stage.2" are one place, stage.2; fix: name one of them.'
+    text = 'insert: "stage" and "stage.2" are one module; fix: name one of them.'
     refused(ValueError, text, Counted(), ["stage", "stage.2"])
     refused(ValueError, text, Counted(), ["stage", "stage.*"])
     net = Counted()
     insert(net, "stage", identity, example=image)
     for where in ("stage", "stage.2"):
-        with pytest.raises(ValueError, match=r'^insert: stage\.2 has an .* already; fix: remove\(model, "stage\.2"\) first'):
+        with pytest.raises(
+            ValueError, match=r'^insert: stage\.2 has an .* already; fix: remove\(model, "stage\.2"\) first'
+        ):
             insert(net, where, identity, example=image)
     remove(net, "stage.2")
     insert(net, "stage", identity, example=image)

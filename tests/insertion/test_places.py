@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from farfield import insert, insertion, models, remove
+from farfield import insert, insertion, remove
 from farfield.insertion._places import CHILD
+from farfield.nn.blocks import AttentionBlock, BaseBlock
+from farfield.nn.conv_norm_act import convolved
 from helpers.small_hosts import Net, Pair, Pyramid, Tokens, identity, image
 
 # It accepts a grid of this number of channels alone, and changes the output at once.
@@ -277,12 +278,15 @@ def test_a_host_that_cannot_have_an_addition_is_not_listed(kind: type[Odd]) -> N
     assert accepted == set(listed) | {"order"}
 
 
-def test_a_compact_network() -> None:
-    # Its layers of several run as one: they call an addition twice or never, and a block runs its layers together.
-    model, example = models.kanet_kv(width=0.25, num_classes=2).eval(), torch.rand(1, 3, 32, 32)
-    listed = {place.path: place for place in insertion.places(model, example)}
-    first = [path for path in paths(model, example) if not re.match(r"rows\.[1-9]", path)]
-    assert {"stem.activation", "rows.0.0", "rows.0", "rows.3.0.attention", "head.convolution"} <= listed.keys()
-    assert {"rows", "stem", "rows.0.0.project", "head"}.isdisjoint(listed)
-    accepted = [path for path in first if accepts(model, path, example, None)]
-    assert accepted == [path for path in first if path in listed or path == "rows"]
+def compact() -> nn.Module:
+    """Layers of the compact networks, which run several of torch's as one: not for one more."""
+    blocks = [BaseBlock(8, 8, expansion=2), AttentionBlock(8, 8, "kronecker_kv", expansion=2)]
+    return nn.Sequential(convolved(3, 8, kernel=3, stride=2), nn.Sequential(*blocks))
+
+
+def test_layers_of_compact_networks() -> None:
+    model = compact().eval()
+    listed = {place.path for place in insertion.places(model, image)}
+    assert {"0.convolution", "0.norm", "0.activation", "1.0.project.norm", "1.0", "1.1.attention", "1.1", "1"} <= listed
+    assert {"0", "1.0.project", "1.1.expand"}.isdisjoint(listed)
+    assert listed == {path for path in paths(model, image) if accepts(model, path, image, None)}

@@ -1,11 +1,14 @@
-"""Places to insert at: the papers' names as module paths, and the resolution of paths with `*` and `[entry]`."""
+"""Places to insert at: the papers' names as paths, paths with `*` and `[entry]`, and the modules they lead to."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,6 +16,9 @@ from farfield._checks import unknown
 
 # Name of the child module that holds an addition.
 CHILD = "farfield"
+
+# Functions that count or iterate over what they get. Others, such as `checkpoint_sequential`, may run a sequence whole.
+ITERATE = {"enumerate", "iter", "len", "list", "map", "reversed", "set", "tuple", "zip"}
 
 # Names of the stages of a residual network in the papers; their numbers are one less than in Detectron.
 STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
@@ -119,25 +125,25 @@ def parents(path: str) -> list[str]:
     return [".".join(names[:end]) for end in reversed(range(len(names)))]
 
 
-def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, nn.Module]:
-    """Map every place that matches one path or several to its module.
+def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, Place]:
+    """Map every place that matches one path or several to the place that has its addition; see `host_of`.
 
     Raises:
         LookupError: If a path matches nothing.
         ValueError: If two paths lead to one module, if no path is given, or if one is not of the form `path[entry]`.
     """
-    places: dict[Place, nn.Module] = {}
+    places: dict[Place, Place] = {}
     for pattern in [where] if isinstance(where, str) else where or ():
         path, entry = split_entry(caller, pattern)
-        matches = list(matching(model, path))
+        matches = [name for name, _ in matching(model, path)]
         if not matches:
             raise no_match(caller, model, path)
-        places |= {Place(name, entry): module for name, module in matches}
+        places |= {Place(name, entry): host_of(model, Place(name, entry)) for name in matches}
     if not places:
         raise ValueError(f"{caller}: where names no place; fix: give at least one path.")
-    paths: dict[int, str] = {}
-    for place, module in places.items():
-        other = paths.setdefault(id(module), place.path)
+    paths: dict[nn.Module, str] = {}
+    for place, host in places.items():
+        other = paths.setdefault(model.get_submodule(host.path), place.path)
         if other != place.path:
             raise ValueError(f'{caller}: "{other}" and "{place.path}" are one module; fix: name one of them.')
     return places
@@ -175,3 +181,81 @@ def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
     hint = f"; nearest: {', '.join(close)}" if close else ""
     name = type(model).__name__
     return LookupError(f'{caller}: no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+def runs_in_order(host: nn.Module) -> bool:
+    """Whether a host runs its children one after the other and does nothing else."""
+    # A scripted module has no `forward` of its class.
+    in_order = isinstance(host, nn.Sequential) and type(host).forward is nn.Sequential.forward
+    return in_order and "forward" not in vars(host)
+
+
+def host_of(model: nn.Module, place: Place) -> Place:
+    """Return the place that has the addition: the given one, or the last child of a sequence that others look into.
+
+    One more element would be one more block to a model that runs or counts the blocks of a sequence in some of its
+    methods, as `forward_intermediates` of timm does.
+    """
+    path, host = place.path, model.get_submodule(place.path)
+    while runs_in_order(host) and host._modules and CHILD not in host._modules and is_opened(model, path):
+        path = join(path, list(host._modules)[-1])
+        host = model.get_submodule(path)
+    return Place(path, place.entry)
+
+
+def is_opened(model: nn.Module, path: str) -> bool:
+    """Whether a module around a sequence runs, counts or indexes its children, or has features of some of them."""
+    name = path.rpartition(".")[2]
+    for outer in parents(path):
+        around = model.get_submodule(outer)
+        below = f"{inside(outer, path)}."
+        if any(name in opened_names(kind) for kind in type(around).__mro__):
+            return True
+        if any(feature.startswith(below) for feature in feature_modules(around)):
+            return True
+    return False
+
+
+def feature_modules(model: nn.Module) -> list[str]:
+    """Return the paths of the modules whose outputs are the features of a model, as timm declares them."""
+    declared = getattr(model, "feature_info", None)
+    entries = getattr(declared, "info", declared)
+    return [str(entry.get("module")) for entry in entries if isinstance(entry, dict)] if entries else []
+
+
+@cache
+def opened_names(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of a class count, index or iterate over.
+
+    Constructors run before there is an addition. A class without source code is taken for one that does nothing so.
+    """
+    if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+        return frozenset()
+    functions = [method for name, method in vars(kind).items() if inspect.isfunction(method) and name != "__init__"]
+    return frozenset(name for function in functions for name in names_in(function))
+
+
+def names_in(function: Any) -> Iterator[str]:
+    """Iterate over the names of the attributes that a function counts, indexes or iterates over."""
+    try:
+        source = inspect.getsource(function)
+        tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+    except (OSError, SyntaxError, TypeError):
+        return
+    for node in ast.walk(tree):
+        for part in opened_parts(node):
+            if isinstance(part, ast.Attribute):
+                yield part.attr
+
+
+def opened_parts(node: ast.AST) -> list[Any]:
+    """Return the parts of a node of a syntax tree whose elements it reads, or to which it gives another name."""
+    match node:
+        case ast.For(iter=part) | ast.comprehension(iter=part):
+            return [part]
+        case ast.Subscript(value=part) | ast.Attribute(value=part) | ast.Starred(value=part) | ast.Assign(value=part):
+            return [part]
+        case ast.Call(func=ast.Name(id=name)) if name in ITERATE:
+            return list(node.args)
+    return []

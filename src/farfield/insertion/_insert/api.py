@@ -14,7 +14,6 @@ from farfield.insertion._insert.checks import (
     caller_of,
     check_arguments,
     check_batch,
-    check_distinct,
     check_free,
     check_open,
     find_alternatives,
@@ -35,8 +34,7 @@ from farfield.insertion._insert.layout import (
     look_elsewhere,
 )
 from farfield.insertion._insert.probe import Seen, probe
-from farfield.insertion._insert.sequences import host_of, runs_in_order
-from farfield.insertion._places import CHILD, Place, find_places, inside
+from farfield.insertion._places import CHILD, Place, find_places, inside, runs_in_order
 
 AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
@@ -114,12 +112,11 @@ def insert(
     check_layout_name("insert", layout)
     check_arguments(model, where, make)
     check_open("insert", model)
-    named = {place: host_of(model, place) for place in find_places("insert", model, where)}
+    named = find_places("insert", model, where)
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place, host in places.items():
         check_open("insert", model, place.path)
         check_free(place, host)
-    check_distinct(named)
     seen = look(model, [*named, *places], example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
     elsewhere = look_elsewhere(model, places, example)
@@ -181,9 +178,8 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
 
 def find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
     """Return the places of the additions that a path leads to; a shared host has one path among them."""
-    wanted: list[tuple[nn.Module, str | None]] = []
-    for place, module in find_places("remove", model, pattern).items():
-        wanted += [(module, place.entry), (model.get_submodule(host_of(model, place).path), place.entry)]
+    found = [place for pair in find_places("remove", model, pattern).items() for place in pair]
+    wanted = [(model.get_submodule(place.path), place.entry) for place in found]
     return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
 

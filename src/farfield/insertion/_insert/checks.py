@@ -143,22 +143,6 @@ def check_free(place: Place, host: nn.Module) -> None:
         )
 
 
-def check_distinct(named: Mapping[Place, Place]) -> None:
-    """Refuse two places that are one: a sequence that stands for its last child, and that child.
-
-    Args:
-        named: The places as they were given -> the places that get the additions.
-
-    Raises:
-        ValueError: If so.
-    """
-    names: dict[Place, Place] = {}
-    for name, place in named.items():
-        other = names.setdefault(place, name)
-        if other != name:
-            raise ValueError(f'insert: "{other}" and "{name}" are one place, {place}; fix: name one of them.')
-
-
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Run the model once and record each place, its parents, its children and the children of the model.
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from farfield.insertion._insert.sequences import runs_in_order
-from farfield.insertion._places import CHILD, join
+from farfield.insertion._places import CHILD, join, runs_in_order
 
 # torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
 # traced. With these values an addition stays one call (and is recognized as an addition), and a layer of torch.nn that
@@ -18,14 +17,9 @@ from farfield.insertion._places import CHILD, join
 CALLED, TRACED = "torch.nn.farfield", "farfield.host"
 
 
-def forward_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """Return the forward hooks of a module; their keys are torch's numbers and the names that `hang` uses."""
-    return cast("OrderedDict[Any, Any]", module._forward_hooks)
-
-
-def pre_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """Return the forward pre-hooks of a module; their keys are torch's numbers and the name that `watch` uses."""
-    return cast("OrderedDict[Any, Any]", module._forward_pre_hooks)
+def hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
+    """Return the hooks of a module; their keys are torch's numbers, and CHILD for ours."""
+    return cast("OrderedDict[Any, Any]", vars(module)[f"_{kind}_hooks"])
 
 
 def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -40,16 +34,15 @@ def hang(host: nn.Module) -> None:
     """
     if runs_in_order(host):
         return
-    # The key is a name because hook numbers restart in the process that loads a saved model: the first hook registered
-    # there would overwrite a numbered one.
-    forward_hooks(host)[CHILD] = apply_addition
-    forward_hooks(host).move_to_end(CHILD, last=False)
+    # A number as the key would start anew where a saved model is loaded: the next hook would overwrite this one.
+    hooks(host)[CHILD] = apply_addition
+    hooks(host).move_to_end(CHILD, last=False)
     host.__module__ = TRACED
 
 
 def unhang(host: nn.Module) -> None:
     """Undo `hang`."""
-    if forward_hooks(host).pop(CHILD, None) is not None:
+    if hooks(host).pop(CHILD, None) is not None:
         del host.__module__
 
 
@@ -80,7 +73,7 @@ class Watch:
                     f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
                     f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
                 )
-            if CHILD not in forward_hooks(now):
+            if CHILD not in hooks(now):
                 hang(now)
                 self.hosts[path] = now
 
@@ -95,18 +88,18 @@ class Watch:
 
 def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
     """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
-    return one is not None and other is not None and forward_hooks(one) is forward_hooks(other)
+    return one is not None and other is not None and hooks(one) is hooks(other)
 
 
 def watch(around: nn.Module, path: str, host: nn.Module) -> None:
     """Make the module around a host check that the host calls its addition."""
-    pre_hooks(around).setdefault(CHILD, Watch()).hosts[path] = host
+    hooks(around, "forward_pre").setdefault(CHILD, Watch()).hosts[path] = host
 
 
 def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
     """Iterate over the watches in a model: path, module, watch."""
     for path, module in model.named_modules():
-        hook = pre_hooks(module).get(CHILD)
+        hook = hooks(module, "forward_pre").get(CHILD)
         if isinstance(hook, Watch):
             yield path, module, hook
 
@@ -122,24 +115,19 @@ def tidy(model: nn.Module, removed: Iterable[str]) -> None:
             if removed_here and (now is None or CHILD not in now._modules):
                 del watched.hosts[path]
         if not watched.hosts:
-            del pre_hooks(module)[CHILD]
+            del hooks(module, "forward_pre")[CHILD]
     for module in model.modules():
-        for key, hook in list(forward_hooks(module).items()):
+        for key, hook in list(hooks(module).items()):
             if hook is apply_addition and CHILD not in module._modules:
-                del forward_hooks(module)[key]
+                del hooks(module)[key]
         if not any(CHILD in inner._modules for inner in module.modules()):
-            load_hooks(module).pop(CHILD, None)
+            hooks(module, "load_state_dict_pre").pop(CHILD, None)
 
 
 # ---- files of 0.2 ----------------------------------------------------------------------------------------------------
-def load_hooks(module: nn.Module) -> OrderedDict[Any, Any]:
-    """Return the hooks that run before a module loads a state dict; `read_old_keys` uses a name as its key."""
-    return cast("OrderedDict[Any, Any]", module._load_state_dict_pre_hooks)
-
-
 def read_old_keys(sequence: nn.Module, last: str) -> None:
     """Make a sequence whose last child has the addition load files of 0.2, in which the sequence itself has it."""
-    load_hooks(sequence)[CHILD] = partial(rename_keys, last)
+    hooks(sequence, "load_state_dict_pre")[CHILD] = partial(rename_keys, last)
 
 
 def rename_keys(last: str, state: dict[str, Any], prefix: str, *_: object) -> None:

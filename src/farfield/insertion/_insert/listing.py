@@ -28,8 +28,7 @@ from farfield.insertion._insert.layout import (
     look_elsewhere,
 )
 from farfield.insertion._insert.probe import Seen, probe
-from farfield.insertion._insert.sequences import host_of
-from farfield.insertion._places import CHILD, Place
+from farfield.insertion._places import CHILD, Place, host_of
 
 
 class InsertionPlace(NamedTuple):
