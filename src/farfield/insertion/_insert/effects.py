@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield.insertion._insert.additions import key_of, with_entry
+from farfield.insertion._insert.layout import map_tensors
 from farfield.insertion._insert.probe import probe
-from farfield.insertion._places import Place
+from farfield.insertion._places import Place, join
 from farfield.nn.tracing import tensors
 
 
@@ -59,6 +60,58 @@ class Effects:
             if not same(self.outputs, after.outputs[""]):
                 return True
         return False
+
+
+class Recorded(nn.Module):
+    """A model that runs with autograd inside a probe, also on inputs and weights that need no gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model on copies of the inputs that need a gradient."""
+        with torch.enable_grad():
+            inputs, named = map_tensors((inputs, named), lambda tensor, _: needs_gradient(tensor))
+            return self.model(*inputs, **named)
+
+
+def needs_gradient(tensor: Tensor) -> Tensor:
+    """Return a copy that needs a gradient, if it can have one, and may be changed in place."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+
+def linked(model: nn.Module, example: Any, places: Iterable[Place]) -> set[Place]:
+    """Return the places from which autograd leads to the output of a model, in one run; `Effects` takes one for each.
+
+    The output may also depend on others, behind operations without a gradient.
+    """
+    nodes: dict[Place, list[Any]] = {place: [] for place in places}
+
+    def mark(grid: Tensor, place: Place) -> Tensor:
+        # A module may return its input, or the same grid as another: a view is a node of its own.
+        grid = grid.view_as(grid)
+        nodes[place].append(grid.grad_fn)
+        return grid
+
+    def mark_entries(outputs: Any, path: str) -> Any:
+        for place in (place for place in nodes if place.path == path):
+            outputs = disturb_entry(outputs, place.entry, partial(mark, place=place))
+        return outputs
+
+    change = {join("model", place.path): partial(mark_entries, path=place.path) for place in nodes}
+    try:
+        outputs = probe(Recorded(model), example, [""], change=change).outputs[""]
+    except Exception:  # noqa: BLE001  (a model may raise anything)
+        return set()
+    reached: set[Any] = set()
+    left = [tensor.grad_fn for tensor in tensors(outputs)]
+    while left:
+        node = left.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            left += [function for function, _ in node.next_functions]
+    return {place for place, marked in nodes.items() if not reached.isdisjoint(marked)}
 
 
 def takes(before: Any, after: Any, disturbed: list[Tensor]) -> bool:

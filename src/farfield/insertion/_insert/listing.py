@@ -17,7 +17,7 @@ from farfield.insertion._insert.checks import (
     is_floating,
     keeps_batch,
 )
-from farfield.insertion._insert.effects import Effects
+from farfield.insertion._insert.effects import Effects, linked
 from farfield.insertion._insert.example import entries, run_example
 from farfield.insertion._insert.layout import (
     Layout,
@@ -104,7 +104,8 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
         fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
     effects = Effects(model, example, seen.outputs[""])
     called = called_with_hosts(model, list(fitting), example)
-    return [fitting[place] for place in called if grids[place].is_meta or effects.reaches(place)]
+    sure = linked(model, example, called)
+    return [fitting[place] for place in called if grids[place].is_meta or place in sure or effects.reaches(place)]
 
 
 def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[tuple[Place, Tensor]]:
