@@ -1,6 +1,6 @@
 """Global attention in existing models, without changing or renaming their weights.
 
-`insert` adds a new module after any module of a model; if the new one starts as the identity, the model's output stays
+`insert` adds a new module after a module of a model; if the new one starts as the identity, the model's output stays
 the same. `remove` takes it out again. `places` lists where a model takes one. `detector_places` and `resnet_places`
 translate the papers' names of places into module paths. `replace_attention` replaces the softmax attention of a
 transformer by another operator of `ops.OPERATORS`; `register_transformers` registers the operators with Hugging Face's

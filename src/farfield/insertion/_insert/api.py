@@ -53,17 +53,20 @@ def insert(
 
     The new module ("addition") is a child named `farfield` of the module at its place ("host"): no weight of the model
     changes its name, so an earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). An
-    addition that is the identity at initialization, as `GridAttention(…, project="qkvo", residual=True)`, leaves the
-    output of the model exactly as it was (`torch.equal`), so training starts from the model as it is. Any other
-    addition that keeps the shape, dtype and device of its input is accepted too, and changes the output at once.
+    addition that is the identity at initialization, as `GridAttention(…, project="qkvo", residual=True)`, returns its
+    input to the bit, so training starts from the model as it is. The output of the model is then equal to the bit
+    wherever the same kernels run. It is equal up to rounding where layers that ran as one now run one by one, as in
+    farfield's compact networks, and where a grid with a batch of one gets the strides of another memory format. Any
+    other addition that keeps the shape, dtype and device of its input is accepted too, and changes the output at once.
 
     The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
     place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
     first, and with the additions in place to verify that each is called as often as its host and affects the output of
     the model. If a check fails, all additions are removed again. Flags, buffers, hooks and random states are restored.
 
-    An addition runs before all other forward hooks of its host. The length, iteration and indexing of a host that is an
-    `nn.Sequential` skip it; the last block of such a host calls it, unless that is a module of torch.nn itself.
+    An `nn.Sequential` runs its addition as its last element, which its length, iteration and indexing count. A sequence
+    whose children the model itself runs, counts or indexes in some method, or has as features (timm's `feature_info`),
+    stands for its last child: that gets the addition. Another host calls it before all its other forward hooks.
 
     Args:
         model: Changed in place. Compile, export or wrap it afterwards.

@@ -55,9 +55,10 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     """List the places of a model where `insert` can add a module, in the order in which they return their grids.
 
     A place is listed if its module runs, once for each call of the module around it, and returns a floating-point grid
-    with spatial dims and the batch first, whose channels another input size or the weights confirm. These are the
-    checks that `insert` makes before it adds anything. A module and the last module in it may return the same grid:
-    both are listed. A place whose grid the model does not use is listed too; `insert` refuses it.
+    with spatial dims and the batch first, whose channels another input size or the weights confirm, if the output of
+    the model depends on this grid, and if an addition would be called as often as the module. `insert` accepts these
+    places, each by itself. A module and the last module in it may return the same grid: both are listed. A sequence
+    that stands for its last child (see `insert`) is not: the child is.
 
     Args:
         model: It is the same afterwards: flags, buffers, hooks and random states are restored.
@@ -75,8 +76,8 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
             it; if there is no such layout.
 
     Cost:
-        About four forward passes, some of them of an example of up to four times the size, and the memory for the
-        outputs of all modules in one of them.
+        About six forward passes, some of them of an example of up to four times the size, and at least one more for
+        each place from which no gradient reaches the output. One records what a backward pass needs, in memory.
 
     Example:
         >>> import torch
