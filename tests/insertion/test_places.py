@@ -299,8 +299,15 @@ def auto_encoder() -> nn.Module:
     return pytest.importorskip("diffusers").AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=4, **kinds)
 
 
-@pytest.mark.parametrize("build", [compact, auto_encoder])
-def test_the_output_is_as_exact_as_before(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (compact, ["*.convolution", "1.0.*.*", "1.1.*.norm", "1.*", "1"]),
+        (auto_encoder, ["encoder.mid_block", "*coder.mid_block.attentions.0", "*coder.mid_block.resnets.*"]),
+    ],
+    ids=["compact", "auto-encoder"],
+)
+def test_the_output_is_as_exact_as_before(build: Callable[[], nn.Module], where: list[str]) -> None:
     # To the bit where the same kernels run. Else the numbers are rounded in another order, which is no worse: at most
     # twice the model's own distance from its output in float64.
     torch.manual_seed(0)
@@ -312,14 +319,11 @@ def test_the_output_is_as_exact_as_before(build: Callable[[], nn.Module]) -> Non
         return given if isinstance(given, Tensor) else given.sample
 
     before, exact = output(model, example), output(copy.deepcopy(model).double(), example.double())
-    chosen = [place.path for place in insertion.places(model, example, layout="channels_first")]
-    added = insert(
-        model, [path for path in chosen if "[" not in path], identity, example=example, layout="channels_first"
-    )
+    added = insert(model, where, identity, example=example, layout="channels_first")
     grids: list[bool] = []
     for module in added.values():
         module.register_forward_hook(lambda module, inputs, grid: grids.append(torch.equal(inputs[0], grid)))
     error = (output(model, example) - exact).norm()
     assert all(grids)
-    assert len(grids) == len(added) > 10
+    assert len(grids) == len(added) >= 7
     assert error <= 2 * (before - exact).norm()
