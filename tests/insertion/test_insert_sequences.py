@@ -263,6 +263,16 @@ def test_whether_a_model_looks_into_a_sequence(body: str, tmp_path: Path, monkey
     assert not torch.equal(net(image), before)
 
 
+@pytest.mark.parametrize(("module", "length"), [("stage.1", 3), ("stage", 4), ("stages.1", 4)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_features_that_a_model_declares(module: str, length: int, nested: bool) -> None:
+    net = Net().eval()
+    net.feature_info = [{"num_chs": 12, "module": module}]
+    model, prefix = (nn.Sequential(net), "0.") if nested else (net, "")
+    insert(model, f"{prefix}stage", felt, example=image)
+    assert len(net.stage) == length
+
+
 def test_a_sequence_that_only_its_parts_run_is_refused() -> None:
     class Branches(Net):
         def forward(self, grid: Tensor) -> Tensor:
