@@ -88,7 +88,8 @@ class Watch:
 
 def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
     """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
-    return one is not None and other is not None and hooks(one) is hooks(other)
+    # The first comparison is the one that Dynamo evaluates.
+    return one is other or (one is not None and other is not None and hooks(one) is hooks(other))
 
 
 def watch(around: nn.Module, path: str, host: nn.Module) -> None:
