@@ -290,7 +290,11 @@ def test_layers_of_compact_networks() -> None:
     listed = {place.path for place in insertion.places(model, image)}
     assert {"0.convolution", "0.norm", "0.activation", "1.0.project.norm", "1.0", "1.1.attention", "1.1", "1"} <= listed
     assert {"0", "1.0.project", "1.1.expand"}.isdisjoint(listed)
-    assert listed == {path for path in paths(model, image) if accepts(model, path, image, None)}
+    # The values' projection gets means along axes, channels last.
+    layouts = (None, "channels_last")
+    assert listed == {
+        path for path in paths(model, image) if any(accepts(model, path, image, each) for each in layouts)
+    }
 
 
 def auto_encoder() -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 aten = torch.ops.aten
 # torch numbers the hooks of all modules without a lock.
@@ -142,10 +143,11 @@ def raw(formula: Any) -> Callable[..., int]:
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
-class Running:
+class Running(ModuleTracker):
     """The modules of a network that run, by path; modules of other networks, which other threads run, do not count.
 
-    Its hooks are not those of the modules: a block with hooks on its layers runs them one by one.
+    Its hooks are not those of the modules: a block with hooks on its layers runs them one by one. Those of torch's
+    `ModuleTracker` are known to change nothing, see `ops.bare`.
 
     Args:
         network: The network; None follows no module.
@@ -155,6 +157,7 @@ class Running:
     """
 
     def __init__(self, network: nn.Module | None) -> None:
+        super().__init__()
         self.names = {} if network is None else {module: f".{path}" for path, module in network.named_modules()}
         self.parents = {TOTAL}
         self.handles: list[RemovableHandle] = []
@@ -164,8 +167,8 @@ class Running:
         if self.names:
             with HOOKS:
                 self.handles = [
-                    register_module_forward_pre_hook(lambda module, _: self.begin(module)),
-                    register_module_forward_hook(lambda module, *_: self.end(module)),
+                    register_module_forward_pre_hook(self.begin),
+                    register_module_forward_hook(self.end),
                 ]
 
     def __exit__(self, *error: object) -> None:
@@ -173,12 +176,12 @@ class Running:
         for handle in self.handles:
             handle.remove()
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, module: nn.Module, *_: object) -> None:
         """Note a module that runs."""
         if module in self.names:
             self.parents.add(self.names[module])
 
-    def end(self, module: nn.Module) -> None:
+    def end(self, module: nn.Module, *_: object) -> None:
         """Note a module that has run."""
         self.parents.discard(self.names.get(module, ""))
 
@@ -215,7 +218,7 @@ class MacCounter:
 
     def __init__(self, network: nn.Module | None = None) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
-        self.counter.mod_tracker = cast(Any, Running(network))
+        self.counter.mod_tracker = Running(network)
         self.operations = UncountedOperations(list(self.counter.flop_registry))
 
     def __enter__(self) -> MacCounter:

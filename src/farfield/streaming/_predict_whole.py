@@ -19,7 +19,7 @@ from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips
 from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.reduction import Reduction, function_applied
-from farfield.streaming.resume import compute_identity, identified, saved_tile
+from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.several_inputs import JoinedSource, inputs_split, name_volumes
 from farfield.streaming.several_outputs import Outputs, outputs_joined
@@ -124,7 +124,9 @@ def predict_whole(
     if path is not None:
         check_path("predict_whole", path, overwrite)
     network = model.network if isinstance(model, MeanOverFlips) else model
-    with identified(model, path) as known_model, outputs_joined("predict_whole", network, reduce) as outputs:
+    # Of the network as it is given: a run may change what it holds.
+    known_model = "" if path is None else fingerprint(model)
+    with outputs_joined("predict_whole", network, reduce) as outputs:
         if path is not None and tiles.size is None:
             saved = saved_tile("predict_whole", path, overwrite, known_model, volumes)
             tiles = replace(tiles, size=saved)

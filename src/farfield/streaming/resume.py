@@ -7,19 +7,17 @@ import json
 import math
 import time
 import warnings
-import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield._files import open_replacement
-from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.sink import FileOutput, check_path, overwrite_fix
 from farfield.streaming.unfinished import FULL_DISK, STATE, unfinished_folder, was_moved
 
@@ -39,9 +37,6 @@ FIELDS = {
 }
 # Within a pass the progress is saved again only after SHARE times the seconds that the last save took.
 SHARE = 20
-
-# Model -> its fingerprint after a run -> its fingerprint before that; see `identified`.
-BEFORE: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 class DamagedError(ValueError):
@@ -295,34 +290,11 @@ def read_state(file: Path) -> dict[str, Any]:
     return state
 
 
-@contextlib.contextmanager
-def identified(model: nn.Module, path: Path | None) -> Iterator[str]:
-    """Yield the fingerprint of a model that runs inside the context; an empty text where nothing can be resumed.
-
-    A run can change what a model has in attributes, such as grids that it caches. If nothing else has changed since a
-    run, the fingerprint is that of before, which is also that of the model in a process where it has not run.
-
-    Args:
-        model: The model.
-        path: Path of the output, if it is one.
-    """
-    if path is None or not isinstance(model, nn.Module):
-        yield ""
-        return
-    runs = BEFORE.setdefault(model, {})
-    now = fingerprint(model)
-    before = runs.get(now, now)
-    try:
-        yield before
-    finally:
-        runs[fingerprint(model)] = before
-
-
 def compute_identity(model: str, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
     """Return fingerprints of the model, the volumes' shapes and dtypes, and the text of `tiles`.
 
     Args:
-        model: The fingerprint of the model; see `identified`.
+        model: The fingerprint of the model.
         volumes: Name -> volume.
         tiles: How they are cut and written.
     """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import attach, child_of, detach, grid_of
+from farfield.insertion._insert.additions import attach, child_of, grid_of
 from farfield.insertion._insert.checks import (
     check_free,
     check_open,
@@ -29,6 +29,7 @@ from farfield.insertion._insert.layout import (
 )
 from farfield.insertion._insert.probe import Seen, probe
 from farfield.insertion._places import CHILD, Place, host_of
+from farfield.nn.network_copy import copied, share_parameters
 
 
 class InsertionPlace(NamedTuple):
@@ -61,7 +62,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     that stands for its last child (see `insert`) is not: the child is.
 
     Args:
-        model: It is the same afterwards: flags, buffers, hooks and random states are restored.
+        model: Copies of it run; it stays as it is.
         example: An input of the model as for `insert`; a small one is enough.
         layout: List the places that `insert` accepts with this layout, also where nothing confirms it. By default, the
             places whose layout is confirmed, each with its own.
@@ -128,17 +129,14 @@ def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -
 def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
     """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
 
-    All places get an addition that does nothing, for one run. If the model fails then, each half is tried alone.
+    All places of a copy get an addition that does nothing, for one run. If it fails then, each half is tried alone.
     """
-    hosts = {place: model.get_submodule(place.path) for place in tried}
-    for place, host in hosts.items():
-        attach(host, place.entry, nn.Identity())
-    try:
-        calls = probe(model, example, [path for place in tried for path in (place.path, child_of(place))]).calls
-        return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
-    except Exception:  # noqa: BLE001  (a model may raise anything)
-        halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
-    finally:
-        for place, host in hosts.items():
-            detach(host, place.entry)
+    paths = [path for place in tried for path in (place.path, child_of(place))]
+    with copied(model, share_parameters) as own:
+        for place in tried:
+            attach(own.get_submodule(place.path), place.entry, nn.Identity())
+        with suppress(Exception):  # a model may raise anything
+            calls = probe(own, example, paths).calls
+            return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
+    halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
     return [place for half in halves if len(tried) > 1 for place in called_with_hosts(model, half, example)]
