@@ -87,7 +87,7 @@ def test_reduce_first_executes_what_kan_counts_and_less_than_san_counts() -> Non
     for name in ("mobilenet_v2", "kanet_kv", "attnnet", "attnnet_pooled"):
         assert network(name, "farfield").macs == network(name).macs
     executed = {name: f"{network(name, 'farfield').macs / 1e6:.2f}" for name in ("sanet", "attnnet_averaged")}
-    assert executed == {"sanet": "281.27", "attnnet_averaged": "310.98"}
+    assert executed == {"sanet": "281.41", "attnnet_averaged": "311.12"}
 
 
 def test_a_block_maps_the_responses_of_the_axes_by_themselves() -> None:
