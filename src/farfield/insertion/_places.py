@@ -7,6 +7,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -110,7 +111,6 @@ class Place(NamedTuple):
 
 
 def join(path: str, name: str) -> str:
-    """Join the path of a module and a name or path inside it."""
     return f"{path}.{name}" if path else name
 
 
@@ -126,19 +126,16 @@ def parents(path: str) -> list[str]:
 
 
 def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, Place]:
-    """Map every place that matches one path or several to the place that has its addition; see `host_of`.
-
-    Raises:
-        LookupError: If a path matches nothing.
-        ValueError: If two paths lead to one module, if no path is given, or if one is not of the form `path[entry]`.
-    """
+    """Map every place that matches one path or several to the place that has its addition; see `host_of`."""
     places: dict[Place, Place] = {}
-    for pattern in [where] if isinstance(where, str) else where or ():
-        path, entry = split_entry(caller, pattern)
-        matches = [name for name, _ in matching(model, path)]
+    for text in [where] if isinstance(where, str) else where or ():
+        parts = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
+        if parts is None:
+            raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
+        matches = [Place(name, parts[2]) for name, _ in matching(model, parts[1])]
         if not matches:
-            raise no_match(caller, model, path)
-        places |= {Place(name, entry): host_of(model, Place(name, entry)) for name in matches}
+            raise no_match(caller, model, parts[1])
+        places |= {place: host_of(model, place) for place in matches}
     if not places:
         raise ValueError(f"{caller}: where names no place; fix: give at least one path.")
     paths: dict[nn.Module, str] = {}
@@ -147,14 +144,6 @@ def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> di
         if other != place.path:
             raise ValueError(f'{caller}: "{other}" and "{place.path}" are one module; fix: name one of them.')
     return places
-
-
-def split_entry(caller: str, text: str) -> tuple[str, str | None]:
-    """Split `"fpn[pool]"` into `("fpn", "pool")`, and `"layer4"` into `("layer4", None)`."""
-    match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
-    if match is None:
-        raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
-    return match[1], match[2]
 
 
 def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -206,22 +195,16 @@ def host_of(model: nn.Module, place: Place) -> Place:
 
 def is_opened(model: nn.Module, path: str) -> bool:
     """Whether a module around a sequence runs, counts or indexes its children, or has features of some of them."""
-    name = path.rpartition(".")[2]
     for outer in parents(path):
-        around = model.get_submodule(outer)
-        below = f"{inside(outer, path)}."
-        if any(name in opened_names(kind) for kind in type(around).__mro__):
+        around, below = model.get_submodule(outer), f"{inside(outer, path)}."
+        declared = getattr(around, "feature_info", None) or ()
+        # timm declares the modules whose outputs are features.
+        features = [entry for entry in getattr(declared, "info", declared) if isinstance(entry, dict)]
+        if any(str(feature.get("module")).startswith(below) for feature in features):
             return True
-        if any(feature.startswith(below) for feature in feature_modules(around)):
+        if any(path.rpartition(".")[2] in opened_names(kind) for kind in type(around).__mro__):
             return True
     return False
-
-
-def feature_modules(model: nn.Module) -> list[str]:
-    """Return the paths of the modules whose outputs are the features of a model, as timm declares them."""
-    declared = getattr(model, "feature_info", None)
-    entries = getattr(declared, "info", declared)
-    return [str(entry.get("module")) for entry in entries if isinstance(entry, dict)] if entries else []
 
 
 @cache
@@ -232,21 +215,13 @@ def opened_names(kind: type) -> frozenset[str]:
     """
     if kind.__module__.partition(".")[0] in ("torch", "builtins"):
         return frozenset()
-    functions = [method for name, method in vars(kind).items() if inspect.isfunction(method) and name != "__init__"]
-    return frozenset(name for function in functions for name in names_in(function))
-
-
-def names_in(function: Any) -> Iterator[str]:
-    """Iterate over the names of the attributes that a function counts, indexes or iterates over."""
-    try:
-        source = inspect.getsource(function)
-        tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-    except (OSError, SyntaxError, TypeError):
-        return
-    for node in ast.walk(tree):
-        for part in opened_parts(node):
-            if isinstance(part, ast.Attribute):
-                yield part.attr
+    nodes: list[ast.AST] = []
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name != "__init__":
+            with suppress(OSError, SyntaxError, TypeError):
+                source = inspect.getsource(method)
+                nodes += ast.walk(ast.parse("if True:\n" * source[0].isspace() + source))
+    return frozenset(part.attr for node in nodes for part in opened_parts(node) if isinstance(part, ast.Attribute))
 
 
 def opened_parts(node: ast.AST) -> list[Any]:

@@ -1,14 +1,25 @@
-"""Add the inserted module ("addition") as a child of the module it follows ("host"), or remove it."""
+"""Add the inserted module ("addition") as a child of the module that it follows ("host"), or remove it.
+
+A host calls its addition in a forward hook that runs before all others, so that these get its output; a sequence runs
+it as its last element.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.hooks import CALLED, hang, unhang, watches
-from farfield.insertion._places import CHILD, Place, join
+from farfield.insertion._insert.probe import Seen
+from farfield.insertion._places import CHILD, Place, inside, join, runs_in_order
+
+# torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
+# traced. With these values an addition stays one call (and is recognized as an addition), and a layer of torch.nn that
+# hosts one is traced together with its hook; otherwise quantization would replace the layer by one without the hook.
+CALLED, TRACED = "torch.nn.farfield", "farfield.host"
 
 
 class ChannelsLast(nn.Module):
@@ -19,7 +30,6 @@ class ChannelsLast(nn.Module):
         self.module = module
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Move the channels to dimension 1 for the module, and back to the end."""
         return self.module(grid.movedim(-1, 1)).movedim(1, -1)
 
 
@@ -35,11 +45,7 @@ class Entries(nn.ModuleDict):
 
 
 def key_of(outputs: Any, entry: str) -> Any:
-    """Return the key of a dict, or the index into a tuple or list, for the name of an entry.
-
-    Raises:
-        LookupError: If there is no such entry.
-    """
+    """Return the key of a dict, or the index into a tuple or list, for the name of an entry; LookupError if none."""
     if isinstance(outputs, Mapping):
         if entry in outputs:
             return entry
@@ -70,20 +76,21 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
     return copy
 
 
-def additions(model: nn.Module) -> dict[Place, nn.Module]:
-    """Map each place that has an addition to its host.
+# ---- the child -------------------------------------------------------------------------------------------------------
+def name_of_addition(host: nn.Module) -> str | None:
+    """Return the name of the child that is the addition of a host: `del` gives the elements of a sequence new names."""
+    for name in (CHILD, *(host._modules if runs_in_order(host) else ())):
+        child = host._modules.get(name)
+        if isinstance(child, Entries) or (child is not None and vars(child).get("__module__") == CALLED):
+            return name
+    return None
 
-    First the hosts in the model, in the order of its modules, then hosts that another layer has replaced.
-    """
-    hosts = dict(model.named_modules())
-    present = set(hosts.values())
-    for around, _, watch in watches(model):
-        for path, host in watch.hosts.items():
-            at = join(around, path)
-            # A host that is no longer in the model. A shared layer still is, under its first path.
-            if host not in present and (hosts.get(at) is None or CHILD not in hosts[at]._modules):
-                hosts[at] = host
-    return {place: host for path, host in hosts.items() for place in places_of(path, host)}
+
+def places_of(path: str, host: nn.Module) -> list[Place]:
+    """Return the places of a host that have additions."""
+    name = name_of_addition(host)
+    child = host._modules[name] if name is not None else Entries()
+    return [Place(path, entry) for entry in child] if isinstance(child, Entries) else [Place(path)]
 
 
 def child_of(place: Place) -> str:
@@ -91,12 +98,17 @@ def child_of(place: Place) -> str:
     return ".".join(filter(None, (place.path, CHILD, place.entry)))
 
 
-def places_of(path: str, host: nn.Module) -> list[Place]:
-    """Return the places of a host that have additions."""
-    child = host._modules.get(CHILD)
-    if isinstance(child, Entries):
-        return [Place(path, entry) for entry in child]
-    return [Place(path)] if child is not None and vars(child).get("__module__") == CALLED else []
+def additions(model: nn.Module) -> dict[Place, nn.Module]:
+    """Map each place that has an addition to its host.
+
+    First the hosts in the model, in the order of its modules, then hosts that another layer has replaced.
+    """
+    hosts = dict(model.named_modules())
+    present = set(hosts.values())
+    for around, module, watched in watches(model):
+        lost = {join(around, path): host for path, host in watched.hosts.items() if not has_child(module, path)}
+        hosts |= {at: host for at, host in lost.items() if host not in present}
+    return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 
 
 def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
@@ -105,20 +117,134 @@ def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
     module.train(host.training)
     if entry is None:
         host.add_module(CHILD, module)
+    else:
+        host.add_module(CHILD, host._modules.get(CHILD, Entries()))
+        cast(Entries, host._modules[CHILD])[entry] = module
+    if not runs_in_order(host):
         hang(host)
-        return
-    if CHILD not in host._modules:
-        host.add_module(CHILD, Entries())
-        hang(host)
-    cast(Entries, host._modules[CHILD])[entry] = module
 
 
 def detach(host: nn.Module, entry: str | None) -> None:
     """Remove the addition, or that of one entry, from its host."""
-    addition = host.get_submodule(CHILD)
+    name = name_of_addition(host) or CHILD
+    addition = host.get_submodule(name)
     module = cast(Entries, addition).pop(entry) if entry is not None else addition
     # Uncovers the class's own `__module__`.
     del module.__module__
     if module is addition or not len(cast(Entries, addition)):
-        del host._modules[CHILD]
-        unhang(host)
+        del host._modules[name]
+        if hooks(host).pop(CHILD, None) is not None:
+            del host.__module__
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+def hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
+    """Return the hooks of a module; their keys are torch's numbers, and CHILD for ours."""
+    return cast("OrderedDict[Any, Any]", vars(module)[f"_{kind}_hooks"])
+
+
+def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Apply the addition of a host to its output, as a forward hook; a plain function, because that can be pickled."""
+    return getattr(host, CHILD)(outputs)
+
+
+def hang(host: nn.Module) -> None:
+    """Make a host call the addition that is its child, before any other forward hook runs."""
+    # A number as the key would start anew where a saved model is loaded: the next hook would overwrite this one.
+    hooks(host)[CHILD] = apply_addition
+    hooks(host).move_to_end(CHILD, last=False)
+    host.__module__ = TRACED
+
+
+class Watch:
+    """Check, before a module runs, that the layers in it still call their additions.
+
+    `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks: the new layer gets
+    the hook. `fuse_modules` and others drop the addition: this raises an error.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, nn.Module] = {}
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Check each host, as a forward pre-hook; RuntimeError if it was removed or replaced without its addition."""
+        for path, host in self.hosts.items():
+            if CHILD not in host._modules:
+                continue
+            now = module_at(module, path)
+            if now is None or not is_same(now._modules.get(CHILD), host._modules[CHILD]):
+                old = type(host).__name__
+                kinds = f"its {old} was removed" if now is None else f"{type(now).__name__} has replaced its {old}"
+                raise RuntimeError(
+                    f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
+                    f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
+                )
+            if CHILD not in hooks(now):
+                hang(now)
+                self.hosts[path] = now
+
+
+def module_at(module: nn.Module | None, path: str) -> nn.Module | None:
+    """Return the module that is now at a path in another, if any."""
+    for name in path.split("."):
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+def has_child(module: nn.Module, path: str) -> bool:
+    """Whether there is a module at a path in another that has an addition."""
+    now = module_at(module, path)
+    return now is not None and CHILD in now._modules
+
+
+def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
+    """Make the module around each host without children check its addition: such a layer may be replaced later."""
+    for place, host in places.items():
+        if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
+            around = seen.caller_of(place.path)
+            found = hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
+            found.hosts[inside(around, place.path)] = host
+
+
+def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
+    """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
+    # The first comparison is the one that Dynamo evaluates.
+    return one is other or (one is not None and other is not None and hooks(one) is hooks(other))
+
+
+def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
+    """Iterate over the watches in a model: path, module, watch."""
+    for path, module in model.named_modules():
+        hook = hooks(module, "forward_pre").get(CHILD)
+        if isinstance(hook, Watch):
+            yield path, module, hook
+
+
+def tidy(model: nn.Module, removed: Iterable[str]) -> None:
+    """Delete the watches and other hooks of additions that were removed, also those that copies inherited."""
+    for around, module, watched in list(watches(model)):
+        for path, host in list(watched.hosts.items()):
+            # A shared layer may have lost its addition under another path.
+            if (join(around, path) in removed or CHILD not in host._modules) and not has_child(module, path):
+                del watched.hosts[path]
+        if not watched.hosts:
+            del hooks(module, "forward_pre")[CHILD]
+    for module in model.modules():
+        for key, hook in list(hooks(module).items()):
+            if hook is apply_addition and CHILD not in module._modules:
+                del hooks(module)[key]
+        if not any(CHILD in inner._modules for inner in module.modules()):
+            hooks(module, "load_state_dict_pre").pop(CHILD, None)
+
+
+def read_old(sequence: nn.Module, last: str) -> None:
+    """Make a sequence whose last child has the addition load files of 0.2, in which the sequence itself has it."""
+    hooks(sequence, "load_state_dict_pre")[CHILD] = partial(rename_keys, last)
+
+
+def rename_keys(last: str, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Rename `farfield.…` to `{last}.farfield.…`, as a hook before a state dict is loaded."""
+    for key in [key for key in state if key.startswith(f"{prefix}{CHILD}.")]:
+        new = f"{prefix}{last}.{key.removeprefix(prefix)}"
+        if new not in state:
+            state[new] = state.pop(key)

@@ -5,38 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach, child_of, detach
-from farfield.insertion._insert.checks import (
-    caller_of,
-    check_arguments,
-    check_batch,
-    check_free,
-    check_open,
-    find_alternatives,
-    fix_text,
-    grid_at,
-    look,
-    times,
-)
-from farfield.insertion._insert.effects import Effects
-from farfield.insertion._insert.example import describe_error
-from farfield.insertion._insert.hooks import read_old_keys, tidy, watch
-from farfield.insertion._insert.layout import (
-    LAYOUTS,
-    Layout,
-    channel_axis,
-    check_layout_name,
-    check_layouts,
-    look_elsewhere,
-)
-from farfield.insertion._insert.probe import Seen, probe
-from farfield.insertion._places import CHILD, Place, find_places, inside, runs_in_order
-
-AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach, read_old, tidy, watch
+from farfield.insertion._insert.checks import check_batch, check_free, check_open, check_types, grid_at, look, verify
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts, look_elsewhere
+from farfield.insertion._places import Place, find_places, inside
 
 
 def insert(
@@ -62,7 +36,8 @@ def insert(
     The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
     place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
     first, and with the additions in place to verify that each is called as often as its host and affects the output of
-    the model. If a check fails, all additions are removed again. Flags, buffers, hooks and random states are restored.
+    the model. Copies with the same weights run, so what a run changes in a model is lost with them, and random states
+    are restored. If a check fails, all additions are removed again.
 
     An `nn.Sequential` runs its addition as its last element, which its length, iteration and indexing count. A sequence
     whose children the model itself runs, counts or indexes in some method, or has as features (timm's `feature_info`),
@@ -113,13 +88,12 @@ def insert(
         True
     """
     check_layout_name("insert", layout)
-    check_arguments(model, where, make)
+    check_types(model, where, make)
     check_open("insert", model)
     named = find_places("insert", model, where)
     places = {place: model.get_submodule(place.path) for place in named.values()}
-    for place, host in places.items():
-        check_open("insert", model, place.path)
-        check_free(place, host)
+    for place in places:
+        check_free("insert", model, place)
     seen = look(model, [*named, *places], example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
     elsewhere = look_elsewhere(model, places, example)
@@ -135,10 +109,10 @@ def insert(
         for place, host in places.items():
             detach(host, place.entry)
         raise
-    watch_layers(model, places, seen)
+    watch(model, places, seen)
     for name, place in named.items():
         if name != place:
-            read_old_keys(model.get_submodule(name.path), inside(name.path, place.path))
+            read_old(model.get_submodule(name.path), inside(name.path, place.path))
     return {str(name): made[place] for name, place in named.items()}
 
 
@@ -192,7 +166,7 @@ def make_all(
     """Make a new module for each place, on the device and in the dtype of its grid."""
     made: dict[Place, nn.Module] = {}
     for place, grid in grids.items():
-        channels = grid.shape[channel_axis(grid.dim(), layout or LAYOUTS[0])]
+        channels = grid.shape[channel_axis(grid.dim(), layout or "channels_first")]
         try:
             module = make(channels)
         except Exception as error:
@@ -204,80 +178,3 @@ def make_all(
             raise ValueError("insert: make returned one module for two places; fix: make a new one for each.")
         made[place] = module.to(grid.device, grid.dtype)
     return made
-
-
-def watch_layers(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
-    """Make the module around each host without children check its addition: such a layer may be replaced later."""
-    for place, host in places.items():
-        if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
-            around = caller_of(seen, place.path)
-            watch(model.get_submodule(around), inside(around, place.path), host)
-
-
-def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
-    """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect.
-
-    Raises:
-        ShapeError: If an addition returns another shape.
-        TypeError: If it returns no tensor, or another dtype or device.
-        ValueError: If the model fails, calls an addition more or less often than its host, or returns the same whatever
-            an addition returns; or if an addition returns non-finite numbers for finite inputs.
-    """
-    children = {place: child_of(place) for place in grids}
-    try:
-        seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
-    except Exception as error:
-        for place, grid in grids.items():
-            check_runs(place, model.get_submodule(children[place]), grid)
-        raise ValueError(
-            f"insert: {type(model).__name__} fails with {', '.join(place.label for place in grids)} in place, so all "
-            f"additions were taken out again: {describe_error(error)}\n  fix: {AROUND}"
-        ) from error
-    for place, grid in grids.items():
-        calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
-        if calls != host_calls or not calls:
-            raise ValueError(
-                f"insert: {place.label} was called {times(host_calls)} and its addition {times(calls)}, so all "
-                f"additions were taken out again.\n  fix: {AROUND}"
-            )
-        check_kept(place, grid, seen.outputs[children[place]])
-    effects = Effects(model, example, seen.outputs[""])
-    for place, grid in grids.items():
-        if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
-            raise ValueError(
-                f"insert: {place.label} has no effect: whatever its addition returns, {type(model).__name__} returns "
-                f"the same for this example, so all additions were taken out again.\n"
-                f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
-            )
-
-
-def check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
-    """Raise ValueError for an addition that fails on the grid of its place alone."""
-    try:
-        with torch.no_grad():
-            addition(grid)
-    except Exception as error:
-        raise ValueError(
-            f"insert: the addition at {place.label} fails on its grid {tuple(grid.shape)}, so all additions were taken "
-            f"out again: {describe_error(error)}\n  fix: make must return a module from one grid to one of the same "
-            f"shape, with as many channels as its argument."
-        ) from error
-
-
-def check_kept(place: Place, grid: Tensor, output: Any) -> None:
-    """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
-    if not isinstance(output, Tensor):
-        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
-    if output.shape != grid.shape:
-        raise ShapeError(
-            f"insert: the addition at {place.label} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
-        )
-    if (output.dtype, output.device) != (grid.dtype, grid.device):
-        raise TypeError(
-            f"insert: the addition at {place.label} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
-            f"{output.device}."
-        )
-    if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
-        raise ValueError(
-            f"insert: the addition at {place.label} returns non-finite numbers for finite {grid.dtype} inputs."
-        )

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
-from farfield.insertion._insert.additions import Entries, grid_of, places_of
+from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
-from farfield.insertion._insert.example import describe, entries, run_example
 from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
-from farfield.insertion._insert.probe import Seen
+from farfield.insertion._insert.probe import Seen, describe, describe_error, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
 # Compared by name, because importing them is slow.
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
 # The calls that errors advise.
 CALLS: dict[str, Callable[[str], str]] = {
@@ -31,30 +32,19 @@ CALLS: dict[str, Callable[[str], str]] = {
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
-    """Refuse a place in a model that is compiled, scripted or wrapped.
-
-    Raises:
-        TypeError: If the model is no module.
-        ValueError: If it is compiled, scripted or wrapped; the text has the fix.
-    """
+    """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {CALLS[caller]('model')}."
         )
-    for at in (*reversed(parents(path)), path) if path else ("",):
+    for at in (*reversed(parents(path)), path):
         reason = closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
             raise ValueError(f"{caller}: {at or 'the model'} is {reason}")
 
 
 def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
-    """Return why a module of a model cannot be changed, with the fix; None if it can.
-
-    Args:
-        caller: The function that was called: insert, remove or places.
-        module: The module.
-        at: Its path; "" if it is the model.
-    """
+    """Return why a module of a model, at a path, cannot be changed, with the fix; None if it can."""
     kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, CALLS[caller], caller != "places"
     whole = f'model.get_submodule("{at}")' if at else "model"
     if isinstance(module, torch.jit.ScriptModule):
@@ -77,12 +67,8 @@ def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
     return None
 
 
-def check_arguments(model: Any, where: Any, make: Any) -> None:
-    """Refuse arguments of `insert` in another order, and a `make` that is a module, an operator's name or a class.
-
-    Raises:
-        TypeError: If so; the text has the call with the arguments in their order.
-    """
+def check_types(model: Any, where: Any, make: Any) -> None:
+    """Refuse arguments of `insert` in another order, and a `make` that is a module, an operator's name or a class."""
     call = "insert(model, where, make, example=…)"
     if not isinstance(model, nn.Module) and isinstance(where, nn.Module):
         raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
@@ -92,40 +78,34 @@ def check_arguments(model: Any, where: Any, make: Any) -> None:
         kind = "a function" if callable(where) and not isinstance(where, nn.Module) else kind
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
-    if isinstance(make, nn.Module):
-        name = type(make).__name__
-        options = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
-        raise TypeError(
-            f"insert: make must be a function from channels to a new module, got a module, {name}; "
-            f"fix: lambda channels: {name}(channels, {options})."
-        )
     if make is GridAttention:
         raise TypeError(
             "insert: make must be a function of the channels alone, and GridAttention takes an operator too; "
             'fix: lambda channels: GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True).'
         )
-    if not callable(make):
-        operator = repr(make) if isinstance(make, str) else "…"
+    if isinstance(make, nn.Module) or not callable(make):
+        got, fix = (
+            f"{make!r:.60}",
+            f"GridAttention(channels, {repr(make) if isinstance(make, str) else '…'}, residual=True)",
+        )
+        if isinstance(make, nn.Module):
+            operator = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
+            got, fix = f"a module, {type(make).__name__}", f"{type(make).__name__}(channels, {operator})"
         raise TypeError(
-            f"insert: make must be a function from channels to a new module, got {make!r:.60}; "
-            f"fix: lambda channels: GridAttention(channels, {operator}, residual=True)."
+            f"insert: make must be a function from channels to a new module, got {got}; fix: lambda channels: {fix}."
         )
 
 
 def path_of(model: nn.Module, where: object) -> str | None:
     """Return the path of a module of a model, or of the child at an index; None if there is none."""
-    for path, module in model.named_modules():
-        if module is where or (isinstance(where, int) and path == str(where)):
-            return path
-    return None
+    index = str(where) if isinstance(where, int) else None
+    return next((path for path, module in model.named_modules() if module is where or path == index), None)
 
 
-def check_free(place: Place, host: nn.Module) -> None:
-    """Refuse a place that has an addition already, or whose host has another attribute "farfield".
-
-    Raises:
-        ValueError: If so, or if the entry cannot be the name of a module; the text has the fix.
-    """
+def check_free(caller: str, model: nn.Module, place: Place) -> None:
+    """Refuse a place that is not open, has an addition already, or whose host cannot have a child of its name."""
+    check_open(caller, model, place.path)
+    host = model.get_submodule(place.path)
     added = places_of(place.path, host)
     if hasattr(host, CHILD) and not added:
         raise ValueError(
@@ -144,17 +124,12 @@ def check_free(place: Place, host: nn.Module) -> None:
 
 
 def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
-    """Run the model once and record each place, its parents, its children and the children of the model.
-
-    Raises:
-        ValueError: If the model fails with the example or returns no tensor for it, or if a place never runs or runs
-            more often than the nearest module around it.
-    """
+    """Record each place, its parents, its children and the children of the model in one run; refuse repeated calls."""
     watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
     seen = run_example("insert", model, watched | set(children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
-        parent = caller_of(seen, path)
-        around, calls, parent_calls = parent or type(model).__name__, seen.calls[path], seen.calls[parent]
+        parent = seen.caller_of(path)
+        around, calls = parent or type(model).__name__, seen.calls[path]
         if not calls:
             inside = [child for child in children(model, path) if seen.calls[child]] + [parent] * bool(parent)
             whole = [child for child in children(model, "") if seen.calls[child]]
@@ -162,45 +137,27 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
                 f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
             )
-        if not is_called_once(seen, path):
+        if not seen.is_called_once(path):
             raise ValueError(
-                f"insert: {path} is called {times(calls)} while {around} is called {times(parent_calls)}, "
+                f"insert: {path} is called {times(calls)} while {around} is called {times(seen.calls[parent])}, "
                 f"and one addition would change the output of every call.\n  fix: insert at {around}, or at a "
                 f"module that it calls once."
             )
     return seen
 
 
-def caller_of(seen: Seen, path: str) -> str:
-    """Return the path of the nearest module around a place that was called; "" is the model."""
-    return next((name for name in parents(path) if seen.calls[name]), "")
-
-
-def is_called_once(seen: Seen, path: str) -> bool:
-    """Whether a module that runs is called once for each call of the nearest module around it, or is the model."""
-    return not path or seen.calls[path] <= seen.calls[caller_of(seen, path)]
-
-
 def children(model: nn.Module, path: str) -> list[str]:
     """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
     paths = []
     for name, child in model.get_submodule(path).named_children():
-        inside = join(path, name)
-        paths.append(inside)
+        paths.append(join(path, name))
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            paths += children(model, inside)
+            paths += children(model, paths[-1])
     return paths
 
 
 def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
-    """Return the grid at a place: the output of its module, or an entry of it.
-
-    Raises:
-        LookupError: If there is no such entry.
-        ShapeError: If the output has no spatial dims.
-        TypeError: If it is no floating-point grid, if it has entries and none is chosen, or the other way round.
-        ValueError: If the batch is the second dimension.
-    """
+    """Return the grid at a place: the output of its module, or an entry of it; refuse what is no grid."""
     path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
@@ -232,6 +189,12 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     return grid
 
 
+def grids_in(path: str, outputs: Any) -> dict[Place, Any]:
+    """Map the places of a module to what it returns there: one place, or one for each entry."""
+    several = isinstance(outputs, Mapping | tuple | list)
+    return {Place(path, entry): grid for entry, grid in (entries(outputs) if several else {None: outputs}).items()}
+
+
 def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
     """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
@@ -239,18 +202,14 @@ def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
 
 
 def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
-    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample.
-
-    Raises:
-        ShapeError: If so; the text has the fix.
-    """
+    """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample."""
     shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
     if changes(shape, elsewhere.batches):
         raise ShapeError(
             f"insert: {place.label} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change "
             f"only the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch is first."
         )
-    if keeps_batch(shape[0], elsewhere, example):
+    if keeps_batch(shape, elsewhere, example):
         return
     batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
@@ -261,10 +220,73 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     )
 
 
-def keeps_batch(length: int, elsewhere: Elsewhere, example: Any) -> bool:
-    """Whether a first dimension has the length of the batch: here, for twice the batch, and at other input sizes."""
+def keeps_batch(shape: tuple[int, ...], elsewhere: Elsewhere, example: Any) -> bool:
+    """Whether the first dimension has the length of the batch, for twice the batch and at other input sizes too."""
     lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
-    return length in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {length}
+    one, two = batches(example), batches(repeat_batch(example))
+    return shape[0] in one and lengths <= two and sizes <= {shape[0]} and not changes(shape, elsewhere.batches)
+
+
+def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
+    """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect."""
+    children = {place: child_of(place) for place in grids}
+    try:
+        seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
+    except Exception as error:
+        for place, grid in grids.items():
+            check_runs(place, model.get_submodule(children[place]), grid)
+        raise ValueError(
+            f"insert: {type(model).__name__} fails with {', '.join(place.label for place in grids)} in place, so all "
+            f"additions were taken out again: {describe_error(error)}\n  fix: {AROUND}"
+        ) from error
+    for place, grid in grids.items():
+        calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
+        if calls != host_calls or not calls:
+            raise ValueError(
+                f"insert: {place.label} was called {times(host_calls)} and its addition {times(calls)}, so all "
+                f"additions were taken out again.\n  fix: {AROUND}"
+            )
+        check_kept(place, grid, seen.outputs[children[place]])
+    effects = Effects(model, example, seen.outputs[""])
+    for place, grid in grids.items():
+        if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
+            raise ValueError(
+                f"insert: {place.label} has no effect: whatever its addition returns, {type(model).__name__} returns "
+                f"the same for this example, so all additions were taken out again.\n"
+                f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
+            )
+
+
+def check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
+    """Raise ValueError for an addition that fails on the grid of its place alone."""
+    try:
+        with torch.no_grad():
+            addition(grid)
+    except Exception as error:
+        raise ValueError(
+            f"insert: the addition at {place.label} fails on its grid {tuple(grid.shape)}, so all additions were taken "
+            f"out again: {describe_error(error)}\n  fix: make must return a module from one grid to one of the same "
+            f"shape, with as many channels as its argument."
+        ) from error
+
+
+def check_kept(place: Place, grid: Tensor, output: Any) -> None:
+    """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
+    if not isinstance(output, Tensor):
+        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
+    if output.shape != grid.shape:
+        raise ShapeError(
+            f"insert: the addition at {place.label} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
+        )
+    if (output.dtype, output.device) != (grid.dtype, grid.device):
+        raise TypeError(
+            f"insert: the addition at {place.label} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
+            f"{output.device}."
+        )
+    if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
+        raise ValueError(
+            f"insert: the addition at {place.label} returns non-finite numbers for finite {grid.dtype} inputs."
+        )
 
 
 def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
@@ -272,35 +294,27 @@ def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) 
 
     Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
-    candidates: dict[Place, int] = {}  # the length of its first dimension
+    candidates: dict[Place, tuple[int, ...]] = {}
     for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
-        if seen.calls[path] == seen.calls[caller_of(seen, path)]:
-            output = seen.outputs.get(path)
-            several = isinstance(output, Mapping | tuple | list)
-            grids: Iterable[tuple[str | None, Any]] = entries(output).items() if several else [(None, output)]
-            candidates |= {Place(path, entry): len(grid) for entry, grid in grids if is_grid(grid, batches(example))}
-    candidates = {other: length for other, length in candidates.items() if other != place and str(other)}
+        if seen.calls[path] == seen.calls[seen.caller_of(path)]:
+            grids = grids_in(path, seen.outputs.get(path)).items()
+            candidates |= {other: tuple(grid.shape) for other, grid in grids if is_grid(grid, batches(example))}
+    candidates = {other: shape for other, shape in candidates.items() if str(other) not in ("", str(place))}
     elsewhere = look_elsewhere(model, candidates, example)
     effects = Effects(model, example, seen.outputs[""])
-    fitting = (other for other, length in candidates.items() if keeps_batch(length, elsewhere[other], example))
-    return list(islice(filter(effects.reaches, fitting), 3))
+    kept = (other for other, shape in candidates.items() if keeps_batch(shape, elsewhere[other], example))
+    return list(islice(filter(effects.reaches, kept), 3))
 
 
 def fix_text(places: list[Place]) -> str:
     """Return the fix for an error: insert at one of the places, if there are any."""
-    if not places:
-        return "insert at a module that returns one grid"
-    return "insert at " + " or ".join(f'"{place}"' for place in places)
+    return "insert at " + (" or ".join(f'"{place}"' for place in places) or "a module that returns one grid")
 
 
 def is_grid(value: Any, batch: set[int]) -> bool:
     """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
-    return (
-        is_floating(value)
-        and value.dim() >= 3
-        and len(value) in batch
-        and sum(length > 1 for length in value.shape[1:]) > 1
-    )
+    fits = is_floating(value) and value.dim() >= 3 and len(value) in batch
+    return fits and sum(length > 1 for length in value.shape[1:]) > 1
 
 
 def is_floating(value: Any) -> TypeGuard[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farfield.insertion._insert.additions import key_of, with_entry
 from farfield.insertion._insert.layout import map_tensors
 from farfield.insertion._insert.probe import probe
-from farfield.insertion._places import Place, join
+from farfield.insertion._places import Place
 from farfield.nn.tracing import tensors
 
 
@@ -44,7 +44,7 @@ class Effects:
 
         change = {path: partial(disturb_entry, entry=entry, disturb=disturb)}
         after = probe(self.model, self.example, others, change=change).outputs
-        taker = next((other for other in before if takes(before[other], after.get(other), disturbed)), None)
+        taker = next((other for other in before if is_taken(before[other], after.get(other), disturbed)), None)
         if taker is None:
             return False
         detects = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
@@ -52,7 +52,7 @@ class Effects:
 
     def moves(self, path: str, change: Callable[..., Any]) -> bool:
         """Whether the model's output changes when that of a module does; an error of the model counts as a change."""
-        for disturb in (add_noise, fill_with_nan):
+        for disturb in (add_noise, partial(torch.full_like, fill_value=torch.nan)):
             try:
                 after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
             except Exception:  # noqa: BLE001
@@ -62,18 +62,37 @@ class Effects:
         return False
 
 
-class Recorded(nn.Module):
-    """A model that runs with autograd inside a probe, also on inputs and weights that need no gradient."""
+def linked(model: nn.Module, example: Any, places: Iterable[Place]) -> set[Place]:
+    """Return the places to which the output of a model passes a gradient that is not 0, in one run.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    The output may also depend on others, behind operations without a gradient: `Effects` takes a run for each.
+    """
+    chosen, marked = list(places), list[tuple[Place, Tensor]]()
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the model on copies of the inputs that need a gradient."""
+    def mark(grid: Tensor, place: Place) -> Tensor:
+        if not grid.requires_grad:
+            return grid
+        # A module may return its input, or the same grid as another, and the next may change it in place.
+        marked.append((place, grid.view_as(grid)))
+        return marked[-1][1].clone()
+
+    def mark_entries(outputs: Any, path: str) -> Any:
+        for place in (place for place in chosen if place.path == path):
+            outputs = disturb_entry(outputs, place.entry, partial(mark, place=place))
+        return outputs
+
+    change = {place.path: partial(mark_entries, path=place.path) for place in chosen}
+    try:
         with torch.enable_grad():
-            inputs, named = map_tensors((inputs, named), lambda tensor, _: needs_gradient(tensor))
-            return self.model(*inputs, **named)
+            example = map_tensors(example, lambda tensor, _: needs_gradient(tensor))
+        outputs = probe(model, example, [""], change=change, gradients=True).outputs[""]
+        ends = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+        noise = [add_noise(torch.zeros_like(end)) for end in ends]
+        grids = [grid for _, grid in marked]
+        gradients = torch.autograd.grad(ends, grids, noise, allow_unused=True)
+    except Exception:  # noqa: BLE001  (a model may raise anything)
+        return set()
+    return {place for (place, _), grad in zip(marked, gradients, strict=True) if grad is not None and grad.any()}
 
 
 def needs_gradient(tensor: Tensor) -> Tensor:
@@ -81,40 +100,7 @@ def needs_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def linked(model: nn.Module, example: Any, places: Iterable[Place]) -> set[Place]:
-    """Return the places from which autograd leads to the output of a model, in one run; `Effects` takes one for each.
-
-    The output may also depend on others, behind operations without a gradient.
-    """
-    nodes: dict[Place, list[Any]] = {place: [] for place in places}
-
-    def mark(grid: Tensor, place: Place) -> Tensor:
-        # A module may return its input, or the same grid as another: a view is a node of its own.
-        grid = grid.view_as(grid)
-        nodes[place].append(grid.grad_fn)
-        return grid
-
-    def mark_entries(outputs: Any, path: str) -> Any:
-        for place in (place for place in nodes if place.path == path):
-            outputs = disturb_entry(outputs, place.entry, partial(mark, place=place))
-        return outputs
-
-    change = {join("model", place.path): partial(mark_entries, path=place.path) for place in nodes}
-    try:
-        outputs = probe(Recorded(model), example, [""], change=change).outputs[""]
-    except Exception:  # noqa: BLE001  (a model may raise anything)
-        return set()
-    reached: set[Any] = set()
-    left = [tensor.grad_fn for tensor in tensors(outputs)]
-    while left:
-        node = left.pop()
-        if node is not None and node not in reached:
-            reached.add(node)
-            left += [function for function, _ in node.next_functions]
-    return {place for place, marked in nodes.items() if not reached.isdisjoint(marked)}
-
-
-def takes(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
+def is_taken(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
     """Whether a module's output changes in tensors other than the disturbed grids, which it may pass on."""
     pairs = itertools.zip_longest(tensors(before), tensors(after))
     moved = [two for one, two in pairs if not same(one, two)]
@@ -148,11 +134,6 @@ def add_noise(grid: Tensor) -> Tensor:
     # The generator is on the CPU; the default device may be another.
     noise = torch.randn(grid.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(grid)
     return grid + noise * (grid.abs().mean() + 1)
-
-
-def fill_with_nan(grid: Tensor) -> Tensor:
-    """Return a grid of NaN."""
-    return torch.full_like(grid, torch.nan)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -20,7 +20,6 @@ LAYOUTS = get_args(Layout)
 
 
 def check_layout_name(caller: str, layout: Any) -> None:
-    """Raise ValueError for a layout that there is not."""
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"{caller}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
 
@@ -36,22 +35,14 @@ def resize(example: Any) -> Iterator[Any]:
     In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     """
     tensors: list[tuple[Tensor, int]] = []
-
-    def collect(tensor: Tensor, start: int) -> Tensor:
-        tensors.append((tensor, start))
-        return tensor
-
-    map_tensors(example, collect)
+    map_tensors(example, lambda tensor, start: tensors.append((tensor, start)) or tensor)
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
-        lengths = {tensor.shape[axis] for tensor, start in tensors for axis in spatial_axes(tensor, start, channels)}
-        for length in sorted(lengths - {0, 1}, reverse=True):
+        found = ((tensor, axis) for tensor, start in tensors for axis in spatial_axes(tensor, start, channels))
+        lengths = {(tensor.shape[axis], tensor.is_floating_point()) for tensor, axis in found}
+        for length in sorted({length for length, _ in lengths} - {0, 1}, reverse=True):
             # Integers may be indices: a longer axis could exceed a table or trigger a device assertion, so halve it.
-            shorter = any(
-                tensor.shape[axis] == length and not tensor.is_floating_point()
-                for tensor, start in tensors
-                for axis in spatial_axes(tensor, start, channels)
-            )
+            shorter = (length, False) in lengths
             yield map_tensors(example, partial(change_size, length=length, shorter=shorter, channels=channels))
 
 
@@ -137,14 +128,10 @@ def check_layouts(
 ) -> None:
     """Refuse a layout that another input size contradicts, and the default if neither that nor the weights confirm it.
 
-    Raises:
-        ShapeError: If so. The fix is the layout that fits, or two calls if the places have different layouts.
+    The fix is the layout that fits, or two calls if the places have different layouts.
     """
-    misfits = {}
-    for place, shape in shapes.items():
-        misfit = find_misfit(model, place, shape, elsewhere[place], layout)
-        if misfit is not None:
-            misfits[place] = misfit
+    found = {place: find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
+    misfits = {place: misfit for place, misfit in found.items() if misfit is not None}
     if not misfits:
         return
     problem, fix = next(iter(misfits.values()))
@@ -153,9 +140,8 @@ def check_layouts(
     right = [place for place in shapes if place not in misfits]
     if wrong and right:
         problem = misfits[wrong[0]][0]
-        fix = f'two calls, layout="{assumed}" for {", ".join(map(str, right))} and layout="{other}" for ' + ", ".join(
-            map(str, wrong)
-        )
+        ours, others = (", ".join(map(str, places)) for places in (right, wrong))
+        fix = f'two calls, layout="{assumed}" for {ours} and layout="{other}" for {others}'
     raise ShapeError(f"insert: {problem}.\n  fix: {fix}.")
 
 
@@ -214,5 +200,5 @@ def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, 
 
 
 def widths_of(module: nn.Module) -> set[int]:
-    """Return the lengths of a module's parameters of one dimension (biases, norms), except 1: numbers of channels."""
+    """Return the lengths of biases and norms, the parameters of one dimension, except 1: numbers of channels."""
     return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

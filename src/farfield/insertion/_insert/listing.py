@@ -13,21 +13,12 @@ from farfield.insertion._insert.checks import (
     check_free,
     check_open,
     has_batch_second,
-    is_called_once,
     is_floating,
     keeps_batch,
 )
 from farfield.insertion._insert.effects import Effects, linked
-from farfield.insertion._insert.example import entries, run_example
-from farfield.insertion._insert.layout import (
-    Layout,
-    changes,
-    channel_axis,
-    check_layout_name,
-    find_layout,
-    look_elsewhere,
-)
-from farfield.insertion._insert.probe import Seen, probe
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, find_layout, look_elsewhere
+from farfield.insertion._insert.probe import Seen, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
 
@@ -77,8 +68,8 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
             it; if there is no such layout.
 
     Cost:
-        About six forward passes, some of them of an example of up to four times the size, and at least one more for
-        each place from which no gradient reaches the output. One records what a backward pass needs, in memory.
+        About six forward passes, some of them of an example of up to four times the size, one of them with a backward
+        pass and its memory, and at least one more for each place that gets no gradient in it, or only 0.
 
     Example:
         >>> import torch
@@ -99,7 +90,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     for place, grid in grids.items():
         shape, others = tuple(grid.shape), elsewhere[place]
         fits = find_layout(model, place, shape, others, layout)
-        if fits is None or changes(shape, others.batches) or not keeps_batch(shape[0], others, example):
+        if fits is None or not keeps_batch(shape, others, example):
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
         size = shape[1:axis] + shape[axis + 1 :]
@@ -113,14 +104,13 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
 def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[tuple[Place, Tensor]]:
     """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
     for path, outputs in seen.outputs.items():
-        if not is_called_once(seen, path) or host_of(model, Place(path)).path != path:
+        if not seen.is_called_once(path) or host_of(model, Place(path)).path != path:
             continue
         for entry in entries(outputs) if isinstance(outputs, Mapping | tuple | list) else [None]:
             place = Place(path, entry)
             # Refused by `check_open` or `check_free`, or a key of a dict that no text names.
             with suppress(ValueError, LookupError):
-                check_open("places", model, path)
-                check_free(place, modules[path])
+                check_free("places", model, place)
                 grid = grid_of(outputs, entry)
                 if is_floating(grid) and grid.dim() >= 3 and not has_batch_second(model, place, grid):
                     yield place, grid

@@ -1,22 +1,28 @@
 """Run a model once and record what its modules return, and how often they are called.
 
-A probe leaves the model as it was: a copy with the same parameters runs in eval mode without gradients, and random
-numbers are restored. Hooks, attributes and caches that a model adds in its first run are the copy's.
+A probe leaves the model as it was: a copy with the same parameters runs in eval mode, and random numbers are restored.
+Hooks, attributes and caches that a model adds in its first run are the copy's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from farfield.nn.network_copy import copied, share_parameters
-from farfield.nn.tracing import EnoughError, call, keep_random_numbers
+from farfield.insertion._places import parents
+from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
+from farfield.nn.tracing import EnoughError, call, keep_random_numbers, tensors
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# An error of a model with more lines, such as all signatures of an operation, is cut to its first.
+LINES = 5
 
 
 class Seen(NamedTuple):
@@ -24,6 +30,14 @@ class Seen(NamedTuple):
 
     calls: Counter[str]
     outputs: dict[str, Any]
+
+    def caller_of(self, path: str) -> str:
+        """Return the path of the nearest module around a place that was called; "" is the model."""
+        return next((name for name in parents(path) if self.calls[name]), "")
+
+    def is_called_once(self, path: str) -> bool:
+        """Whether a module that runs is called once for each call of the nearest module around it, or is the model."""
+        return not path or self.calls[path] <= self.calls[self.caller_of(path)]
 
 
 def probe(
@@ -33,62 +47,28 @@ def probe(
     *,
     stop_early: bool = False,
     change: Mapping[str, Callable[[Any], Any]] | None = None,
+    gradients: bool = False,
 ) -> Seen:
-    """Run a model once and record the calls and outputs of some modules.
+    """Run a copy of a model once, without autocast, and record the calls and first outputs of some modules.
 
-    Args:
-        model: The model, of which a copy runs.
-        example: A tensor, a tuple of arguments or a dict of named ones.
-        paths: Paths of the modules to record.
-        stop_early: Whether to stop once each module has been called, and to ignore errors of the model.
-        change: Functions that replace the outputs of modules, by their paths.
-
-    Returns:
-        The calls and first outputs.
-
-    Raises:
-        Exception: Any error of the model, unless `stop_early`.
+    `stop_early` stops once each module has been called, and ignores errors of the model. `change` has functions that
+    replace the outputs of modules, by their paths.
     """
-    seen = Seen(Counter(), {})
-    watched = dict.fromkeys(paths)
+    seen, watched = Seen(Counter(), {}), dict.fromkeys(paths)
 
-    def watch(path: str) -> Callable[..., None]:
-        def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            seen.calls[path] += 1
-            seen.outputs.setdefault(path, outputs)
-            if stop_early and len(seen.outputs) == len(watched):
-                raise EnoughError
+    def record(path: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        seen.calls[path] += 1
+        seen.outputs.setdefault(path, outputs)
+        if stop_early and len(seen.outputs) == len(watched):
+            raise EnoughError
 
-        return record
+    def replace(function: Callable[[Any], Any], module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return function(outputs)
 
-    with ExitStack() as stack:
-        own = stack.enter_context(undisturbed(model))
-        for path, function in (change or {}).items():
-            # Before all other hooks, so that they see the changed output.
-            hook = partial(replace_output, function)
-            own.get_submodule(path).register_forward_hook(hook, prepend=True)
-        for path in watched:
-            own.get_submodule(path).register_forward_hook(watch(path))
-        try:
-            call(own, example)
-        except Exception:
-            if not stop_early:
-                raise
-    return seen
-
-
-def replace_output(function: Callable[[Any], Any], module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Replace an output by a function of it, as a forward hook."""
-    return function(outputs)
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[nn.Module]:
-    """Copy a model in eval mode, to run the copy without gradients or autocast; then restore the random numbers."""
     kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
         # Not inference mode: tensors that a host caches would then be unusable in training.
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(keep_random_numbers(model))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -96,4 +76,97 @@ def undisturbed(model: nn.Module) -> Iterator[nn.Module]:
         # Flags are set one by one: a host's own `eval()` may do more, for example merge weights.
         for module in own.modules():
             module.training = False
-        yield own
+        for path, function in (change or {}).items():
+            # Before all other hooks, so that they see the changed output.
+            own.get_submodule(path).register_forward_hook(partial(replace, function), prepend=True)
+        for path in watched:
+            own.get_submodule(path).register_forward_hook(partial(record, path))
+        with suppress(Exception) if stop_early else ExitStack():
+            call(own, example)
+    return seen
+
+
+# ---- the example -----------------------------------------------------------------------------------------------------
+def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
+    """Run the model and record the modules at some paths; refuse an example that it does not take, or without batch."""
+    try:
+        seen = probe(model, example, paths)
+    except CannotCopyError as error:
+        raise ValueError(f"{caller}: {type(model).__name__} cannot be run for inspection: {error}") from error
+    except Exception as error:
+        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+        raise ValueError(
+            f"{caller}: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
+            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
+        ) from error
+    check_has_batch(caller, model, example)
+    if not tensors(seen.outputs[""]):
+        raise ValueError(
+            f"{caller}: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
+            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
+        )
+    return seen
+
+
+def takes(model: nn.Module, example: Any) -> bool:
+    """Whether a model runs with an example."""
+    try:
+        probe(model, example, ())
+    except Exception:  # noqa: BLE001  (a model may raise anything)
+        return False
+    return True
+
+
+def check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
+    """Refuse an example without a batch, which convolutions take and whose channels would be read as the batch.
+
+    It has the dims and the channels of a sample of the first convolution, and the model also takes it with a batch.
+    """
+    first = next((each for each in model.modules() if isinstance(each, CONVOLUTIONS)), None)
+    if first is None or is_lazy(first.weight) or not isinstance(example, Tensor):
+        return
+    if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not takes(model, example[None]):
+        return
+    raise ValueError(
+        f"{caller}: example {tuple(example.shape)} has no batch: it is one sample of the {first.in_channels} "
+        f"channels of the first convolution.\n  fix: add the batch, example[None]."
+    )
+
+
+def fix_of_example(model: nn.Module, example: Any) -> str:
+    """Return the fix for an example that the model refuses: an input for its shape, the batch, or the dtype."""
+    if isinstance(example, tuple | list) and example and all(isinstance(length, int) for length in example):
+        return f"an input and not its shape: torch.zeros{tuple(example)}."
+    if isinstance(example, Tensor):
+        dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+        fixes = {"add the batch, example[None].": example[None], f"example.to({dtype}).": example.to(dtype)}
+        if example.dim() > 2:
+            fixes["channels first, example.movedim(-1, 1)."] = example.movedim(-1, 1)
+        for fix, changed in fixes.items():
+            if takes(model, changed):
+                return fix
+    elif hasattr(example, "__array__"):
+        return "a tensor, torch.as_tensor(example)."
+    return "an input that model(example) takes."
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's class and text; of a long text, such as all signatures of an operation, the first line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if len(lines) > LINES else error}"
+
+
+def describe(value: Any) -> str:
+    """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping | tuple | list):
+        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
+        return f"{type(value).__name__}({inside})"
+    return type(value).__name__
+
+
+def entries(outputs: Any) -> dict[str, Any]:
+    """Return the entries of a tuple, list or dict under the names that `insert` takes."""
+    named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
+    return {str(name): value for name, value in named}
