@@ -15,7 +15,7 @@ from timm.models import FeatureListNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from farfield import insert, remove
+from farfield import insert, insertion, remove
 from helpers.seeding import seeded_generator
 from helpers.small_hosts import Block, Net, felt, identity, image
 
@@ -84,6 +84,23 @@ def test_a_block_that_is_replaced_takes_no_addition_along(way: str) -> None:
     block = Block(12).eval()
     CHANGES[way](net, block)
     assert torch.equal(net.stage(grid), addition(block(plain.stage[:2](grid))))
+
+
+@pytest.mark.parametrize("where", [None, "stage"])
+def test_an_addition_that_del_has_renamed_is_found(where: str | None) -> None:
+    net, addition, plain = hosting()
+    for each in (net, plain):
+        del each.stage[1]
+    assert list(net.stage._modules) == ["0", "1", "2"]
+    assert torch.equal(net.stage(grid), addition(plain.stage(grid)))
+    assert "stage" not in [place.path for place in insertion.places(net, image)]
+    with pytest.raises(ValueError, match="stage has an addition already"):
+        insert(net, "stage", felt, example=image)
+    remove(net, where)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert torch.equal(net(image), plain(image))
+    with pytest.raises(LookupError, match="no additions"):
+        remove(net)
 
 
 def test_an_addition_of_another_kind_of_module_stays_beside_its_children() -> None:

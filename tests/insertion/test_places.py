@@ -266,6 +266,26 @@ class Counted(Odd):
         return self.order[-1]
 
 
+class Blocked(nn.Module):
+    """A grid that autograd leads to, and of which no number reaches the output; one without a gradient that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked, self.frozen, self.scaled = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        blocked = torch.where(torch.zeros_like(grid, dtype=torch.bool), self.blocked(grid), 0)
+        return blocked + self.frozen(grid).detach() + 1e-6 * self.scaled(grid).relu_()
+
+
+def test_a_grid_of_which_no_number_reaches_the_output_is_not_listed() -> None:
+    model = Blocked().eval()
+    listed = [place.path for place in insertion.places(model, image)]
+    assert listed == ["frozen", "scaled", ""]
+    assert set(listed) == {path for path in paths(model, image) if accepts(model, path, image, None)}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", [Odd, Counted])
 def test_a_host_that_cannot_have_an_addition_is_not_listed(kind: type[Odd]) -> None:
     model = kind().eval()

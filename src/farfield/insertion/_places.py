@@ -52,13 +52,14 @@ def detector_places(*names: str) -> list[str]:
         >>> detector_places("res4", "fpn1", "fpn5")
         ['backbone.body.layer4', 'backbone.fpn[0]', 'backbone.fpn[pool]']
     """
-    paths = {name: f"backbone.body.{stage}" for name, stage in STAGES.items()}
-    paths |= {name: f"backbone.{level}" for name, level in LEVELS.items()}
+    levels = {name: [f"backbone.{level}"] for name, level in LEVELS.items()}
+    paths = {name: [f"backbone.body.{stage}"] for name, stage in STAGES.items()} | levels
+    paths["fpn_all"] = [path for level in levels.values() for path in level]
     places: list[str] = []
     for name in names:
-        if name not in paths and name != "fpn_all":
-            raise unknown("detector_places", "place", name, [*paths, "fpn_all"])
-        places += [paths[level] for level in LEVELS] if name == "fpn_all" else [paths[name]]
+        if name not in paths:
+            raise unknown("detector_places", "place", name, list(paths))
+        places += paths[name]
     return list(dict.fromkeys(places))
 
 
@@ -101,7 +102,6 @@ class Place(NamedTuple):
     entry: str | None = None
 
     def __str__(self) -> str:
-        """Return the place in the notation of `insert`."""
         return self.path if self.entry is None else f"{self.path}[{self.entry}]"
 
     @property
@@ -115,7 +115,6 @@ def join(path: str, name: str) -> str:
 
 
 def inside(outer: str, path: str) -> str:
-    """Return the path of a module from a module around it, whose path is `outer`."""
     return path[len(outer) + bool(outer) :]
 
 

@@ -94,15 +94,11 @@ def places_of(path: str, host: nn.Module) -> list[Place]:
 
 
 def child_of(place: Place) -> str:
-    """Return the path of the addition at a place."""
     return ".".join(filter(None, (place.path, CHILD, place.entry)))
 
 
 def additions(model: nn.Module) -> dict[Place, nn.Module]:
-    """Map each place that has an addition to its host.
-
-    First the hosts in the model, in the order of its modules, then hosts that another layer has replaced.
-    """
+    """Map each place with an addition to its host: first hosts in the model, then those that others have replaced."""
     hosts = dict(model.named_modules())
     present = set(hosts.values())
     for around, module, watched in watches(model):
@@ -112,7 +108,6 @@ def additions(model: nn.Module) -> dict[Place, nn.Module]:
 
 
 def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
-    """Add an addition to its host."""
     module.__module__ = CALLED
     module.train(host.training)
     if entry is None:
@@ -185,7 +180,6 @@ class Watch:
 
 
 def module_at(module: nn.Module | None, path: str) -> nn.Module | None:
-    """Return the module that is now at a path in another, if any."""
     for name in path.split("."):
         module = module._modules.get(name) if module is not None else None
     return module
@@ -213,7 +207,6 @@ def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
 
 
 def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
-    """Iterate over the watches in a model: path, module, watch."""
     for path, module in model.named_modules():
         hook = hooks(module, "forward_pre").get(CHILD)
         if isinstance(hook, Watch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
-from farfield.insertion._insert.layout import Elsewhere, batches, changes, look_elsewhere, repeat_batch
+from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
 from farfield.insertion._insert.probe import Seen, describe, describe_error, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
@@ -24,19 +24,14 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
 # The calls that errors advise.
-CALLS: dict[str, Callable[[str], str]] = {
-    "insert": "insert({}, where, make, example=…)".format,
-    "remove": "remove({})".format,
-    "places": "places({}, example)".format,
-}
+CALLS = {"insert": "insert({}, where, make, example=…)", "remove": "remove({})", "places": "places({}, example)"}
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
     """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
+    fix = CALLS[caller].format("model")
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {CALLS[caller]('model')}."
-        )
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
     for at in (*reversed(parents(path)), path):
         reason = closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
@@ -45,24 +40,24 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
 
 def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
     """Return why a module of a model, at a path, cannot be changed, with the fix; None if it can."""
-    kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, CALLS[caller], caller != "places"
+    kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, CALLS[caller].format, caller != "places"
     whole = f'model.get_submodule("{at}")' if at else "model"
     if isinstance(module, torch.jit.ScriptModule):
-        then = ", and script that" if changes else ""
+        then = ", and script that" * changes
         return f"scripted, and its code is fixed; fix: {call('the module that was scripted')}{then}."
     if "OptimizedModule" in kinds:
-        if at:  # the whole model is called with the module without its wrapper
-            own = f'model.set_submodule("{at}", {whole}._orig_mod)'
-            return f"compiled, and its code is fixed; fix: {own} first, and torch.compile it again afterwards."
-        then = ", and torch.compile that again" if changes else ""
-        return f"compiled, and its code is fixed; fix: {call('model._orig_mod')}{then}."
+        own, then = call("model._orig_mod"), ", and torch.compile that again" * changes
+        if at:
+            own = f'model.set_submodule("{at}", {whole}._orig_mod) first'
+            then = ", and torch.compile it again afterwards"
+        return f"compiled, and its code is fixed; fix: {own}{then}."
     if module._compiled_call_impl is not None:
         return f"compiled, and its code is fixed; fix: {call('model')} before {whole}.compile()."
     if kinds & WRAPPERS:
         wrapper = ", ".join(kinds & WRAPPERS)
         fix = f"{call('model')} before it is wrapped"
         if wrapper == "DistributedDataParallel" and not at:
-            fix = f"{call('model.module')}" + (", and wrap that anew" if changes else "")
+            fix = call("model.module") + ", and wrap that anew" * changes
         return f"wrapped in {wrapper}, which misses weights that are added later; fix: {fix}."
     return None
 
@@ -74,8 +69,9 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
     paths = [where] if isinstance(where, str) else () if where is None else where
     if isinstance(where, nn.Module) or not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in paths):
-        kind, path = type(where).__name__, path_of(model, where)
-        kind = "a function" if callable(where) and not isinstance(where, nn.Module) else kind
+        kind = "a function" if callable(where) and not isinstance(where, nn.Module) else type(where).__name__
+        index = str(where) if isinstance(where, int) else None
+        path = next((path for path, module in model.named_modules() if module is where or path == index), None)
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
     if make is GridAttention:
@@ -94,12 +90,6 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         raise TypeError(
             f"insert: make must be a function from channels to a new module, got {got}; fix: lambda channels: {fix}."
         )
-
-
-def path_of(model: nn.Module, where: object) -> str | None:
-    """Return the path of a module of a model, or of the child at an index; None if there is none."""
-    index = str(where) if isinstance(where, int) else None
-    return next((path for path, module in model.named_modules() if module is where or path == index), None)
 
 
 def check_free(caller: str, model: nn.Module, place: Place) -> None:
@@ -165,18 +155,15 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
         fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else fix_text(near)
         raise TypeError(f"insert: {path} returns several values, {describe(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
-        raise TypeError(
-            f'insert: {path} returns {describe(outputs)} and has no entries; fix: insert at "{place.path}".'
-        )
+        fix = f'insert at "{place.path}"'
+        raise TypeError(f"insert: {path} returns {describe(outputs)} and has no entries; fix: {fix}.")
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
-        near = find_alternatives(model, place, seen, example)
-        raise TypeError(
-            f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix_text(near)}."
-        )
+        fix = fix_text(find_alternatives(model, place, seen, example))
+        raise TypeError(f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix}.")
     if grid.dim() < 3:
         raise ShapeError(
             f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
@@ -195,6 +182,11 @@ def grids_in(path: str, outputs: Any) -> dict[Place, Any]:
     return {Place(path, entry): grid for entry, grid in (entries(outputs) if several else {None: outputs}).items()}
 
 
+def has_grid(model: nn.Module, place: Place, value: Any) -> bool:
+    """Whether a place returns a grid as `grid_at` accepts it."""
+    return is_floating(value) and value.dim() >= 3 and not has_batch_second(model, place, value)
+
+
 def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
     """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
@@ -209,7 +201,7 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
             f"insert: {place.label} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change "
             f"only the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch is first."
         )
-    if keeps_batch(shape, elsewhere, example):
+    if elsewhere.keeps_batch(shape, example):
         return
     batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
@@ -218,13 +210,6 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
         f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
         f"within each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
     )
-
-
-def keeps_batch(shape: tuple[int, ...], elsewhere: Elsewhere, example: Any) -> bool:
-    """Whether the first dimension has the length of the batch, for twice the batch and at other input sizes too."""
-    lengths, sizes = {other[0] for other in elsewhere.batches}, {other[0] for other in elsewhere.sizes}
-    one, two = batches(example), batches(repeat_batch(example))
-    return shape[0] in one and lengths <= two and sizes <= {shape[0]} and not changes(shape, elsewhere.batches)
 
 
 def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
@@ -294,7 +279,7 @@ def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) 
 
     Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
-    candidates: dict[Place, tuple[int, ...]] = {}
+    candidates: dict[Place, Shape] = {}
     for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[seen.caller_of(path)]:
             grids = grids_in(path, seen.outputs.get(path)).items()
@@ -302,12 +287,11 @@ def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) 
     candidates = {other: shape for other, shape in candidates.items() if str(other) not in ("", str(place))}
     elsewhere = look_elsewhere(model, candidates, example)
     effects = Effects(model, example, seen.outputs[""])
-    kept = (other for other, shape in candidates.items() if keeps_batch(shape, elsewhere[other], example))
+    kept = (other for other, shape in candidates.items() if elsewhere[other].keeps_batch(shape, example))
     return list(islice(filter(effects.reaches, kept), 3))
 
 
 def fix_text(places: list[Place]) -> str:
-    """Return the fix for an error: insert at one of the places, if there are any."""
     return "insert at " + (" or ".join(f'"{place}"' for place in places) or "a module that returns one grid")
 
 
@@ -317,11 +301,5 @@ def is_grid(value: Any, batch: set[int]) -> bool:
     return fits and sum(length > 1 for length in value.shape[1:]) > 1
 
 
-def is_floating(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is a floating-point tensor with one shape."""
-    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested
-
-
 def times(count: int) -> str:
-    """Return a count as text: `once`, `3 times`."""
     return {0: "never", 1: "once"}.get(count, f"{count} times")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.insertion._insert.additions import key_of, with_entry
-from farfield.insertion._insert.layout import map_tensors
+from farfield.insertion._insert.layout import is_floating, map_tensors
 from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
 from farfield.nn.tracing import tensors
@@ -62,12 +62,12 @@ class Effects:
         return False
 
 
-def linked(model: nn.Module, example: Any, places: Iterable[Place]) -> set[Place]:
+def linked(model: nn.Module, example: Any, places: list[Place]) -> set[Place]:
     """Return the places to which the output of a model passes a gradient that is not 0, in one run.
 
     The output may also depend on others, behind operations without a gradient: `Effects` takes a run for each.
     """
-    chosen, marked = list(places), list[tuple[Place, Tensor]]()
+    marked: list[tuple[Place, Tensor]] = []
 
     def mark(grid: Tensor, place: Place) -> Tensor:
         if not grid.requires_grad:
@@ -77,25 +77,24 @@ def linked(model: nn.Module, example: Any, places: Iterable[Place]) -> set[Place
         return marked[-1][1].clone()
 
     def mark_entries(outputs: Any, path: str) -> Any:
-        for place in (place for place in chosen if place.path == path):
+        for place in (place for place in places if place.path == path):
             outputs = disturb_entry(outputs, place.entry, partial(mark, place=place))
         return outputs
 
-    change = {place.path: partial(mark_entries, path=place.path) for place in chosen}
+    change = {place.path: partial(mark_entries, path=place.path) for place in places}
     try:
         with torch.enable_grad():
-            example = map_tensors(example, lambda tensor, _: needs_gradient(tensor))
+            example = map_tensors(example, needs_gradient)
         outputs = probe(model, example, [""], change=change, gradients=True).outputs[""]
         ends = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
         noise = [add_noise(torch.zeros_like(end)) for end in ends]
-        grids = [grid for _, grid in marked]
-        gradients = torch.autograd.grad(ends, grids, noise, allow_unused=True)
+        gradients = torch.autograd.grad(ends, [grid for _, grid in marked], noise, allow_unused=True)
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return set()
     return {place for (place, _), grad in zip(marked, gradients, strict=True) if grad is not None and grad.any()}
 
 
-def needs_gradient(tensor: Tensor) -> Tensor:
+def needs_gradient(tensor: Tensor, start: int) -> Tensor:
     """Return a copy that needs a gradient, if it can have one, and may be changed in place."""
     return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
@@ -125,8 +124,7 @@ def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(outputs, Mapping | tuple | list):
         for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
             outputs = with_entry(outputs, key, disturb_all(outputs[key], disturb))
-    floats = isinstance(outputs, Tensor) and outputs.is_floating_point() and not outputs.is_nested
-    return disturb(outputs) if floats else outputs
+    return disturb(outputs) if is_floating(outputs) else outputs
 
 
 def add_noise(grid: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from farfield.insertion._places import Place
 
 Layout = Literal["channels_first", "channels_last"]
 LAYOUTS = get_args(Layout)
+Shape = tuple[int, ...]
 
 
 def check_layout_name(caller: str, layout: Any) -> None:
@@ -25,7 +26,6 @@ def check_layout_name(caller: str, layout: Any) -> None:
 
 
 def channel_axis(dimensions: int, layout: Layout) -> int:
-    """Return the dimension that holds the channels of a batch."""
     return 1 if layout == "channels_first" else dimensions - 1
 
 
@@ -35,7 +35,7 @@ def resize(example: Any) -> Iterator[Any]:
     In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     """
     tensors: list[tuple[Tensor, int]] = []
-    map_tensors(example, lambda tensor, start: tensors.append((tensor, start)) or tensor)
+    map_tensors(example, lambda *found: tensors.append(found))
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
         found = ((tensor, axis) for tensor, start in tensors for axis in spatial_axes(tensor, start, channels))
@@ -54,7 +54,12 @@ def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels
     return tensor
 
 
-def map_tensors(example: Any, change: Callable[[Tensor, int], Tensor], start: int = 1) -> Any:
+def is_floating(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a floating-point tensor with one shape."""
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested
+
+
+def map_tensors(example: Any, change: Callable[[Tensor, int], Any], start: int = 1) -> Any:
     """Apply `change(tensor, start)` to each tensor; `start` is its first dimension after the batch, 0 in a list."""
     if isinstance(example, Tensor):
         return change(example, start)
@@ -89,13 +94,10 @@ def repeat_batch(example: Any) -> Any:
 
 
 def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
-    """Return the spatial dimensions of an input: all but the batch and, in floating-point grids, the channels.
-
-    If there are two dimensions after the batch, `channels` (0 or 1) is the one that holds the channels; if there are
-    more, as in an image, it is the first.
-    """
+    """Return the spatial dimensions of an input: all but the batch and, in floating-point grids, the channels."""
     axes = list(range(start, tensor.dim()))
     if tensor.is_floating_point() and len(axes) > 1:
+        # The first of three and more, as in an image; of two, the caller says which.
         axes.pop(channels if len(axes) == 2 else 0)
     return axes
 
@@ -103,8 +105,14 @@ def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
 class Elsewhere(NamedTuple):
     """The shapes of a place for other inputs that the model accepts: other sizes, and twice the batch."""
 
-    sizes: list[tuple[int, ...]]
-    batches: list[tuple[int, ...]]
+    sizes: list[Shape]
+    batches: list[Shape]
+
+    def keeps_batch(self, shape: Shape, example: Any) -> bool:
+        """Whether the first dimension has the length of the batch, and only it changes with twice the batch."""
+        lengths, sizes = {other[0] for other in self.batches}, {other[0] for other in self.sizes}
+        fits = shape[0] in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {shape[0]}
+        return fits and not changes(shape, self.batches)
 
 
 def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
@@ -121,15 +129,9 @@ def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> d
 
 
 def check_layouts(
-    model: nn.Module,
-    shapes: Mapping[Place, tuple[int, ...]],
-    elsewhere: Mapping[Place, Elsewhere],
-    layout: Layout | None,
+    model: nn.Module, shapes: Mapping[Place, Shape], elsewhere: Mapping[Place, Elsewhere], layout: Layout | None
 ) -> None:
-    """Refuse a layout that another input size contradicts, and the default if neither that nor the weights confirm it.
-
-    The fix is the layout that fits, or two calls if the places have different layouts.
-    """
+    """Refuse a layout that another input size contradicts, and the default if neither it nor the weights confirm it."""
     found = {place: find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
     misfits = {place: misfit for place, misfit in found.items() if misfit is not None}
     if not misfits:
@@ -146,7 +148,7 @@ def check_layouts(
 
 
 def find_misfit(
-    model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
+    model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
 ) -> tuple[str, str] | None:
     """Return the reason why a layout is refused at one place, and the fix; None if it is accepted."""
     assumed, other = layout or LAYOUTS[0], other_layout(layout)
@@ -177,7 +179,7 @@ def find_misfit(
 
 
 def find_layout(
-    model: nn.Module, place: Place, shape: tuple[int, ...], elsewhere: Elsewhere, layout: Layout | None
+    model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
 ) -> Layout | None:
     """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""
     misfit = find_misfit(model, place, shape, elsewhere, layout)
@@ -188,15 +190,13 @@ def find_layout(
 
 
 def other_layout(layout: Layout | None) -> Layout:
-    """Return the other layout; None is the default, channels first."""
     return "channels_first" if layout == "channels_last" else "channels_last"
 
 
-def changes(shape: tuple[int, ...], others: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+def changes(shape: Shape, others: list[Shape]) -> dict[int, Shape]:
     """Map each dimension after the batch in which a shape differs from some of the others to one of these others."""
-    return {
-        axis: other for other in others for axis in range(1, len(shape)) if other[axis : axis + 1] != (shape[axis],)
-    }
+    axes = range(1, len(shape))
+    return {axis: other for other in others for axis in axes if other[axis : axis + 1] != (shape[axis],)}
 
 
 def widths_of(module: nn.Module) -> set[int]:

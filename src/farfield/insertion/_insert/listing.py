@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from farfield.insertion._insert.additions import attach, child_of, grid_of
-from farfield.insertion._insert.checks import (
-    check_free,
-    check_open,
-    has_batch_second,
-    is_floating,
-    keeps_batch,
-)
+from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, find_layout, look_elsewhere
-from farfield.insertion._insert.probe import Seen, entries, probe, run_example
+from farfield.insertion._insert.probe import Seen, probe, run_example
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
 
@@ -84,13 +78,13 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
     seen = run_example("places", model, modules, example)
-    grids = dict(find_grids(model, modules, seen))
+    grids = dict(find_grids(model, seen))
     elsewhere = look_elsewhere(model, grids, example)
     fitting = {}
     for place, grid in grids.items():
-        shape, others = tuple(grid.shape), elsewhere[place]
-        fits = find_layout(model, place, shape, others, layout)
-        if fits is None or not keeps_batch(shape, others, example):
+        shape = tuple(grid.shape)
+        fits = find_layout(model, place, shape, elsewhere[place], layout)
+        if fits is None or not elsewhere[place].keeps_batch(shape, example):
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
         size = shape[1:axis] + shape[axis + 1 :]
@@ -101,18 +95,16 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     return [fitting[place] for place in called if grids[place].is_meta or place in sure or effects.reaches(place)]
 
 
-def find_grids(model: nn.Module, modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[tuple[Place, Tensor]]:
+def find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
     """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
     for path, outputs in seen.outputs.items():
         if not seen.is_called_once(path) or host_of(model, Place(path)).path != path:
             continue
-        for entry in entries(outputs) if isinstance(outputs, Mapping | tuple | list) else [None]:
-            place = Place(path, entry)
-            # Refused by `check_open` or `check_free`, or a key of a dict that no text names.
+        for place, grid in grids_in(path, outputs).items():
+            # Refused by `check_free`, or a key of a dict that no text names.
             with suppress(ValueError, LookupError):
                 check_free("places", model, place)
-                grid = grid_of(outputs, entry)
-                if is_floating(grid) and grid.dim() >= 3 and not has_batch_second(model, place, grid):
+                if has_grid(model, place, grid_of(outputs, place.entry)):
                     yield place, grid
 
 

@@ -20,10 +20,6 @@ from farfield.insertion._places import parents
 from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
 from farfield.nn.tracing import EnoughError, call, keep_random_numbers, tensors
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# An error of a model with more lines, such as all signatures of an operation, is cut to its first.
-LINES = 5
-
 
 class Seen(NamedTuple):
     """The record of a probe: how often each module was called, and the output of its first call."""
@@ -109,7 +105,6 @@ def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: An
 
 
 def takes(model: nn.Module, example: Any) -> bool:
-    """Whether a model runs with an example."""
     try:
         probe(model, example, ())
     except Exception:  # noqa: BLE001  (a model may raise anything)
@@ -118,11 +113,8 @@ def takes(model: nn.Module, example: Any) -> bool:
 
 
 def check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
-    """Refuse an example without a batch, which convolutions take and whose channels would be read as the batch.
-
-    It has the dims and the channels of a sample of the first convolution, and the model also takes it with a batch.
-    """
-    first = next((each for each in model.modules() if isinstance(each, CONVOLUTIONS)), None)
+    """Refuse a sample of the first convolution if a batch of it runs too: its channels would be read as the batch."""
+    first = next((each for each in model.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if first is None or is_lazy(first.weight) or not isinstance(example, Tensor):
         return
     if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not takes(model, example[None]):
@@ -153,7 +145,7 @@ def fix_of_example(model: nn.Module, example: Any) -> str:
 def describe_error(error: Exception) -> str:
     """Return an error's class and text; of a long text, such as all signatures of an operation, the first line."""
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if len(lines) > LINES else error}"
+    return f"{type(error).__name__}: {lines[0] if len(lines) > 5 else error}"
 
 
 def describe(value: Any) -> str:
