@@ -196,8 +196,8 @@ def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> No
     for place, host in places.items():
         if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
             around = seen.caller_of(place.path)
-            found = hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
-            found.hosts[inside(around, place.path)] = host
+            watched = hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
+            watched.hosts[inside(around, place.path)] = host
 
 
 def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:

@@ -155,8 +155,8 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
 
 def find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
     """Return the places of the additions that a path leads to; a shared host has one path among them."""
-    found = [place for pair in find_places("remove", model, pattern).items() for place in pair]
-    wanted = [(model.get_submodule(place.path), place.entry) for place in found]
+    matched = [place for pair in find_places("remove", model, pattern).items() for place in pair]
+    wanted = [(model.get_submodule(place.path), place.entry) for place in matched]
     return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
 

@@ -35,11 +35,11 @@ def resize(example: Any) -> Iterator[Any]:
     In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     """
     tensors: list[tuple[Tensor, int]] = []
-    map_tensors(example, lambda *found: tensors.append(found))
+    map_tensors(example, lambda *pair: tensors.append(pair))
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
-        found = ((tensor, axis) for tensor, start in tensors for axis in spatial_axes(tensor, start, channels))
-        lengths = {(tensor.shape[axis], tensor.is_floating_point()) for tensor, axis in found}
+        axes = ((tensor, axis) for tensor, start in tensors for axis in spatial_axes(tensor, start, channels))
+        lengths = {(tensor.shape[axis], tensor.is_floating_point()) for tensor, axis in axes}
         for length in sorted({length for length, _ in lengths} - {0, 1}, reverse=True):
             # Integers may be indices: a longer axis could exceed a table or trigger a device assertion, so halve it.
             shorter = (length, False) in lengths
@@ -97,7 +97,7 @@ def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
     """Return the spatial dimensions of an input: all but the batch and, in floating-point grids, the channels."""
     axes = list(range(start, tensor.dim()))
     if tensor.is_floating_point() and len(axes) > 1:
-        # The first of three and more, as in an image; of two, the caller says which.
+        # The first of three and more, as in an image; of two, the one that the caller gives.
         axes.pop(channels if len(axes) == 2 else 0)
     return axes
 
@@ -132,8 +132,8 @@ def check_layouts(
     model: nn.Module, shapes: Mapping[Place, Shape], elsewhere: Mapping[Place, Elsewhere], layout: Layout | None
 ) -> None:
     """Refuse a layout that another input size contradicts, and the default if neither it nor the weights confirm it."""
-    found = {place: find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
-    misfits = {place: misfit for place, misfit in found.items() if misfit is not None}
+    reasons = {place: find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
+    misfits = {place: misfit for place, misfit in reasons.items() if misfit is not None}
     if not misfits:
         return
     problem, fix = next(iter(misfits.values()))
