@@ -1,0 +1,184 @@
+"""Labels of a recorded graph: along which axes of the volume each value runs, and what sums over the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from farfield.streaming.layers import LAYER
+from farfield.streaming.operations import Graph, Node, Value, find_operation, map_values, run_node
+from farfield.streaming.rules import Rule, find_rule
+from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
+from farfield.streaming.spans import (
+    Box,
+    Layout,
+    Piece,
+    Span,
+    axes_of,
+    constant_layout,
+    read_box,
+    region_of,
+    whole_box,
+)
+
+# Constants of more bytes are computed part by part, if all their operations have rules.
+LARGE = 2**20
+
+
+class GraphError(ValueError):
+    """A network cannot run on parts of the volume; the text names an operation and the module that ran it."""
+
+
+@dataclass
+class LabelledGraph:
+    """A graph whose values have labels, for a volume that is cut along some axes.
+
+    Attributes:
+        graph: The graph.
+        size: The volume's size.
+        layouts: Value -> its pieces.
+        calls: Node -> its call.
+        rules: Node -> its rule.
+        reductions: Node -> how it sums over the whole, of nodes that do.
+        levels: Node -> the number of reductions before it in series, itself included.
+        constants: Values that do not depend on the volume.
+        gathered: Values of which one position needs all along a cut axis: they are stored before.
+    """
+
+    graph: Graph
+    size: tuple[int, ...]
+    layouts: dict[Value, Layout] = field(default_factory=dict)
+    calls: dict[int, OperationCall] = field(default_factory=dict)
+    rules: dict[int, Rule] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    levels: dict[int, int] = field(default_factory=dict)
+    constants: dict[Value, Tensor] = field(default_factory=dict)
+    gathered: set[Value] = field(default_factory=set)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The nodes that the output depends on."""
+        return self.graph.needed()
+
+    def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
+        """Return a tile's own part of a value: its share of each labelled piece, all of the others."""
+        return tuple(tuple(self.core_of(piece, tile) for piece in dim) for dim in layout)
+
+    def core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
+        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once."""
+        if piece.axis is None:
+            return 0, piece.length
+        (start, stop), length = tile[piece.axis], self.size[piece.axis]
+        return start * piece.length // length, stop * piece.length // length
+
+
+def label_graph(graph: Graph, size: Sequence[int], cut: Sequence[int]) -> LabelledGraph:
+    """Find the labels of all values, and the operations that sum over the whole.
+
+    Args:
+        graph: The graph.
+        size: The volume's size, without batch and channels.
+        cut: The axes along which it is cut.
+
+    Raises:
+        GraphError: If an operation has no rule, or cannot run on parts.
+    """
+    labelled = LabelledGraph(graph, tuple(size))
+    constant: set[int] = set()
+    for index in labelled.order:
+        node = graph.nodes[index]
+        labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
+        if node.op == "input":
+            shape = node.outputs[0].shape
+            axes = [axis if axis in cut else None for axis in range(len(size))]
+            layout = (*constant_layout(shape[:2]), *((Piece(*pair),) for pair in zip(shape[2:], axes, strict=True)))
+            labelled.layouts[Value(index)] = layout
+            continue
+        if all(value.node in constant for value in node.inputs):
+            constant.add(index)
+        if node.op == "constant":
+            labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
+            continue
+        try:
+            label_node(labelled, index, node)
+        except RuleError as error:
+            raise GraphError(f"{node.op} in {node.path}: {error}") from error
+    for index in sorted(constant):
+        node = graph.nodes[index]
+        args, kwargs = (map_values(part, Value, labelled.constants.__getitem__) for part in (node.args, node.kwargs))
+        outputs = run_node(graph, node, args, kwargs, [])
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        labelled.constants.update((Value(index, output), each) for output, each in enumerate(outputs))
+    return labelled
+
+
+def label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
+    """Find the labels of an operation's outputs."""
+
+    def operand(value: Value) -> Operand:
+        return Operand(labelled.layouts[value], labelled.graph.info(value).dtype, value)
+
+    args, kwargs = (map_values(part, Value, operand) for part in (node.args, node.kwargs))
+    operands = tuple(operand(value) for value in node.inputs)
+    info = node.outputs[0]
+    call = OperationCall(node.op, args, kwargs, operands, (), info.dtype, info.shape, node.outputs)
+    rule = LAYER if node.op == "layer" else find_rule(node.op)
+    if rule is None:
+        if any(axes_of(each.layout) for each in operands):
+            raise RuleError("there is no rule for it")
+        rule = WHOLE
+        layouts: Sequence[Layout] = [constant_layout(each.shape) for each in node.outputs]
+    else:
+        layouts = rule.label(call)
+    call = call._replace(layouts=tuple(layouts))
+    labelled.calls[index], labelled.rules[index] = call, rule
+    labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(layouts))
+    reduction = rule.reduce(call) if rule.reduce is not None else None
+    if reduction is not None:
+        labelled.reductions[index] = reduction
+        labelled.levels[index] += 1
+        return
+    gathered = find_gathered(labelled, node, call, rule)
+    labelled.gathered |= gathered
+    labelled.levels[index] = max([labelled.levels[index], *(labelled.levels[value.node] + 1 for value in gathered)])
+
+
+def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:
+    """Return the operands of which one position of the output needs all along an axis that is cut."""
+    layout = call.layouts[0]
+    if not axes_of(layout):
+        middle = whole_box(layout)
+    else:
+        middle = tuple(
+            tuple(
+                (0, piece.length) if piece.axis is None else (piece.length // 2, piece.length // 2 + 1) for piece in dim
+            )
+            for dim in layout
+        )
+    gathered = set()
+    for value, box in zip(node.inputs, rule.needs(call, 0, middle), strict=True):
+        for dim, spans in zip(labelled.layouts[value], box, strict=False):
+            for piece, (start, stop) in zip(dim, spans, strict=True):
+                if piece.axis is not None and stop - start == piece.length:
+                    gathered.add(value)
+    # A volume can be read anywhere as it is.
+    return gathered - set(labelled.graph.inputs)
+
+
+def needs_all(call: OperationCall, output: int, box: Box) -> list[Box]:
+    """All operands, whole."""
+    return [whole_box(operand.layout) for operand in call.operands]
+
+
+def run_all(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """Run on whole values, and take the box."""
+    args, kwargs = call.bind(tensors)
+    result = find_operation(call.op)(*args, **kwargs)
+    result = result[output] if isinstance(result, tuple | list) else result
+    return read_box(result, region_of(tuple(((0, length),) for length in result.shape)), box)
+
+
+WHOLE = Rule(lambda call: [], needs_all, run_all)

@@ -1,0 +1,182 @@
+"""Layers of farfield and of the user that need the whole grid: one node each, summarized and responded to in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield.nn import GridAttention
+from farfield.ops.grid import Gathered
+from farfield.ops.slots import Summary
+from farfield.streaming.operations import RecordingError
+from farfield.streaming.record import Recorder
+from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError
+from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
+from farfield.streaming.summaries import convert_summary, make_streamable
+
+
+@dataclass
+class RecordedLayer:
+    """A layer that needs the whole grid.
+
+    Attributes:
+        path: Its path in the network.
+        module: The layer; None in a plan that was saved and not bound to a network yet.
+    """
+
+    path: str
+    module: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Save the path alone: the layer is that of the network that the plan runs."""
+        return {"path": self.path, "module": None}
+
+
+def is_summarizing(module: nn.Module) -> bool:
+    """Whether a module of the user runs in tiles by its methods `summarize` and `respond`."""
+    return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
+
+
+@contextmanager
+def layers_recorded(recorder: Recorder, fake: nn.Module, real: nn.Module) -> Iterator[None]:
+    """Record each layer that needs the whole grid as one node while `fake`, a copy of `real`, runs.
+
+    A block that folds its attention into its other layers calls it where it has hooks, so each gets one.
+    """
+    with ExitStack() as stack:
+        for path, module in fake.named_modules():
+            if not isinstance(module, GridAttention) and not is_summarizing(module):
+                continue
+            layer = RecordedLayer(path, real.get_submodule(path))
+            stack.callback(vars(module).pop, "forward", None)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_: None))
+            vars(module)["forward"] = partial(record_layer, recorder, layer, type(module).forward, module)
+        yield
+
+
+def record_layer(
+    recorder: Recorder,
+    layer: RecordedLayer,
+    forward: Any,
+    module: Any,
+    grid: Tensor,
+    context: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
+) -> Tensor:
+    """Record a call of a layer, and return a tensor of its result's shape.
+
+    Raises:
+        RecordingError: If it attends to a context.
+    """
+    if context is not None or context_mask is not None:
+        raise RecordingError(f"{layer.path} attends to a context; only self-attention runs in tiles")
+    values = [recorder.value_now(grid), *([] if mask is None else [recorder.value_now(mask)])]
+    options = {} if mask is None else {"mask": mask}
+    with recorder.counted() as macs:
+        result = forward(module, grid, **options)
+    return recorder.returned(
+        "layer", (layer, *values), sum(macs), lambda: grid.new_empty(result.shape, dtype=result.dtype)
+    )
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+def label_layer(call: OperationCall) -> list[Layout]:
+    """Batch and spatial dimensions are those of the grid."""
+    layout = call.operands[0].layout
+    return [(layout[0], (Piece(call.shape[1]),), *layout[2:])]
+
+
+def needs_layer(call: OperationCall, output: int, box: Box) -> list[Box]:
+    """The box of the grid, all its channels, and of the mask."""
+    grid = (box[0], whole_dim(call.operands[0].layout[1]), *box[2:])
+    return [grid, *[(box[0], *box[2:])] * (len(call.operands) - 1)]
+
+
+def run_layer(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """Run the layer on samples that are there as a whole."""
+    mask = {"mask": tensors[1]} if len(tensors) > 1 else {}
+    return call.args[0].module(tensors[0], **mask)
+
+
+def place_of(box: Box) -> tuple[int, ...]:
+    """Return the first position of a box along each spatial axis."""
+    return tuple(spans[0][0] for spans in box[2:])
+
+
+def reduce_layer(call: OperationCall) -> Reduction | None:
+    """Summarize tile by tile where a spatial axis is cut."""
+    layout = call.operands[0].layout
+    if not any(map(is_cut, layout[2:])):
+        return None
+    if any(len(dim) > 1 for dim in layout[2:]) or is_cut(layout[0]):
+        raise RuleError("it attends to a grid whose axes are not those of the volume")
+    module, operands = call.args[0].module, tuple(range(len(call.operands)))
+    if not isinstance(module, GridAttention):
+        return reduce_module(call, module)
+    attention, size = make_streamable(module), call.shape[2:]
+
+    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
+        origin, mask = place_of(core(layout)), tensors[1] if len(tensors) > 1 else None
+        summary = attention.summarize(tensors[0], mask=mask, origin=origin, size=size)
+        sums = None
+        if not attention.operator.queries_from.side_by_side:
+            sums = attention.gather_queries(tensors[0], mask=mask, origin=origin, size=size)
+        return summary, sums, dtypes_of(summary)
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        summary, sums, dtypes = parts
+        whole = convert_summary(summary, tensors[0].device, dtypes)._replace(complete=len(operands) == 1)
+        if sums is not None:
+            sums = Gathered(*(part.to(tensors[0].device, whole.count.dtype) for part in sums))
+        mask = tensors[1] if len(tensors) > 1 else None
+        return attention.respond(tensors[0], whole, mask=mask, origin=place_of(box), size=size, query_sums=sums)
+
+    return Reduction(operands, summarize, merge_attention, finish, lambda own, box: needs_layer(own, 0, box))
+
+
+def dtypes_of(summary: Summary) -> list[torch.dtype]:
+    """Return the dtypes of the tensors of a summary."""
+    return [part.dtype for part in summary if isinstance(part, Tensor)]
+
+
+def widen(summary: Summary) -> Summary:
+    """Return a summary in float64 on the CPU; keys and values side by side stay as they are."""
+    dtypes = dtypes_of(summary)
+    return convert_summary(summary, "cpu", dtypes if summary.side_by_side else [torch.float64] * len(dtypes))
+
+
+def merge_attention(first: Parts, second: Parts) -> Parts:
+    """Merge summaries, and sums that queries come from."""
+    summary = widen(first[0]).merge(widen(second[0]))
+    sums = None
+    if first[1] is not None:
+        one, other = (Gathered(*(part.cpu().double() for part in each[1])) for each in (first, second))
+        sums = one.merge(other)
+    return summary, sums, first[2]
+
+
+def reduce_module(call: OperationCall, module: Any) -> Reduction:
+    """Return the reduction of a module of the user: its sums merge by adding."""
+
+    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
+        sums = module.summarize(tensors[0])
+        return tuple(each.double() for each in (sums if isinstance(sums, tuple | list) else (sums,)))
+
+    def merge(first: Parts, second: Parts) -> Parts:
+        return tuple(one + other for one, other in zip(first, second, strict=True))
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        return module.respond(tensors[0], *parts).to(own.dtype)
+
+    return Reduction((0,), summarize, merge, finish, lambda own, box: needs_layer(own, 0, box))
+
+
+LAYER = Rule(label_layer, needs_layer, run_layer, reduce_layer)

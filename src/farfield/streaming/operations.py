@@ -1,0 +1,194 @@
+"""The graph of a network's operations: values, nodes, and how they run on whole volumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RecordingError(ValueError):
+    """A network runs an operation that no part of the volume can repeat."""
+
+
+class Value(NamedTuple):
+    """A tensor of a graph: an output of a node."""
+
+    node: int
+    output: int = 0
+
+
+class Info(NamedTuple):
+    """Shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Node(NamedTuple):
+    """An operation.
+
+    Attributes:
+        op: Its name, "aten.add.Tensor"; or `input`, `constant`, `layer`, or one of `OWN`.
+        args: Its arguments, with `Value` in the place of tensors.
+        kwargs: Its named arguments.
+        outputs: What it returns.
+        path: The module that ran it.
+        macs: Its MACs.
+        inputs: The values among its arguments, in order.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Info, ...]
+    path: str = ""
+    macs: int = 0
+    inputs: tuple[Value, ...] = ()
+
+
+@dataclass
+class Graph:
+    """The operations of a network on grids of one size.
+
+    Attributes:
+        nodes: In the order in which they run.
+        inputs: The volumes.
+        output: The value that the network returns.
+        constants: Name -> tensor, of parameters, buffers and other tensors of the network.
+        layers: The layers that nodes of the op `layer` name.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    output: Value = field(default_factory=lambda: Value(-1))
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    layers: list[Any] = field(default_factory=list)
+
+    def info(self, value: Value) -> Info:
+        """Return the shape and dtype of a value."""
+        return self.nodes[value.node].outputs[value.output]
+
+    def add(self, op: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Info], **more: Any) -> Value:
+        """Append a node and return its first output."""
+        inputs = tuple(values_in((tuple(args), kwargs)))
+        self.nodes.append(Node(op, tuple(args), kwargs, tuple(outputs), **more, inputs=inputs))
+        return Value(len(self.nodes) - 1)
+
+    def needed(self, output: Value | None = None) -> list[int]:
+        """Return the nodes that a value depends on, by default the output, in order."""
+        needed: set[int] = set()
+        waiting = [(output or self.output).node]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += [value.node for value in self.nodes[node].inputs]
+        return sorted(needed)
+
+
+def map_values(part: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to all objects of a type, nested in tuples, lists and dicts."""
+    if isinstance(part, kind):
+        return function(part)
+    if isinstance(part, dict):
+        return {name: map_values(each, kind, function) for name, each in part.items()}
+    if type(part) in (tuple, list):
+        return type(part)(map_values(each, kind, function) for each in part)
+    return part
+
+
+def values_in(part: Any) -> list[Value]:
+    """Return all values, nested in tuples, lists and dicts, in order."""
+    found: list[Value] = []
+    map_values(part, Value, found.append)
+    return found
+
+
+def find_operation(name: str) -> Any:
+    """Return an operation of torch by its name, "aten.add.Tensor"."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+# ---- running on whole values -----------------------------------------------------------------------------------------
+def run_whole(graph: Graph, inputs: Sequence[Tensor], output: Value | None = None) -> Tensor:
+    """Run a graph on whole volumes, operation by operation, and return a value, by default the output."""
+    known: dict[Value, Tensor] = {}
+    wanted = output or graph.output
+    for index in graph.needed(wanted):
+        node = graph.nodes[index]
+        args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
+        outputs = run_node(graph, node, args, kwargs, inputs)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        known.update((Value(index, place), each) for place, each in enumerate(outputs))
+    return known[wanted]
+
+
+def run_node(graph: Graph, node: Node, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
+    """Run one operation on whole values."""
+    if node.op == "input":
+        return inputs[args[0]]
+    if node.op == "constant":
+        return graph.constants[args[0]]
+    if node.op == "layer":
+        mask = {"mask": args[2]} if len(args) > 2 else {}
+        return args[0].module(args[1], **mask)
+    if node.op in OWN:
+        return OWN[node.op](node.outputs[0], *args)
+    return find_operation(node.op)(*args, **kwargs)
+
+
+def take_slice(info: Info, value: Tensor, dim: int, start: int, step: int) -> Tensor:
+    """Take every step-th position from `start` on."""
+    stop = start + (info.shape[dim] - 1) * step + 1
+    return value[(slice(None),) * dim + (slice(start, stop, step),)]
+
+
+def take_positions(info: Info, value: Tensor, dim: int, positions: Collection[int]) -> Tensor:
+    """Take positions along a dimension."""
+    # Indexing keeps the order of dimensions in memory, in which what follows may sum.
+    return value[(slice(None),) * dim + (torch.tensor(positions, dtype=torch.long, device=value.device),)]
+
+
+def take_windows(info: Info, value: Tensor, *windows: Any) -> Tensor:
+    """Take windows of two spatial dimensions, their positions as channels: kernel, dilation, padding, stride."""
+    return F.unfold(value, *windows).view(info.shape)
+
+
+def add_windows(info: Info, value: Tensor, size: Any, *windows: Any) -> Tensor:
+    """Add up windows where they came from: the size, kernel, dilation, padding, stride."""
+    return F.fold(value.flatten(2), size, *windows)
+
+
+def unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
+    """Write each number to the position in the flattened whole that a maximum came from."""
+    count = len(windows[0])
+    packet = torch.ops.aten.max_unpool2d if count == 2 else torch.ops.aten.max_unpool3d
+    size = list(info.shape[-count:])
+    # Stride and padding are not used by torch beyond the checks.
+    return packet(value, index, size) if count == 2 else packet(value, index, size, [1] * 3, [0] * 3)
+
+
+# Our own operations: name -> `(info of the output, *arguments)` -> the output.
+OWN: dict[str, Callable[..., Tensor]] = {
+    "view": lambda info, value: value.reshape(info.shape),
+    "expand": lambda info, value: value.expand(info.shape),
+    "permute": lambda info, value, order: value.permute(order),
+    "full": lambda info, number: torch.full(info.shape, number, dtype=info.dtype),
+    "slice": take_slice,
+    "take": take_positions,
+    "windows": take_windows,
+    "fold": add_windows,
+    "unpool": unpool,
+}

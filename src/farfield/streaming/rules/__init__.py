@@ -1,0 +1,37 @@
+"""The table of rules: operation -> how it runs on a part of the volume."""
+
+from __future__ import annotations
+
+import torch
+
+from farfield.streaming.operations import find_operation
+from farfield.streaming.rules.along import ALONG_RULES
+from farfield.streaming.rules.layouts import LAYOUT_RULES
+from farfield.streaming.rules.normalization import NORM_RULES
+from farfield.streaming.rules.pointwise import POINTWISE, UNTAGGED
+from farfield.streaming.rules.pooling import POOLING_RULES
+from farfield.streaming.rules.products import PRODUCT_RULES
+from farfield.streaming.rules.rule import Rule
+from farfield.streaming.rules.sampling import SAMPLING_RULES
+from farfield.streaming.rules.sums import SUM_RULES
+from farfield.streaming.rules.windows import WINDOW_RULES
+
+RULES: dict[str, Rule] = {
+    **LAYOUT_RULES,
+    **WINDOW_RULES,
+    **POOLING_RULES,
+    **SAMPLING_RULES,
+    **SUM_RULES,
+    **NORM_RULES,
+    **PRODUCT_RULES,
+    **ALONG_RULES,
+    **dict.fromkeys(UNTAGGED, POINTWISE),
+}
+
+
+def find_rule(op: str) -> Rule | None:
+    """Return the rule of an operation; None if there is none."""
+    rule = RULES.get(op)
+    if rule is not None or not op.startswith(("aten.", "prims.")):
+        return rule
+    return POINTWISE if torch.Tag.pointwise in find_operation(op).tags else None

@@ -1,0 +1,198 @@
+"""Where a part of a value lies: pieces of its dimensions, spans of pieces, boxes and regions.
+
+A dimension of a value is an ordered product of *pieces*: `(8, 64·48)` after `flatten(2)` of a grid of 64 × 48 has the
+dimensions `(8,)` and `(64, 48)`. A piece that runs along an axis of the volume which is cut has that axis as its label;
+all others are read whole. Spans are in positions of the piece itself, whatever its stride to the volume.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+# A span of each piece of each dimension.
+Box = tuple[tuple[Span, ...], ...]
+# Disjoint spans in order, of each piece of each dimension; their product.
+Region = tuple[tuple[tuple[Span, ...], ...], ...]
+# More spans of a piece than this are joined: roll and circular padding need two.
+SPANS = 2
+
+
+class Piece(NamedTuple):
+    """A factor of the length of a dimension.
+
+    Attributes:
+        length: Its number of positions in the whole.
+        axis: The axis of the volume that it runs along, if that is cut; None for any other.
+    """
+
+    length: int
+    axis: int | None = None
+
+
+Dim = tuple[Piece, ...]
+# The pieces of each dimension of a value.
+Layout = tuple[Dim, ...]
+
+
+def join_pieces(pieces: Sequence[Piece]) -> Dim:
+    """Return the pieces of a dimension in their only form: a piece takes in unlabelled ones behind it."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if piece.length == 1:
+            continue
+        if joined and piece.axis is None:
+            joined[-1] = joined[-1]._replace(length=joined[-1].length * piece.length)
+        else:
+            joined.append(piece)
+    return tuple(joined) or (Piece(1),)
+
+
+def constant_layout(shape: Sequence[int]) -> Layout:
+    """Return the layout of a value that is read whole."""
+    return tuple((Piece(length),) for length in shape)
+
+
+def length_of(dim: Dim) -> int:
+    """Return the length of a dimension."""
+    return math.prod(piece.length for piece in dim)
+
+
+def shape_of(layout: Layout) -> tuple[int, ...]:
+    """Return the shape of a value of this layout."""
+    return tuple(map(length_of, layout))
+
+
+def is_cut(dim: Dim) -> bool:
+    """Whether a dimension runs along an axis that is cut."""
+    return any(piece.axis is not None for piece in dim)
+
+
+def axes_of(layout: Layout) -> list[int]:
+    """Return the axes of all labelled pieces, in order."""
+    return [piece.axis for dim in layout for piece in dim if piece.axis is not None]
+
+
+def whole_dim(dim: Dim) -> tuple[Span, ...]:
+    """Return the spans of all positions of a dimension."""
+    return tuple((0, piece.length) for piece in dim)
+
+
+def whole_box(layout: Layout) -> Box:
+    """Return the box of all positions."""
+    return tuple(map(whole_dim, layout))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the shape of a value on a box."""
+    return tuple(math.prod(stop - start for start, stop in spans) for spans in box)
+
+
+def is_empty(box: Box) -> bool:
+    """Whether a box has no position."""
+    return any(start >= stop for spans in box for start, stop in spans)
+
+
+# ---- regions ---------------------------------------------------------------------------------------------------------
+def region_of(box: Box) -> Region:
+    """Return the region that is a box."""
+    return tuple(tuple((span,) for span in spans) for spans in box)
+
+
+def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the union of spans, disjoint and in order; the nearest are joined if there are more than `SPANS`."""
+    joined: list[Span] = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    while len(joined) > SPANS:
+        gaps = [after[0] - before[1] for before, after in itertools.pairwise(joined)]
+        nearest = gaps.index(min(gaps))
+        joined[nearest : nearest + 2] = [(joined[nearest][0], joined[nearest + 1][1])]
+    return tuple(joined)
+
+
+def add_box(region: Region | None, box: Box) -> Region:
+    """Return the smallest region that contains both."""
+    if region is None:
+        return region_of(box)
+    return tuple(
+        tuple(join_spans([*own, span]) for own, span in zip(dim, spans, strict=True))
+        for dim, spans in zip(region, box, strict=True)
+    )
+
+
+def boxes_of(region: Region) -> Iterator[Box]:
+    """Iterate over the boxes of a region, the last piece fastest."""
+    pieces = [spans for dim in region for spans in dim]
+    lengths = [len(dim) for dim in region]
+    for chosen in itertools.product(*pieces):
+        rest = iter(chosen)
+        yield tuple(tuple(itertools.islice(rest, count)) for count in lengths)
+
+
+def count_positions(region: Region) -> int:
+    """Return the number of positions of a region."""
+    return math.prod(sum(stop - start for start, stop in spans) for dim in region for spans in dim)
+
+
+# ---- tensors on regions ----------------------------------------------------------------------------------------------
+def read_box(tensor: Tensor, region: Region, box: Box) -> Tensor:
+    """Return a box of a value that is known on a region which contains it."""
+    for axis, (dim, spans) in enumerate(zip(region, box, strict=True)):
+        if all(known == (span,) for known, span in zip(dim, spans, strict=True)):
+            continue
+        if len(dim) == 1:
+            tensor = narrow_to(tensor, axis, dim[0], spans[0])
+            continue
+        tensor = tensor.unflatten(axis, [sum(stop - start for start, stop in known) for known in dim])
+        for piece, (known, span) in enumerate(zip(dim, spans, strict=True)):
+            tensor = narrow_to(tensor, axis + piece, known, span)
+        tensor = tensor.flatten(axis, axis + len(dim) - 1)
+    return tensor
+
+
+def narrow_to(tensor: Tensor, axis: int, known: tuple[Span, ...], span: Span) -> Tensor:
+    """Return a span along an axis of which `known` spans are there."""
+    first = 0
+    for start, stop in known:
+        if start <= span[0] and span[1] <= stop:
+            return tensor.narrow(axis, first + span[0] - start, span[1] - span[0])
+        first += stop - start
+    raise LookupError(f"span {span} is not in {known}")
+
+
+def join_boxes(tensors: Sequence[Tensor], region: Region) -> Tensor:
+    """Return the value on a region from the values on its boxes, in the order of `boxes_of`."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if any(len(dim) > 1 for dim in region):
+        split = [
+            each.reshape([stop - start for spans in box for start, stop in spans])
+            for each, box in zip(tensors, boxes_of(region), strict=True)
+        ]
+        flat = tuple((spans,) for dim in region for spans in dim)
+        sizes = [math.prod(sum(stop - start for start, stop in spans) for spans in dim) for dim in region]
+        return join_boxes(split, flat).reshape(sizes)
+    rest = list(tensors)
+    for axis in reversed(range(len(region))):
+        count = len(region[axis][0])
+        if count > 1:
+            rest = [torch.cat(rest[index : index + count], axis) for index in range(0, len(rest), count)]
+    return rest[0]
+
+
+def write_box(tensor: Tensor, layout: Layout, box: Box, value: Tensor) -> None:
+    """Write a box of a tensor."""
+    view = tensor.view([piece.length for dim in layout for piece in dim])
+    for axis, (start, stop) in enumerate(span for spans in box for span in spans):
+        view = view.narrow(axis, start, stop - start)
+    view.copy_(value.reshape(view.shape))
