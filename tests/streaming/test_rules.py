@@ -1,0 +1,524 @@
+"""Rules of operations: in tiles as of the whole, and no more read than the operation depends on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.rules import RULES, find_rule
+from farfield.streaming.run import find_regions
+from farfield.streaming.spans import Box, boxes_of, is_empty, read_box, region_of, whole_box
+from helpers.drawn_networks import CONVOLUTIONS, LINEAR, TRANSPOSED, Layer
+from helpers.recorded import record_network, run_in_tiles
+
+AREA, LINE, SPACE = (1, 4, 23, 17), (2, 3, 41), (1, 2, 9, 11, 7)
+CUTS = {AREA: ((7, 17), (23, 5), (6, 7)), LINE: ((9,),), SPACE: ((4, 11, 3), (3, 4, 7))}
+
+
+def rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function on positions `(batch, positions, channels)`."""
+    return lambda grid, *modules: function(grid.flatten(2).mT, *modules).mT.reshape(len(grid), -1, *grid.shape[2:])
+
+
+def of_vector(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function that adds a vector of each channel, computed of all positions."""
+    return lambda grid: grid + function(grid.flatten(2)).to(grid).reshape(len(grid), -1, *[1] * (grid.dim() - 2))
+
+
+def write_index(grid: Tensor) -> Tensor:
+    """Write to every third row and to where a condition holds."""
+    grid = grid.clone()
+    grid[:, :, 1::3] = grid[:, :, 0:-1:3][:, :, : grid[:, :, 1::3].shape[2]]
+    grid[grid > 1] = 1
+    grid[..., -1].fill_(2)
+    grid[..., 0].fill_(grid.mean())
+    return grid
+
+
+def attend(rows: Tensor, *, mask: bool = False, causal: bool = False) -> Tensor:
+    """Attend from all rows to all."""
+    count = rows.shape[1]
+    allowed = torch.ones(count, count).tril(3) > 0 if mask else None
+    # Where rows are no vectors in memory, torch attends by products and a softmax.
+    each = (rows if mask else rows.contiguous()).unsqueeze(1)
+    return F.scaled_dot_product_attention(each, each * 2, each + 1, allowed, is_causal=causal).squeeze(1)
+
+
+def unpool(grid: Tensor) -> Tensor:
+    """Unpool what is pooled."""
+    return F.max_unpool2d(*F.max_pool2d(grid, 3, 2, return_indices=True), 3, 2, output_size=grid.shape[2:])
+
+
+def of_matrices(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function of a positive matrix at each position."""
+
+    def run(grid: Tensor) -> Tensor:
+        vectors = F.normalize(grid, dim=1).movedim(1, -1)
+        return function(vectors[..., :, None] * vectors[..., None, :] + torch.eye(vectors.shape[-1]).to(grid))[:, None]
+
+    return run
+
+
+def turn(grid: Tensor) -> Tensor:
+    """Return channels as conjugated complex numbers, turned by a quarter."""
+    return torch.view_as_complex(grid.movedim(1, -1).unflatten(-1, (-1, 2)).contiguous()).conj() * 1j
+
+
+def sample_constant_space(grid: Tensor) -> Tensor:
+    """Sample a small fixed volume at computed places."""
+    volume = torch.arange(60.0).reshape(1, 1, 3, 4, 5).to(grid)
+    return F.grid_sample(volume, torch.cat([grid, grid[:, :1]], 1).movedim(1, -1).tanh(), align_corners=True)
+
+
+def run_recurrent(grid: Tensor, own: nn.Module) -> Tensor:
+    """Run a recurrent layer of three steps at each position."""
+    steps = grid.flatten(2).movedim(1, -1).flatten(0, 1)[:, None].expand(-1, 3, -1)
+    return own(steps)[0].sum(1).unflatten(0, grid.shape[2:]).movedim(-1, 0)[None]
+
+
+def lookup(grid: Tensor) -> Tensor:
+    """Take rows of a table at computed places."""
+    table = torch.arange(12.0).reshape(4, 3).to(grid)
+    return table[grid.argmax(1)].movedim(-1, 1)
+
+
+def sample_constant(grid: Tensor) -> Tensor:
+    """Sample a small fixed image at computed places."""
+    picture = torch.arange(20.0).reshape(1, 1, 4, 5).to(grid)
+    return F.grid_sample(picture, grid[:, :2].movedim(1, -1).tanh(), align_corners=False)
+
+
+# Name -> what is run, of which shape.
+CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
+    "convolution": (nn.Conv2d(4, 3, 5, 2, padding=2), AREA),
+    "dilated": (nn.Conv2d(4, 2, 3, dilation=8, padding=9), AREA),
+    "transposed": (nn.ConvTranspose3d(2, 3, 3, 2, padding=1, output_padding=1), SPACE),
+    "vectors of positions": (lambda grid, own: own(grid.flatten(2)).unflatten(2, grid.shape[2:]), AREA),
+    "unfold": (lambda grid: F.fold(F.unfold(grid, 3, 2, 1, 2), grid.shape[2:], 3, 2, 1, 2), AREA),
+    "windows": (lambda grid: grid.unfold(2, 4, 3).amax(-1), AREA),
+    "unpool": (unpool, AREA),
+    "max pool": (nn.MaxPool3d(3, 2, 1, ceil_mode=True), SPACE),
+    "max index": (lambda grid: F.max_pool2d(grid, 3, 2, 1, 2, return_indices=True)[1].to(grid), AREA),
+    "average pool": (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), AREA),
+    "divided pool": (nn.AvgPool3d(3, 1, 1, divisor_override=5), SPACE),
+    "style": (lambda grid: grid + F.avg_pool2d(grid, grid.shape[2:]), AREA),
+    "strips": (
+        lambda grid: grid + F.avg_pool2d(grid, (grid.shape[2], 1)) * F.max_pool2d(grid, (1, grid.shape[3])),
+        AREA,
+    ),
+    "largest of all": (lambda grid: grid + F.max_pool3d(grid, grid.shape[2:], return_indices=True)[1], SPACE),
+    "adaptive": (lambda grid: F.adaptive_avg_pool2d(grid, (5, 3)), AREA),
+    "adaptive in space": (lambda grid: F.adaptive_avg_pool3d(grid, 2), SPACE),
+    "adaptive maxima": (lambda grid: F.adaptive_max_pool2d(grid, (9, 1)), AREA),
+    "adaptive index": (lambda grid: F.adaptive_max_pool3d(grid, (4, 2, 1), return_indices=True)[1].to(grid), SPACE),
+    "adaptive line": (lambda grid: grid[..., :2] * F.adaptive_avg_pool1d(grid, 2), LINE),
+    "nearest": (lambda grid: F.interpolate(grid, scale_factor=1.7), AREA),
+    "nearest line": (lambda grid: F.interpolate(grid, 57, mode="nearest-exact"), LINE),
+    "exact": (lambda grid: F.interpolate(grid, (13, 40), mode="nearest-exact"), AREA),
+    "exact space": (lambda grid: F.interpolate(grid, scale_factor=0.6, mode="nearest-exact"), SPACE),
+    "nearest space": (lambda grid: F.interpolate(grid, (4, 5, 30)), SPACE),
+    "linear": (lambda grid: F.interpolate(grid, 90, mode="linear", align_corners=True), LINE),
+    "bilinear": (lambda grid: F.interpolate(grid, scale_factor=(0.4, 2.3), mode="bilinear"), AREA),
+    "trilinear": (lambda grid: F.interpolate(grid, (5, 20, 9), mode="trilinear", align_corners=True), SPACE),
+    "bicubic": (lambda grid: F.interpolate(grid, (31, 12), mode="bicubic"), AREA),
+    **{
+        f"{mode} of {len(shape) - 2}": (
+            lambda grid, mode=mode: F.pad(grid, (2, 5) * (grid.dim() - 2), mode=mode),
+            shape,
+        )
+        for mode in ("reflect", "replicate", "circular")
+        for shape in (LINE, AREA, SPACE)
+    },
+    "cropped": (lambda grid: F.pad(grid, (-2, 9, 8, -3), value=2.0), AREA),
+    "taken": (lambda grid: grid[:, :, torch.arange(3, 20)][..., [0, 2, 5]], AREA),
+    "grid of places": (lambda grid: grid[:, :, torch.arange(0, 20, 3)[:, None], torch.arange(4)], AREA),
+    "index select": (lambda grid: grid.index_select(2, torch.arange(22, -1, -1)), AREA),
+    "write": (write_index, AREA),
+    "turned": (lambda grid: torch.rot90(grid, 1, (2, 3)).contiguous(), AREA),
+    "flipped": (lambda grid: grid.flip(2, 3).expand(2, -1, -1, -1).clone(), AREA),
+    "rolled": (lambda grid: grid.roll((5, -3), (2, 3)), AREA),
+    "rolled flat": (lambda grid: grid[:, :, :, :16].roll(-1, 2).repeat(1, 1, 2, 1), AREA),
+    "written": (lambda grid: torch.full_like(grid, 2.0).index_fill(1, torch.tensor([1]), 3.0) * grid, AREA),
+    "tiled": (lambda grid: grid.tile(1, 2, 1, 2), AREA),
+    "whole sums": (of_vector(lambda x: x.sum(2) / 50 + x.nansum(2) / 60 + x.mean(2)), AREA),
+    "all of it": (
+        lambda g: g + g.sum() / 99 + g.mean() + g.max() - g.min() + (g > 9).any() + (g < 9).all() + (g * 0 + 1).prod(),
+        AREA,
+    ),
+    "extremes": (of_vector(lambda x: x.amax(2) - x.amin(2)), SPACE),
+    "both extremes": (lambda grid: grid + torch.stack(torch.aminmax(grid)).sum(), AREA),
+    "product": (of_vector(lambda x: (x / x.abs().amax(2, keepdim=True) + 0.5).prod(2)), LINE),
+    "conditions": (of_vector(lambda x: (x > 2).any(2) * 1.0 + (x < 3).all(2) + (x > 0.1).count_nonzero(2) / 50), AREA),
+    "conditions of axes": (lambda g: g * (g > 2).any((2, 3), keepdim=True) + (g < 9).all((2, 3), keepdim=True), AREA),
+    "counts": (lambda g: g + (g > 0).count_nonzero((2, 3))[..., None, None] / 99, AREA),
+    "nearest of a line": (lambda g: F.interpolate(g, scale_factor=2.5), LINE),
+    "tokens": (rows(lambda x, own: own(x.contiguous())), AREA),
+    "computed index": (lambda g: g.index_select(1, g.flatten(1).argmax(1) % 4).expand(-1, 2, -1, -1), AREA),
+    "complex transform": (lambda g: torch.fft.fft(torch.fft.fft(g, dim=1), dim=1).conj().imag, AREA),
+    "attention with heads": (
+        lambda g: F.scaled_dot_product_attention(
+            *g.flatten(2).mT.contiguous()[:, None].expand(3, -1, 2, -1, -1)
+        ).mT.reshape(1, -1, *g.shape[2:]),
+        AREA,
+    ),
+    "nonzero of all": (lambda grid: grid + (grid > 0).count_nonzero() / 100, AREA),
+    "moments": (of_vector(lambda x: x.std(2) + x.var(2, correction=0) + sum(torch.var_mean(x, 2))), SPACE),
+    "deviation and mean": (of_vector(lambda x: sum(torch.std_mean(x, 2))), AREA),
+    "norms": (
+        of_vector(lambda x: sum(torch.linalg.vector_norm(x / 9, p, 2) for p in (0, 1, 2, 3, math.inf, -math.inf))),
+        AREA,
+    ),
+    "exponentials": (of_vector(lambda x: torch.logsumexp(x, 2)), AREA),
+    "softmax": (lambda grid: grid * grid.flatten(2).softmax(2).reshape(grid.shape), AREA),
+    "log softmax": (lambda grid: grid.log_softmax(2) + grid.log_softmax(1), AREA),
+    "argmax": (of_vector(lambda x: x.argmax(2) / 10), AREA),
+    "argmin of all": (lambda grid: grid + grid.argmin() / 100, SPACE),
+    "max": (of_vector(lambda x: x.max(2)[0] + x.max(2)[1] / 10), AREA),
+    "min of an axis": (lambda grid: grid + grid.min(2, keepdim=True)[1] / 10 + grid.min(3, keepdim=True)[0], AREA),
+    "medians": (lambda g: g.median(1)[0][:, None] + g.nanmedian(1)[0] + g.mode(1)[0] + g.kthvalue(2, 1)[0], AREA),
+    "group norm": (nn.GroupNorm(2, 4), AREA),
+    "batch norm": (nn.BatchNorm2d(4), AREA),
+    "batch norm of this": (nn.BatchNorm2d(4, track_running_stats=False), AREA),
+    "layer norm": (lambda grid: F.layer_norm(grid, grid.shape[1:], grid.detach()[0] * 0 + 2), AREA),
+    "channels last": (lambda grid, own: own(grid.movedim(1, -1)).movedim(-1, 1), AREA),
+    "products": (lambda g: g + ((g.flatten(2) @ g.flatten(2).mT).softmax(-1) @ g.flatten(2)).reshape(g.shape), AREA),
+    "sum with a matrix": (lambda grid, own: own(grid).sum(-1, keepdim=True) + grid, AREA),
+    "added product": (rows(lambda x: torch.baddbmm(x, x @ x.mT / 50, x, beta=0.5, alpha=0.1)), AREA),
+    "vector": (lambda g: (g.movedim(1, -1) @ torch.arange(4.0).to(g))[:, None], AREA),
+    "distances": (rows(lambda x: torch.cdist(x, torch.arange(12.0).reshape(1, 3, 4).to(x))), AREA),
+    "city distances": (rows(lambda x: torch.cdist(x, torch.arange(12.0).reshape(1, 3, 4).to(x), p=1.0)), AREA),
+    "attention": (rows(attend), AREA),
+    "masked attention": (rows(lambda x: attend(x, mask=True)), AREA),
+    "causal attention": (rows(lambda x: attend(x, causal=True)), AREA),
+    "cumulated": (
+        lambda g: g.cumsum(1) + g.clamp(-1, 1).cumprod(1) + g.cummax(1)[0] + g.cummin(1)[0] + g.logcumsumexp(1),
+        AREA,
+    ),
+    "sorted": (
+        lambda g: g.sort(1)[0] + g.sort(dim=1, stable=True)[1] + g.topk(4, 1)[0] + g.argsort(dim=1, stable=True),
+        AREA,
+    ),
+    "gathered": (
+        lambda g: (
+            g.gather(1, g.argsort(dim=1, stable=True))
+            + torch.zeros_like(g).scatter(1, g.argsort(dim=1, stable=True), g)
+        ),
+        AREA,
+    ),
+    "scattered": (
+        lambda g: g.scatter(1, g.argsort(dim=1, stable=True), 2.0) + g.scatter_add(1, g.argsort(dim=1, stable=True), g),
+        AREA,
+    ),
+    "reduced": (lambda g: g.scatter_reduce(1, g.argsort(dim=1, stable=True), g, "amax"), AREA),
+    "indices": (
+        lambda g: g.index_add(1, torch.tensor([0, 1]), g[:, :2]) + g.index_copy(1, torch.tensor([3]), g[:, :1]),
+        AREA,
+    ),
+    "gated linear": (nn.GLU(1), AREA),
+    "fourier": (
+        lambda g: torch.fft.irfft(torch.fft.rfft(g, dim=1) * 2, n=4, dim=1) + torch.fft.fft(g, dim=1).abs(),
+        AREA,
+    ),
+    "complex": (lambda g: torch.view_as_real(turn(g)).flatten(-2).movedim(-1, 1), AREA),
+    "cross": (lambda g: torch.linalg.cross(g, g.roll(1, 1), dim=1), LINE),
+    "triangles": (of_matrices(lambda m: (m.triu() - m.tril(-1)).sum((-1, -2))), AREA),
+    "matrices": (
+        of_matrices(
+            lambda m: (
+                torch.linalg.det(m)
+                + torch.linalg.slogdet(m)[1]
+                + torch.linalg.inv(m).sum((-1, -2))
+                + torch.linalg.cholesky(m).sum((-1, -2))
+                + m.diagonal(0, -2, -1).sum(-1)
+            )
+        ),
+        AREA,
+    ),
+    "decompositions": (
+        of_matrices(
+            lambda m: (
+                torch.linalg.eigvalsh(m).sum(-1)
+                + torch.linalg.svdvals(m).sum(-1)
+                + torch.linalg.qr(m)[1].abs().sum((-1, -2))
+                + torch.linalg.matrix_exp(m / 99).sum((-1, -2))
+            )
+        ),
+        AREA,
+    ),
+    "diagonals": (lambda g: torch.diag_embed(g.movedim(1, -1)).sum(-1).movedim(-1, 1), AREA),
+    "embedding": (lambda g, own: own(g.argmax(1)).movedim(-1, 1), AREA),
+    "table": (lookup, AREA),
+    "sampled": (sample_constant, AREA),
+    "sampled in space": (sample_constant_space, SPACE),
+    "recurrent": (run_recurrent, AREA),
+    "copied": (
+        lambda g: g.to(torch.float64).floor_divide(2).to(torch.float32) + F.logsigmoid(g) + F.hardswish(g),
+        AREA,
+    ),
+    "conditions of numbers": (
+        lambda g: torch.where(g > 0, 1.0, g) + torch.where(g > 1, g, 2.0) + torch.where(g > 2, 3.0, 4.0),
+        AREA,
+    ),
+    "filled": (lambda g: g.masked_fill(g > 1, 2.0).masked_fill(g < 0, g.mean()) + torch.isin(g.round(), 1), AREA),
+    "subtracted": (
+        lambda g: (
+            torch.rsub(g, g * 3) + torch.special.xlogy(g.abs(), g.abs() + 1) + F.prelu(g, torch.tensor([0.2]).to(g))
+        ),
+        AREA,
+    ),
+    "polar": (lambda g: torch.polar(g.abs(), g).real + torch.complex(g, g).abs() + F.rrelu(g), AREA),
+}
+MODULES = {
+    "vectors of positions": lambda: nn.Conv1d(4, 2, 1),
+    "channels last": lambda: nn.LayerNorm(4),
+    "sum with a matrix": lambda: nn.Linear(17, 5),
+    "embedding": lambda: nn.Embedding(4, 3),
+    "tokens": lambda: nn.Linear(4, 3),
+    "recurrent": lambda: nn.LSTM(4, 3, batch_first=True),
+}
+# Rules of operations that no case reaches on this machine, or that stand beside one that is reached.
+UNREACHED: set[str] = set()
+
+
+def network_of(name: str) -> nn.Module:
+    """Return the network of a case, with the same weights each time."""
+    torch.manual_seed(0)
+    part, _ = CASES[name]
+    modules = [MODULES[name]()] if name in MODULES else []
+    return (copy.deepcopy(part) if isinstance(part, nn.Module) else Layer(part, *modules)).eval()
+
+
+def values_of(kind: str, shape: Sequence[int]) -> Tensor:
+    """Return numbers of a distribution."""
+    torch.manual_seed(1)
+    numbers = torch.randn(tuple(shape))
+    return {"normal": numbers, "skewed": numbers.exp(), "bytes": (numbers.abs() * 90 % 256).floor()}[kind]
+
+
+@pytest.mark.parametrize("values", ["normal", "skewed", "bytes"])
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_give_what_the_whole_gives(name: str, values: str) -> None:
+    net, shape = network_of(name), CASES[name][1]
+    volume = values_of(values, shape)
+    with torch.no_grad():
+        want, wide = net(volume), net.double()(volume.double())
+    net = network_of(name)
+    largest = float(wide.abs().max())
+    allowed = 4 * float((want - wide).abs().max()) + 4e-7 * largest
+    for tile in CUTS[shape]:
+        output = run_in_tiles(net, volume, tile).output
+        assert output.shape == want.shape
+        assert float((output - wide).abs().max()) <= allowed, f"{tile}"
+
+
+def test_each_rule_is_reached() -> None:
+    reached: set[str] = set()
+    for name, (_, shape) in CASES.items():
+        graph = record_network(network_of(name), shape)
+        reached |= {graph.nodes[index].op for index in graph.needed()}
+    assert set(RULES) - reached == UNREACHED
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+def labelled_of(name: str) -> tuple[nn.Module, LabelledGraph]:
+    """Return the network of a case, and its graph cut along all axes."""
+    net, shape = network_of(name), CASES[name][1]
+    return net, label_graph(record_network(net, shape), shape[2:], range(len(shape) - 2))
+
+
+def read_of(labelled: LabelledGraph, box: Box) -> Tensor:
+    """Return where the volume is read for a box of the output."""
+    graph = labelled.graph
+    regions = find_regions(labelled, {graph.output: box}, set(graph.inputs))
+    read = torch.zeros(graph.info(graph.inputs[0]).shape, dtype=torch.bool)
+    for each in boxes_of(regions[graph.inputs[0]]) if graph.inputs[0] in regions else ():
+        read[tuple(slice(*spans[0]) for spans in each)] = True
+    return read
+
+
+def middle_box(labelled: LabelledGraph, share: float) -> Box:
+    """Return the box of the output that belongs to a few positions of the volume."""
+    tile = [(int(length * share), int(length * share) + 2) for length in labelled.size]
+    return labelled.core(labelled.layouts[labelled.graph.output], tile)
+
+
+# Factorizations of torch fail for NaN at any position.
+NOT_READ = {"matrices": 1e6, "decompositions": 1e6}
+LOCAL = [name for name in CASES if not labelled_of(name)[1].reductions]
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_what_is_not_read_changes_nothing(name: str) -> None:
+    net, labelled = labelled_of(name)
+    volume = values_of("skewed", CASES[name][1])
+    layout = labelled.layouts[labelled.graph.output]
+    whole = region_of(whole_box(layout))
+    for share in (0.0, 0.4, 0.75):
+        box = middle_box(labelled, share)
+        if is_empty(box):
+            continue
+        beyond = torch.where(read_of(labelled, box), volume, NOT_READ.get(name, math.nan))
+        with torch.no_grad():
+            want, got = (read_box(net(each), whole, box) for each in (volume, beyond))
+        # Other branches of torch run where NaN is: sums in another order.
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+TIGHT = (
+    "convolution", "transposed", "windows", "average pool", "nearest", "exact", "linear", "bilinear",
+    "bicubic", "reflect of 2", "replicate of 3", "cropped", "index select", "turned", "rolled", "tiled",
+    "gated linear", "sorted", "channels last", "batch norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_no_more_is_read_than_the_jacobian_has(name: str) -> None:
+    net, labelled = labelled_of(name)
+    volume = values_of("skewed", CASES[name][1]).double().requires_grad_()
+    box = middle_box(labelled, 0.4)
+    assert not is_empty(box)
+    whole = region_of(whole_box(labelled.layouts[labelled.graph.output]))
+    part = read_box(net.double()(volume), whole, box)
+    support = torch.zeros(volume.shape, dtype=torch.bool)
+    for number in part.flatten():
+        support |= torch.autograd.grad(number, volume, retain_graph=True)[0] != 0
+    read = read_of(labelled, box)
+    assert not (support & ~read).any()
+    for axis in range(2, volume.dim()):
+        along, depends = (each.movedim(axis, 0).flatten(1).any(1) for each in (read, support))
+        places = depends.nonzero().flatten()
+        # A gap in the support, of a dilation or a stride, is read; what lies beyond its ends is not.
+        assert along.sum() <= int(places.max() - places.min()) + 1
+
+
+# ---- drawn arguments -------------------------------------------------------------------------------------------------
+def agree(net: nn.Module, shape: Sequence[int], tile: Sequence[int]) -> None:
+    """Run a network in tiles and as a whole, in float64."""
+    torch.manual_seed(0)
+    net, volume = net.double().eval(), torch.randn(tuple(shape), dtype=torch.float64)
+    with torch.no_grad():
+        want = net(volume)
+        torch.testing.assert_close(run_in_tiles(net, volume, tile).output, want, rtol=1e-11, atol=1e-11)
+
+
+SIZES = st.lists(st.integers(41, 60), min_size=1, max_size=2)
+TILES = st.integers(1, 30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), SIZES, TILES)
+def test_drawn_convolutions(data: st.DataObject, size: list[int], tile: int) -> None:
+    kernel, stride = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    dilation = data.draw(st.integers(1, min(40, 40 // max(kernel - 1, 1))))
+    padding = data.draw(st.integers(0, 25))
+    net = CONVOLUTIONS[len(size)](1, 2, kernel, stride, padding=padding, dilation=dilation)
+    agree(net, (1, 1, *size), [tile] * len(size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), SIZES, TILES)
+def test_drawn_transposed_convolutions(data: st.DataObject, size: list[int], tile: int) -> None:
+    kernel, stride, dilation = (data.draw(st.integers(1, most)) for most in (6, 4, 5))
+    extra = data.draw(st.integers(0, max(stride, dilation) - 1))
+    padding = data.draw(st.integers(0, dilation * (kernel - 1)))
+    net = TRANSPOSED[len(size)](1, 2, kernel, stride, padding=padding, output_padding=extra, dilation=dilation)
+    agree(net, (1, 1, *size), [tile] * len(size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), SIZES, TILES)
+def test_drawn_pooling(data: st.DataObject, size: list[int], tile: int) -> None:
+    kernel = data.draw(st.integers(1, 41))
+    stride, padding = data.draw(st.integers(1, 41)), data.draw(st.integers(0, kernel // 2))
+    ceil, count = data.draw(st.booleans()), len(size) - 1
+    if data.draw(st.booleans()):
+        net = (nn.AvgPool1d, nn.AvgPool2d)[count](kernel, stride, padding, ceil, data.draw(st.booleans()))
+    else:
+        dilation = data.draw(st.integers(1, 40 // kernel + 1)) if kernel < 20 else 1
+        net = (nn.MaxPool1d, nn.MaxPool2d)[count](kernel, stride, padding, dilation, False, ceil)
+    assume(dilation_fits(net, size))
+    agree(net, (1, 1, *size), [tile] * len(size))
+
+
+def dilation_fits(net: nn.Module, size: Sequence[int]) -> bool:
+    """Whether a pooling has an output."""
+    try:
+        net(torch.zeros(1, 1, *size))
+    except RuntimeError:
+        return False
+    return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), SIZES, TILES)
+def test_drawn_resampling(data: st.DataObject, size: list[int], tile: int) -> None:
+    mode = data.draw(st.sampled_from(["nearest", "nearest-exact", LINEAR[len(size)]]))
+    options = {} if mode.startswith("nearest") else {"align_corners": data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        options["size"] = [data.draw(st.integers(2, 90)) for _ in size]
+    else:
+        options["scale_factor"] = data.draw(st.floats(0.1, 3.0))
+        options["recompute_scale_factor"] = data.draw(st.sampled_from([None, True]))
+    net = Layer(lambda grid: F.interpolate(grid, mode=mode, **options))
+    agree(net, (1, 1, *size), [tile] * len(size))
+    torch.manual_seed(0)
+    volume = torch.randn(1, 1, *size)
+    torch.testing.assert_close(run_in_tiles(net, volume, [tile] * len(size)).output, net(volume), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 24, 24), (1, 4, 100, 24), (2, 3, 24), (1, 2, 6, 24, 24)])
+def test_the_nearest_position_between_two_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    volume, tile = torch.randn(shape), [max(2, length // 3) for length in shape[2:]]
+    for length in range(25, 60):
+        size = (*(2 * each for each in shape[2:-1]), length)
+        for mode in ("nearest", "nearest-exact"):
+            net = Layer(lambda grid, size=size, mode=mode: F.interpolate(grid, size, mode=mode))
+            assert torch.equal(run_in_tiles(net, volume, tile).output, net(volume)), (mode, length)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), SIZES, TILES)
+def test_drawn_adaptive_pooling(data: st.DataObject, size: list[int], tile: int) -> None:
+    pools = {1: (F.adaptive_avg_pool1d, F.adaptive_max_pool1d), 2: (F.adaptive_avg_pool2d, F.adaptive_max_pool2d)}
+    pool, result = data.draw(st.sampled_from(pools[len(size)])), [data.draw(st.integers(1, 41)) for _ in size]
+    agree(Layer(lambda grid: pool(grid, result)), (1, 2, *size), [tile] * len(size))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda grid: grid.cumsum(2),
+    "sort": lambda grid: grid.sort(2)[0],
+    "median": lambda grid: grid - grid.median(2, keepdim=True)[0],
+    "median of all": lambda grid: grid - grid.median(),
+    "quantile": lambda grid: grid - torch.quantile(grid, 0.5, 3, keepdim=True),
+    "fft": lambda grid: torch.fft.fft(grid, dim=2).real,
+    "topk": lambda grid: grid.topk(3, 3)[0],
+    "warping": lambda grid: F.grid_sample(grid, grid[:, :2].movedim(1, -1), align_corners=False),
+    "deformable": lambda grid: grid.gather(2, grid.argsort(2)),
+    "triangle": lambda grid: grid.triu(),
+    "diagonal": lambda grid: grid.diagonal(0, 2, 3)[..., None],
+    "matrix": lambda grid: torch.linalg.svdvals(grid)[..., None],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_a_whole_axis_is_refused_by_operation_and_module(name: str) -> None:
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), Layer(REFUSED[name]))
+    with pytest.raises(GraphError, match=r"aten\.\w+\.\w+ in 1: "):
+        run_in_tiles(net, torch.randn(1, 4, 20, 16), (7, 5))
+
+
+def test_an_operation_without_a_rule_is_refused() -> None:
+    assert find_rule("aten.histc.default") is None
+    with pytest.raises(GraphError, match=r"aten\.histc\.default in Layer: there is no rule"):
+        run_in_tiles(Layer(lambda grid: grid + torch.histc(grid, 4, 0, 1).sum()), torch.rand(1, 1, 20), (7,))
