@@ -157,8 +157,9 @@ def record_graph(caller: str, model: nn.Module, shape: tuple[int, ...]) -> Graph
                 functionalize(run)(grid)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise UntraceableError(str(error)) from error
+    # What the recorder knows is no leftover: layers hold it, within tensors that `functionalize` wraps.
+    sweep(recorder.nodes, *(tensor for _, tensor in recorder.known.values()))
     recorder.known.clear()
-    sweep(recorder.nodes)
     values = [step._replace(grid=step.grid if isinstance(step.grid, Value) else None) for step in steps]
     return Graph(recorder.nodes, values, recorder.calls)
 
