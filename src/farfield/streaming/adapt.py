@@ -15,7 +15,7 @@ from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import without_numbers
 from farfield.streaming.layers import layers_recorded
 from farfield.streaming.operations import Graph, Info
-from farfield.streaming.record import Recorder, iterate_modules, record_graph
+from farfield.streaming.record import Recorder, record_graph
 
 
 def record_network(network: nn.Module, volumes: Sequence[Info]) -> Graph:
@@ -60,8 +60,8 @@ def run_named(fake: nn.Module, network: nn.Module, recorder: Recorder, *inputs: 
         recorder.running.pop()
 
     with ExitStack() as stack:
-        for path, module in iterate_modules(fake):
-            stack.enter_context(module.register_forward_pre_hook(partial(begin, path)))
+        for path, module in fake.named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(begin, path or type(fake).__name__)))
             stack.enter_context(module.register_forward_hook(end))
         stack.enter_context(layers_recorded(recorder, fake, network))
         return fake(*inputs)

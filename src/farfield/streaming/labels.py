@@ -119,7 +119,7 @@ def label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
     """Find the labels of an operation's outputs."""
 
     def operand(value: Value) -> Operand:
-        return Operand(labelled.layouts[value], labelled.graph.info(value).dtype, value)
+        return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
 
     args, kwargs = (map_values(part, Value, operand) for part in (node.args, node.kwargs))
     operands = tuple(operand(value) for value in node.inputs)

@@ -66,14 +66,12 @@ class Graph:
         inputs: The volumes.
         output: The value that the network returns.
         constants: Name -> tensor, of parameters, buffers and other tensors of the network.
-        layers: The layers that nodes of the op `layer` name.
     """
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     output: Value = field(default_factory=lambda: Value(-1))
     constants: dict[str, Tensor] = field(default_factory=dict)
-    layers: list[Any] = field(default_factory=list)
 
     def info(self, value: Value) -> Info:
         """Return the shape and dtype of a value."""

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from farfield.nn.macs import count_macs
 from farfield.nn.tracing import tensors
 from farfield.streaming.operations import Graph, Info, RecordingError, Value, map_values, run_whole
 from farfield.streaming.rewrites import REWRITTEN, with_numbers
@@ -209,12 +209,6 @@ class Recorder(TorchDispatchMode):
             self.watched = None
 
 
-def count_macs(function: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Return the MACs of an operation of torch."""
-    formula = flop_registry.get(function.overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=outputs) // 2
-
-
 def read_arguments(
     function: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -303,8 +297,3 @@ def record_graph(
             raise
         raise RecordingError(f"{recorder.where()} writes to a tensor of the network") from error
     return graph
-
-
-def iterate_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Iterate over the modules, with the path that errors name."""
-    return ((path or type(model).__name__, module) for path, module in model.named_modules())

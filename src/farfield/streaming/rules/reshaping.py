@@ -39,7 +39,6 @@ def find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Atom]:
                 if left[0] == 1:
                     target += 1
                     left = targets[target]
-                take = math.gcd(length, left[0])
                 # The last part of a piece or of a dimension varies fastest: what is taken first is the coarser one.
                 if length <= left[0]:
                     if left[0] % length:

@@ -38,12 +38,10 @@ class Operand(NamedTuple):
     Attributes:
         layout: Its pieces.
         dtype: Its dtype.
-        source: The node that made it.
     """
 
     layout: Layout
     dtype: torch.dtype
-    source: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
