@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from farfield.streaming.labels import GraphError
 from farfield.streaming.operations import RecordingError, run_whole
-from farfield.streaming.record import plain_attention
 from farfield.streaming.rules.rule import RuleError
-from helpers.recorded import run_in_tiles
+from helpers.recorded import plain_attention, run_in_tiles
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -46,3 +47,14 @@ def run_in_tiles(net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: 
 
     with torch.no_grad():
         return Tiled(execute(make_graph_plan(labelled, tile, store=store), read), labelled)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Run attention of torch by its operations, as it is recorded, to compare bits."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.streaming.operations import OWN, RecordingError, run_whole
-from farfield.streaming.record import plain_attention
 from helpers.drawn_networks import KINDS, Layer, draw_network, draw_values
-from helpers.recorded import record_network
+from helpers.recorded import plain_attention, record_network
 from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, SoftmaxBetween, settled
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -248,17 +248,6 @@ def pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
     return grid.contiguous()
 
 
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Run attention of torch by its operations, and not as one operation whose parts cannot be told."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
 def record_graph(
     run: Callable[..., Any], inputs: Sequence[Tensor], names: dict[int, str], reals: dict[str, Tensor]
 ) -> Graph:
@@ -286,7 +275,8 @@ def record_graph(
         return output
 
     try:
-        with torch.no_grad(), plain_attention(), recorder, CircularPadding():
+        # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
+        with torch.no_grad(), recorder, CircularPadding():
             functionalize(note)(*inputs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.where()} computes a shape from numbers, {error.func}") from error
