@@ -124,6 +124,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "align_corners": (lambda: Written(resized, c(1, 2)), 1),
     "style vector": (lambda: Written(style, c(1, 4)), 1),
     "flattened mean": (lambda: Written(flattened), 3),
+    "sums in turn": (lambda: Written(lambda grid: grid * grid.amax(3).sum(2)[..., None, None]), 3),
     "global response norm": (lambda: Written(response_norm), 3),
     "softmax attention": (lambda: Written(attended, c(3, 3), c(3, 3), c(3, 3)), 3),
     "two strides": (

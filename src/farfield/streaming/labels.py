@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from farfield.streaming.layers import LAYER
-from farfield.streaming.operations import Graph, Node, Value, find_operation, map_values, run_node
+from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
 from farfield.streaming.spans import (
@@ -23,9 +23,6 @@ from farfield.streaming.spans import (
     region_of,
     whole_box,
 )
-
-# Constants of more bytes are computed part by part, if all their operations have rules.
-LARGE = 2**20
 
 
 class GraphError(ValueError):
@@ -175,9 +172,7 @@ def needs_all(call: OperationCall, output: int, box: Box) -> list[Box]:
 
 def run_all(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Run on whole values, and take the box."""
-    args, kwargs = call.bind(tensors)
-    result = find_operation(call.op)(*args, **kwargs)
-    result = result[output] if isinstance(result, tuple | list) else result
+    result = call.run(output, tensors)
     return read_box(result, region_of(tuple(((0, length),) for length in result.shape)), box)
 
 
