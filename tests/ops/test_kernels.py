@@ -310,6 +310,19 @@ def test_caches_are_those_that_the_system_states(built: None) -> None:
     assert kernels.cache_bytes() == (sizes[2], sizes[max(sizes)])
 
 
+@pytest.mark.parametrize("strides", [(2, 2, 2), (1, 2, 2), (6, 3, 2)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_slice_of_one_position_and_one_channel_learns(on: None, batch: int, strides: tuple[int, ...]) -> None:
+    # A tensor of one number a sample counts as contiguous whatever its strides.
+    make = seeded_generator(3)
+    key, value = (torch.randn(batch, 1, 5, generator=make) for _ in range(2))
+    query = torch.randn(40, generator=make).as_strided((batch, 1, 1), strides).requires_grad_()
+    grad = torch.randn(40, generator=make).as_strided((batch, 1, 1), strides)
+    (got,) = torch.autograd.grad(ops.factorized_attention(query, key, value), query, grad)
+    products = (key.double() * value.double()).sum(2, keepdim=True)
+    torch.testing.assert_close(got.double(), grad.double() * products, rtol=1e-5, atol=1e-6)
+
+
 def test_a_kernel_refuses_what_it_does_not_read(on: None) -> None:
     grid = torch.randn(2, 3, 4, 5).double()
     for call in (lambda: torch.ops.farfield.axis_sums(grid), lambda: torch.ops.farfield.axis_attention(grid, 1, 1.0)):

@@ -159,4 +159,5 @@ def gradients_of_response(
 
 def in_either_order(positions: Tensor) -> Tensor:
     """Return positions whose channels or positions are contiguous, copied if they are not."""
-    return positions if fits_in_either_order(positions) else positions.contiguous()
+    # `contiguous` would return a single position of a slice, which counts as contiguous whatever its strides.
+    return positions if fits_in_either_order(positions) else positions.clone(memory_format=torch.contiguous_format)
