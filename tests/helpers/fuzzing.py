@@ -395,11 +395,15 @@ def in_tiles(module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int
 
 # ---- what a correct result may be off by -----------------------------------------------------------------------------
 class Rounding(TorchDispatchMode):
-    """Round what every operation reads and gives, at random, by at most eps; and note the largest number."""
+    """Round what every operation reads and gives, at random; and note the largest number.
 
-    def __init__(self, eps: float, seed: int) -> None:
+    Each number is rounded by at most eps, or by half the spacing of the smallest numbers of the dtype. All numbers of a
+    tensor are rounded by at most eps together: those that are alike, as the softmax of scores that are, are so.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.eps, self.largest = eps, 0.0
+        self.eps, self.spacing, self.largest = torch.finfo(dtype).eps, spacing_of(dtype), 0.0
         self.generator = seeded_generator(seed)
 
     def rounded(self, value: Any) -> Any:
@@ -408,7 +412,11 @@ class Rounding(TorchDispatchMode):
             return value
         finite = value.detach().nan_to_num(0.0, 0.0, 0.0).abs()
         self.largest = max(self.largest, float(finite.amax()) if finite.numel() else 0.0)
-        return value * (1 + self.eps * (2 * torch.rand(value.shape, generator=self.generator, dtype=value.dtype) - 1))
+        own, below, alike = (
+            2 * torch.rand(shape, generator=self.generator, dtype=value.dtype) - 1
+            for shape in (value.shape, value.shape, ())
+        )
+        return value * (1 + self.eps * (own + alike)) + self.spacing / 2 * below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views = any(part.alias_info is not None for part in func._schema.returns)
@@ -418,11 +426,16 @@ class Rounding(TorchDispatchMode):
         return tuple(map(self.rounded, found)) if isinstance(found, tuple) else self.rounded(found)
 
 
-def movements(form: Callable[[], list[Tensor]], eps: float) -> Iterator[tuple[list[float], float]]:
-    """How far each result moves when all intermediate ones are rounded to eps, and the largest of those; thrice."""
+def spacing_of(dtype: torch.dtype) -> float:
+    """The spacing of the smallest numbers of a dtype."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def movements(form: Callable[[], list[Tensor]], dtype: torch.dtype) -> Iterator[tuple[list[float], float]]:
+    """How far each result moves when all intermediate ones are rounded to a dtype, and the largest of those; thrice."""
     exact = form()
     for seed in range(3):
-        with Rounding(eps, seed) as mode:
+        with Rounding(dtype, seed) as mode:
             found = form()
         yield [float((f - e).nan_to_num().norm()) for f, e in zip(found, exact, strict=True)], mode.largest
 
@@ -509,11 +522,12 @@ def check(drawn: Drawn) -> Outcome:
     # What is zero in exact numbers, as the gradient of a shift under a softmax, each form leaves over in its own way.
     by_library = functools.partial(results, simple, wide.run, wide.leaves, wide.valid)
     forms = [lambda: exact()[:-1], lambda: by_library()[:-1]]
-    for moved, largest in itertools.chain.from_iterable(movements(form, eps) for form in forms):
+    for moved, largest in itertools.chain.from_iterable(movements(form, dtype) for form in forms):
         if largest > torch.finfo(dtype).max / 16:
             return Outcome("range")
         limits = [
-            max(limit, roundings * (m + eps * float(w.norm()))) for limit, m, w in zip(limits, moved, want, strict=True)
+            max(limit, roundings * (m + eps * float(w.norm()) + spacing_of(dtype) / 2 * math.sqrt(w.numel())))
+            for limit, m, w in zip(limits, moved, want, strict=True)
         ]
         if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
             break
