@@ -12,7 +12,7 @@ PARTS = {
     "models": ["tests/models"],
     "insertion": ["tests/insertion"],
     "platforms": ["tests/platforms"],
-    "streaming": ["tests/streaming", "tests/test_cost_planning.py"],
+    "streaming": ["tests/streaming", "tests/volumes", "tests/test_cost_planning.py"],
 }
 # Whatever no other part has.
 REST = "rest"

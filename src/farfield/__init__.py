@@ -9,6 +9,7 @@ The names below load on first use, so that ``import farfield`` itself is fast:
 - ``maps``: which positions a position attends to
 - ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
+- ``volumes``: ``open_volume``, for images and volumes in files, with their voxel size
 - ``sharding``: ``sharded_attention``, for grids spread over processes
 - ``insert``, ``remove``: attention at any place of a model, without a change of its weights, and its removal
 - ``insertion``: the papers' names for such places, as paths
@@ -23,7 +24,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, theory
+    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, theory, volumes
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
@@ -46,6 +47,7 @@ __all__ = [
     "sharding",
     "streaming",
     "theory",
+    "volumes",
 ]
 
 # Name -> the module that has it; a module of the same name is itself the export.
@@ -64,6 +66,7 @@ _HOME = {
     "sharding": "sharding",
     "streaming": "streaming",
     "theory": "theory",
+    "volumes": "volumes",
 }
 
 

@@ -22,9 +22,9 @@ import zarr
 from farfield import models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
-from farfield.streaming import open_volume
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import open_volume
 from helpers.made_stacks import SIZE, made_pair, make_npz, make_root, write
 from helpers.ome_parts import write_parts
 from helpers.packs import unpack

@@ -29,6 +29,7 @@ PACKAGES = (
     "farfield.sharding",
     "farfield.streaming",
     "farfield.theory",
+    "farfield.volumes",
 )
 # Modules without `__all__` whose classes recipes name.
 CLASSES = {

@@ -15,7 +15,7 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole, respond_whole
-from farfield.streaming.sink import check_path
+from farfield.volumes.sink import check_path
 from helpers.streamed_nets import Hourglass, settled
 
 

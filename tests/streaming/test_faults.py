@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from farfield.streaming import ome_zarr, predict_whole
+from farfield.streaming import predict_whole
+from farfield.volumes import ome_zarr
 from helpers import faults
 from helpers import prediction_machine as machine
 from helpers.prediction_machine import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once

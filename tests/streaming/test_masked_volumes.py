@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from farfield import models
-from farfield.streaming import ImageMetadata, Volume, predict_whole, respond_whole
-from farfield.streaming.axes_view import AxesView
+from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume
+from farfield.volumes.axes_view import AxesView
 from helpers.streamed_nets import attention, settled
 
 SIZE = (20, 24)

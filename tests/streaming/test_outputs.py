@@ -13,8 +13,9 @@ import torch
 import zarr
 from torch import Tensor, nn
 
-from farfield.streaming import ImageMetadata, Volume, predict_whole, respond_whole
+from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume
 from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)

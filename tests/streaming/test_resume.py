@@ -24,6 +24,7 @@ from torch import nn
 from farfield import models, streaming
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import sink
 from helpers.streamed_nets import Hourglass, attention, settled
 
 SIZE = (20, 24)
@@ -214,7 +215,7 @@ def test_what_was_written_is_looked_at_after_the_last_tile_too(
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
+        patch.setattr(sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     cut_short(growing(out))
@@ -393,7 +394,7 @@ def test_a_mask_of_the_context_is_not_one_of_the_grid(tmp_path: Path, monkeypatc
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
+        patch.setattr(sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             respond_whole(layer, grid, context=context, context_mask=mask, tile=(4, 9), out=out, quiet=True)
     with pytest.raises(ValueError, match="holds an unfinished prediction with another volume; fix: "):
@@ -451,7 +452,7 @@ def test_whatever_a_layer_reads_is_looked_at_again(
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.sink.FileOutput, "finish", stopped)
+        patch.setattr(sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             respond()
     arrays[changed] = ~arrays[changed] if arrays[changed].dtype == torch.bool else arrays[changed] + 1
@@ -554,14 +555,14 @@ def test_what_appears_at_the_path_meanwhile_is_left(
     suffix: str, stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
 ) -> None:
     out = stop(suffix)
-    finish = streaming.sink.FileOutput.finish
+    finish = sink.FileOutput.finish
 
     def interrupted(output: Any) -> Any:
         out.write_text("mine") if suffix != ".zarr" else zarr.create_array(str(out), data=np.ones(3))
         return finish(output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming.sink.FileOutput, "finish", interrupted)
+        patch.setattr(sink.FileOutput, "finish", interrupted)
         with pytest.raises(FileExistsError, match=r'".*" exists; fix: another path, or overwrite=True'):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     assert out.is_dir() if suffix == ".zarr" else out.read_text() == "mine"

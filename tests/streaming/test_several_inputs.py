@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import ImageMetadata, MeanOverFlips, Tiles, Volume, open_volume, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
+from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import attention, relative, settled
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import MeanOverFlips, open_volume, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, plan_whole, predict_whole
+from farfield.volumes import open_volume
 from helpers.streamed_nets import attention, relative, settled
 
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from farfield import ShapeError, models
 from farfield.nn import GridAttention
-from farfield.streaming import ImageMetadata, Volume, open_volume
 from farfield.tasks.metrics import care_metrics
 from farfield.tasks.restore import Restore, laplace_loss
 from farfield.tasks.restore_stack import grey_levels, restore
+from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.made_stacks import made_pair
 from helpers.partly import partly
 

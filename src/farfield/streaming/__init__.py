@@ -10,16 +10,11 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.arguments import Tiles
 from farfield.streaming.flips import MeanOverFlips
-from farfield.streaming.image_metadata import ImageMetadata
-from farfield.streaming.volume import Volume, open_volume
 
 __all__ = [
-    "ImageMetadata",
     "MeanOverFlips",
     "StreamingPlan",
     "Tiles",
-    "Volume",
-    "open_volume",
     "plan_whole",
     "predict_whole",
     "respond_whole",

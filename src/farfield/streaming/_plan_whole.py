@@ -22,9 +22,9 @@ from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.scale import find_scale, refuse_other_layers
 from farfield.streaming.several_inputs import check_arguments, inputs_split, parse_layouts
 from farfield.streaming.several_outputs import outputs_joined
-from farfield.streaming.source import MODES, AxisLayout, Region, Span
 from farfield.streaming.spilling import SpillPlan, plan_spill
 from farfield.streaming.tiling import Draft, Pass
+from farfield.volumes.source import MODES, AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 WORK = 4

@@ -12,22 +12,22 @@ from torch import nn
 
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming._plan_whole import StreamingPlan, make_plan
-from farfield.streaming.aliasing import refuse_aliasing
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips
-from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.reduction import Reduction, function_applied
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.several_inputs import JoinedSource, inputs_split, name_volumes
 from farfield.streaming.several_outputs import Outputs, outputs_joined
-from farfield.streaming.sink import check_path, numpy_dtype, output_for
-from farfield.streaming.source import VolumeSource, parse_layout
 from farfield.streaming.tiled_prediction import FlippedPrediction, Prediction
 from farfield.streaming.trace import device_of, dtype_of
-from farfield.streaming.volume import describe_output
+from farfield.volumes.aliasing import refuse_aliasing
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.sink import check_path, numpy_dtype, output_for
+from farfield.volumes.source import VolumeSource, parse_layout
+from farfield.volumes.volume import describe_output
 
 
 @looks_at_a_copy

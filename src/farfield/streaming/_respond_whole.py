@@ -13,20 +13,21 @@ from farfield._checks import ShapeError, shape_error
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
-from farfield.streaming.aliasing import refuse_aliasing
-from farfield.streaming.arguments import check_volume, parse_positions
-from farfield.streaming.file_formats import OutputSpec
+from farfield.streaming.arguments import parse_positions
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.geometry import cores, count_positions, round_up
 from farfield.streaming.replacement import response_channels
 from farfield.streaming.resume import compute_identity, saved_tile
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.sink import box_index, check_path, numpy_dtype, output_for
-from farfield.streaming.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
 from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
 from farfield.streaming.trace import device_of, dtype_of
-from farfield.streaming.volume import describe_output, split_volume
+from farfield.volumes.aliasing import refuse_aliasing
+from farfield.volumes.checks import check_volume
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.sink import box_index, check_path, numpy_dtype, output_for
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
 TILE = 2**24

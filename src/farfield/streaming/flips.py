@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo
 from farfield.streaming.several_outputs import outputs_joined
-from farfield.streaming.source import Region
+from farfield.volumes.source import Region
 
 
 class MeanOverFlips(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farfield.streaming.source import Region, Span
+from farfield.volumes.source import Region, Span
 
 
 class AxisScale(NamedTuple):

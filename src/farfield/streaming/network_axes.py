@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield.streaming.scale import Scale, trace_or_raise
-from farfield.streaming.source import Span
 from farfield.streaming.trace import Trace, trace
+from farfield.volumes.source import Span
 
 
 def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:

@@ -23,8 +23,8 @@ from farfield.streaming.graph import (
 )
 from farfield.streaming.graph_recording import record_any_size
 from farfield.streaming.replacement import GlobalLayer
-from farfield.streaming.source import Region
 from farfield.streaming.trace import device_of, dtype_of
+from farfield.volumes.source import Region
 
 # Graphs are recorded at sizes of this many multiples of the strides, on which every layer has inner positions.
 RECORDED = 64

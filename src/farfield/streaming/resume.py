@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from farfield._files import open_replacement
-from farfield.streaming.sink import FileOutput, check_path, overwrite_fix
-from farfield.streaming.unfinished import FULL_DISK, STATE, unfinished_folder, was_moved
+from farfield.volumes.sink import FileOutput, check_path, overwrite_fix
+from farfield.volumes.unfinished import FULL_DISK, STATE, unfinished_folder, was_moved
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from farfield.streaming.file_formats import OutputSpec
 from farfield.streaming.geometry import index_within
-from farfield.streaming.image_metadata import ImageMetadata
 from farfield.streaming.resume import Progress, Written, begin
-from farfield.streaming.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
-from farfield.streaming.source import Readable, Region, checksum
 from farfield.streaming.summaries import Resumable
-from farfield.streaming.unfinished import explain_disk_errors
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
+from farfield.volumes.source import Readable, Region, checksum
+from farfield.volumes.unfinished import explain_disk_errors
 
 # What a pass does with a tile; its arguments are the tile's index and own positions.
 TileFunction = Callable[[int, Region], None]

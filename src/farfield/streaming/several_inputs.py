@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.arguments import check_volume
-from farfield.streaming.image_metadata import ImageMetadata
-from farfield.streaming.source import AxisLayout, Region, VolumeSource, parse_layout
-from farfield.streaming.volume import split_volume
+from farfield.volumes.checks import check_volume
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.volume import split_volume
 
 
 class JoinedSource:

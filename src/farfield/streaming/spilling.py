@@ -16,11 +16,11 @@ from farfield.streaming.graph_recording import check_recording
 from farfield.streaming.partial_network import NetworkPart, PartialNetwork, step_value
 from farfield.streaming.receptive_field import find_nan_span, plain_kernels
 from farfield.streaming.scale import replace_length
-from farfield.streaming.source import Region
 from farfield.streaming.spill_choice import PlannedPart, SpillChoice
 from farfield.streaming.tiling import SHARE, Draft, Pass, free_bytes
 from farfield.streaming.trace import Step, device_of
 from farfield.streaming.verification import is_different, own_span
+from farfield.volumes.source import Region
 
 if TYPE_CHECKING:
     from farfield.streaming.arguments import Tiles

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from farfield.streaming.geometry import NetworkGrid, StoredGrid, index_within
 from farfield.streaming.runner import Stream
-from farfield.streaming.sink import FileOutput
-from farfield.streaming.source import Region, Span, release
 from farfield.streaming.spilling import SpillPlan
-from farfield.streaming.unfinished import FULL_DISK, REASONS
+from farfield.volumes.sink import FileOutput
+from farfield.volumes.source import Region, Span, release
+from farfield.volumes.unfinished import FULL_DISK, REASONS
 
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".grid"

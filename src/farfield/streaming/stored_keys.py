@@ -11,11 +11,11 @@ from torch import Tensor
 
 from farfield.streaming.geometry import StoredGrid, count_positions
 from farfield.streaming.runner import Stream
-from farfield.streaming.sink import FileOutput
 from farfield.streaming.softmax_layer import SoftmaxLayer
-from farfield.streaming.source import Span, release
 from farfield.streaming.stored_grids import StoredFile, spans_in
 from farfield.streaming.summaries import Merged, check_keys
+from farfield.volumes.sink import FileOutput
+from farfield.volumes.source import Span, release
 
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".keys"

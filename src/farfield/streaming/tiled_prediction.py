@@ -16,14 +16,14 @@ from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.reduction import Reduction, call_reduction, reduce_channels
 from farfield.streaming.replacement import GlobalLayer, replace_layers
 from farfield.streaming.runner import Stream
-from farfield.streaming.sink import box_index
-from farfield.streaming.source import Region
 from farfield.streaming.spilling import SpillPlan
 from farfield.streaming.statistics import TilePlace
 from farfield.streaming.stored_grids import StoredGrids, axis_tiles, store_grids
 from farfield.streaming.stored_keys import store_keys
 from farfield.streaming.summaries import Merged
 from farfield.streaming.tiling import Pass
+from farfield.volumes.sink import box_index
+from farfield.volumes.source import Region
 
 
 class Prediction:

@@ -13,13 +13,14 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farfield.streaming import ImageMetadata, predict_whole
-from farfield.streaming.aliasing import refuse_aliasing
-from farfield.streaming.axes_view import AxesView
+from farfield.streaming import predict_whole
 from farfield.streaming.runner import write_whole
-from farfield.streaming.sink import check_path
-from farfield.streaming.source import narrowed, without_mask
-from farfield.streaming.volume import split_volume
+from farfield.volumes import ImageMetadata
+from farfield.volumes.aliasing import refuse_aliasing
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.sink import check_path
+from farfield.volumes.source import narrowed, without_mask
+from farfield.volumes.volume import split_volume
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 PERCENTILES = (2.0, 99.8)
@@ -78,7 +79,7 @@ def restore(
     an image, is applied in one piece.
 
     Each channel of a stack of several is restored by itself, with percentiles of its own. The voxel size, units and
-    names of channels of a stack that `streaming.open_volume` opened are written into the file.
+    names of channels of a stack that `volumes.open_volume` opened are written into the file.
 
     Args:
         network: From grids `(1, 1, *size)` to such grids, or to images `(1, 1, y, x)` if it has `project`; it is put in

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_names
-from farfield.streaming.tiff_parts import check_parts, check_planes, describe_series
+from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
 # Letters that tifffile gives to unknown axes.

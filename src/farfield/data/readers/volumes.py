@@ -8,10 +8,10 @@ from pathlib import Path
 
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import SUFFIXES, array_of, check_depths, opened, stack_of, stacks_in
-from farfield.streaming import Volume, open_volume
-from farfield.streaming.tiff_metadata import read_tiff_metadata
-from farfield.streaming.tiff_parts import paths_of
-from farfield.streaming.volume import arrange
+from farfield.volumes import Volume, open_volume
+from farfield.volumes.tiff_metadata import read_tiff_metadata
+from farfield.volumes.tiff_parts import paths_of
+from farfield.volumes.volume import arrange
 
 # A folder with one of these files is a zarr array or group.
 ZARR = ("zarr.json", ".zgroup", ".zarray")

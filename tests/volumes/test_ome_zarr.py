@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from farfield.streaming import ImageMetadata, Volume, file_formats, ome_zarr, open_volume, predict_whole
-from farfield.streaming.ome_zarr import halve, pyramid_factors
+from farfield.streaming import predict_whole
+from farfield.volumes import ImageMetadata, Volume, file_formats, ome_zarr, open_volume
+from farfield.volumes.ome_zarr import halve, pyramid_factors
 from helpers.streamed_nets import settled
 
 REASON = "ome-zarr is not installed, which the extra dev has"

@@ -65,7 +65,7 @@ class ImageMetadata:
         channels: Names of the channels, one for each, or none.
 
     Example:
-        >>> from farfield.streaming import ImageMetadata
+        >>> from farfield.volumes import ImageMetadata
         >>> stack = ImageMetadata("ZYX", {"Z": 0.3, "Y": 0.1, "X": 0.1}, dict.fromkeys("ZYX", "micrometer"))
         >>> stack.spacing["Z"], stack.units["Z"]
         (0.3, 'micrometer')

@@ -14,8 +14,8 @@ import zarr
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 from zarr.codecs import numcodecs as others
 
-from farfield.streaming import open_volume
-from farfield.streaming.bounded_zarr import zstd_size
+from farfield.volumes import open_volume
+from farfield.volumes.bounded_zarr import zstd_size
 
 NUMBERS = np.random.default_rng(0).integers(0, 9, (5, 37, 41)).astype("uint16")
 CHUNKS = (2, 16, 16)

@@ -18,7 +18,8 @@ from torch import nn
 
 from farfield.data.readers.tiff import stack_of
 from farfield.data.readers.volumes import files_of, volume_of
-from farfield.streaming import open_volume, predict_whole
+from farfield.streaming import predict_whole
+from farfield.volumes import open_volume
 from helpers.ome_parts import PLANES, write_parts
 from helpers.streamed_nets import settled
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from farfield.streaming import ome_zarr
-from farfield.streaming.image_metadata import ImageMetadata
-from farfield.streaming.tiff_metadata import IMAGEJ_AXES, OME_DTYPES, fits_imagej, imagej_options, ome_options
+from farfield.volumes import ome_zarr
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.tiff_metadata import IMAGEJ_AXES, OME_DTYPES, fits_imagej, imagej_options, ome_options
 
 Mode = Literal["r", "r+"]
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from farfield.streaming.axes_view import AxesView
-from farfield.streaming.sink import unfinished_folder
-from farfield.streaming.tiff_parts import paths_of
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.sink import unfinished_folder
+from farfield.volumes.tiff_parts import paths_of
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError
-from farfield.streaming.axes_view import AxesView
+from farfield.volumes.axes_view import AxesView
 
 Span = tuple[int, int]  # first index and the index after the last
 Region = tuple[Span, ...]  # one span per spatial dim

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from farfield.streaming.image_metadata import SPACE, ImageMetadata, known, parse_length, parse_unit
+from farfield.volumes.image_metadata import SPACE, ImageMetadata, known, parse_length, parse_unit
 
 VERSION = "0.5"
 # The last level of a pyramid has no axis of space longer than this.

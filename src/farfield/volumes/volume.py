@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from farfield._checks import ShapeError
-from farfield.streaming.axes_view import AxesView
-from farfield.streaming.geometry import AxisScale
-from farfield.streaming.image_metadata import SPACE, ImageMetadata, sorted_axes
-from farfield.streaming.ome_zarr import read_images
-from farfield.streaming.source import AxisLayout
-from farfield.streaming.tiff_metadata import read_tiff_metadata
-from farfield.streaming.tiff_parts import check_parts, check_planes, describe_series
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.image_metadata import SPACE, ImageMetadata, sorted_axes
+from farfield.volumes.ome_zarr import read_images
+from farfield.volumes.source import AxisLayout
+from farfield.volumes.tiff_metadata import read_tiff_metadata
+from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 # How many images warnings list.
 SHOWN = 8
@@ -39,7 +38,7 @@ class Volume:
         ShapeError: If the metadata has another number of axes.
 
     Example:
-        >>> from farfield.streaming import ImageMetadata, Volume
+        >>> from farfield.volumes import ImageMetadata, Volume
         >>> image = Volume(np.zeros((64, 64), "uint8"), ImageMetadata("YX", {"Y": 0.1, "X": 0.1}))
         >>> image.shape, image.metadata.spacing["X"]
         ((64, 64), 0.1)
@@ -82,7 +81,7 @@ def describe_output(
     layout: AxisLayout,
     channels: int,
     output_channels: int,
-    axis_scales: Sequence[AxisScale | None] | None = None,
+    axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
 ) -> ImageMetadata:
     """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions.
 
@@ -91,11 +90,12 @@ def describe_output(
         layout: Axes of the volume.
         channels: Number of its channels.
         output_channels: Number of channels of the output.
-        axis_scales: How the output scales with each axis of the volume, None for one that it has not; by default it
-            has the volume's size.
+        axis_scales: For each spatial axis of the volume: the axis of the output that it becomes, counted with batch and
+            channels before it, and the output's positions per position of the volume; None for one that the output has
+            not. By default the output has the volume's size.
     """
     if axis_scales is None:
-        axis_scales = [AxisScale(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
+        axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
     scales = [each for each in axis_scales if each is not None]
     letters = list(layout.axes(output_channels, len(scales)))
     if metadata is None:
@@ -104,8 +104,9 @@ def describe_output(
     ratios = {}
     for letter, each in zip(metadata.axes[-layout.spatial_dims :], axis_scales, strict=True):
         if each is not None and letter in SPACE + "T":
-            letters[space + each.axis - 2] = letter
-            ratios[letter] = float(each.ratio)
+            axis, ratio = each
+            letters[space + axis - 2] = letter
+            ratios[letter] = float(ratio)
     if layout.batch and metadata.axes[0] == "T":
         letters[0] = "T"
     names = metadata.channels if channels == output_channels else ()
@@ -138,7 +139,7 @@ def open_volume(
 
     Example:
         >>> import tempfile, tifffile
-        >>> from farfield.streaming import open_volume
+        >>> from farfield.volumes import open_volume
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = f"{folder.name}/stack.tif"
         >>> described = {"axes": "ZYX", "spacing": 0.3, "unit": "um"}
@@ -165,7 +166,7 @@ def open_volume(
     else:
         raise ValueError(
             f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
-            "fix: open it by its own library, and farfield.streaming.Volume(array, metadata)."
+            "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
         )
     return arrange(file, array, metadata, channel)
 
@@ -231,7 +232,7 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
     """
     import zarr
 
-    from farfield.streaming.bounded_zarr import bound_chunks
+    from farfield.volumes.bounded_zarr import bound_chunks
 
     try:
         opened = zarr.open(str(file), mode="r")

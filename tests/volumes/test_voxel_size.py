@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from farfield.streaming import ImageMetadata, Volume, open_volume, predict_whole, respond_whole
-from farfield.streaming.image_metadata import UNITS, parse_unit
+from farfield.streaming import predict_whole, respond_whole
+from farfield.volumes import ImageMetadata, Volume, open_volume
+from farfield.volumes.image_metadata import UNITS, parse_unit
 from helpers.streamed_nets import attention, settled
 
 SIZE = (5, 20, 18)
@@ -271,7 +272,7 @@ lengths = some.floats(1e-4, 1e4)
 
 @given(lengths, lengths, lengths, some.sampled_from(["micrometer", "nanometer", "millimeter"]))
 def test_any_voxel_size_survives_ome(z: float, y: float, x: float, unit: str) -> None:
-    from farfield.streaming.tiff_metadata import ome_options, read_ome
+    from farfield.volumes.tiff_metadata import ome_options, read_ome
 
     metadata = ImageMetadata("ZYX", {"Z": z, "Y": y, "X": x}, dict.fromkeys("ZYX", unit))
     options = ome_options(metadata, SIZE, "uint8")["metadata"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import ParseError
 
-from farfield.streaming.image_metadata import UNITS, ImageMetadata, known, parse_length, parse_unit
+from farfield.volumes.image_metadata import UNITS, ImageMetadata, known, parse_length, parse_unit
 
 # OME's unit for distances of which no unit is known.
 UNITLESS = "reference frame"

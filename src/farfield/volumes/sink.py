@@ -16,9 +16,9 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
-from farfield.streaming.file_formats import FORMATS, Format, OutputSpec, find_format
-from farfield.streaming.source import Region, release
-from farfield.streaming.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
+from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format
+from farfield.volumes.source import Region, release
+from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 
 
 def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
