@@ -416,7 +416,8 @@ class Rounding(TorchDispatchMode):
             2 * torch.rand(shape, generator=self.generator, dtype=value.dtype) - 1
             for shape in (value.shape, value.shape, ())
         )
-        return value * (1 + self.eps * (own + alike)) + self.spacing / 2 * below
+        # Zero is exact, and may stand for what is masked.
+        return value * (1 + self.eps * (own + alike)) + self.spacing / 2 * torch.where(value == 0, 0, below)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views = any(part.alias_info is not None for part in func._schema.returns)
