@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from farfield.streaming.adapt import record_network
-from farfield.streaming.execute import execute
+from farfield.streaming.passes import execute
 from farfield.streaming.labels import label_graph
 from farfield.streaming.operations import Info
-from farfield.streaming.plan import make_graph_plan
+from farfield.streaming.plan import find_stored, make_graph_plan
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "UNet": lambda: monai.UNet(3, 1, 2, (16, 32, 64), (2, 2), norm="instance"),
@@ -38,19 +38,19 @@ def measure(name: str, length: int, tile: int) -> str:
         started = time.process_time()
         graph = record_network(net, [Info(tuple(volume.shape), volume.dtype)])
         labelled = label_graph(graph, (length,) * 3, range(3))
-        plan = make_graph_plan(labelled, (tile,) * 3, store=True)
-        work = [plan.work(stage) for stage in range(len(plan.stages))]
+        plan = make_graph_plan(labelled, (tile,) * 3, find_stored(labelled))
+        work = [plan.cost(stage) for stage in range(len(plan.stages))]
         planned = time.process_time()
         whole = net(volume)
         untiled = time.process_time()
         tiled = execute(plan, lambda _, box: volume[tuple(slice(*spans[0]) for spans in box)])
         ended = time.process_time()
-    macs = sum(each for each, _ in work) / sum(graph.nodes[index].macs for index in labelled.order)
+    macs = sum(each.macs for each in work) / sum(graph.nodes[index].macs for index in labelled.order)
     difference = float((tiled - whole).abs().max() / whole.abs().max())
     assert difference < 1e-4, f"{name}: tiles differ by {difference}"
     seconds = (planned - started, untiled - planned, ended - untiled)
     ratio = seconds[2] / seconds[1]
-    peak = max(each for _, each in work) / 2**20
+    peak = max(each.bytes for each in work) / 2**20
     columns = [f"{each:.2f}" for each in (*seconds, ratio, macs)]
     columns += [f"{peak:.0f}", f"{plan.bytes_stored / 2**20:.0f}", f"{difference:.1e}"]
     return f"| {name} | {len(plan.stages)} | {' | '.join(columns)} |"

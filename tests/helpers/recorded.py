@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from farfield.streaming import adapt
-from farfield.streaming.execute import execute
+from farfield.streaming.passes import execute
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.operations import Graph, Info, Value
-from farfield.streaming.plan import make_graph_plan
+from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.spans import Box
 
 
@@ -46,7 +46,10 @@ def run_in_tiles(net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: 
         return volume[tuple(slice(*spans[0]) for spans in box)]
 
     with torch.no_grad():
-        return Tiled(execute(make_graph_plan(labelled, tile, store=store), read), labelled)
+        return Tiled(
+            execute(make_graph_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered), read),
+            labelled,
+        )
 
 
 @contextmanager

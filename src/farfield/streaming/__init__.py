@@ -5,11 +5,12 @@ the summary of the whole grid. Norms, means and pooling over all positions are s
 layers depend on each other takes n + 1 passes. Needs the extra `stream`: `pip install "farfield[stream]"`.
 """
 
-from farfield.streaming._plan_whole import StreamingPlan, plan_whole
+from farfield.streaming._plan_whole import plan_whole
 from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.arguments import Tiles
 from farfield.streaming.flips import MeanOverFlips
+from farfield.streaming.streaming_plan import StreamingPlan
 
 __all__ = [
     "MeanOverFlips",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,17 @@ from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.flips import MeanOverFlips, check_axes, refuse_integers, symmetric
 from farfield.streaming.geometry import Halo, NetworkGrid, StoredGrid, cores, read_ratio
 from farfield.streaming.global_layers import refuse_global, refuse_training
+from farfield.streaming.labels import GraphError
 from farfield.streaming.network_axes import refuse_axes, spatial_dims_of, split_padding, trace_volume
+from farfield.streaming.planning import make_plan as make_graph_plan
 from farfield.streaming.reduction import Reduction, check_reduction, function_applied, reduce_channels
 from farfield.streaming.replacement import GlobalLayer
+from farfield.streaming.resume import Saved
 from farfield.streaming.scale import find_scale, refuse_other_layers
 from farfield.streaming.several_inputs import check_arguments, inputs_split, parse_layouts
 from farfield.streaming.several_outputs import outputs_joined
 from farfield.streaming.spilling import SpillPlan, plan_spill
+from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.streaming.tiling import Draft, Pass
 from farfield.volumes.source import MODES, AxisLayout, Region, Span
 
@@ -61,7 +66,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamingPlan:
+class ProbedPlan:
     """The plan of `predict_whole`.
 
     Attributes:
@@ -80,6 +85,7 @@ class StreamingPlan:
         not_spilled: Why none are stored, although `Tiles.disk` allows it.
         flips: Number of flips of the volume whose mean is written.
         keys: Call of softmax attention -> its keys and values, as a grid that is stored on disk.
+        reason: Why it was made by experiment, and not from the recorded network.
     """
 
     layout: AxisLayout
@@ -97,6 +103,7 @@ class StreamingPlan:
     not_spilled: str = ""
     flips: int = 1
     keys: Mapping[int, StoredGrid] = field(default_factory=dict)
+    reason: str = ""
 
     @property
     def disk_bytes(self) -> int:
@@ -143,6 +150,8 @@ class StreamingPlan:
         text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
+        if self.reason:
+            text.append(f"planned by experiment: {self.reason}")
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
         if any(call.in_tile for call in self.calls) and len(self.cores) > 1:
             patch = " × ".join(map(str, self.least))
@@ -175,7 +184,7 @@ class StreamingPlan:
         return text
 
 
-def pass_work(plan: StreamingPlan, each: Pass) -> float:
+def pass_work(plan: ProbedPlan, each: Pass) -> float:
     """Return the MACs of a pass, relative to those of the network on the whole volume."""
     least = plan.least if plan.spill is None else (0,) * len(plan.size)
     return each.share * read_ratio(plan.size, plan.tile, each.halo, least)
@@ -189,7 +198,7 @@ def plan_whole(
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
     reduce: Reduction = None,
-) -> StreamingPlan:
+) -> StreamingPlan | ProbedPlan:
     """Plan a call of `predict_whole`, which also prints this plan before it starts.
 
     Args:
@@ -231,7 +240,58 @@ def plan_whole(
             raise TypeError(
                 f"plan_whole: shape must be numbers, got {each!r:.60}; fix: plan_whole(model, volume.shape)."
             )
-    return make_plan("plan_whole", model, shapes, tile, pad, reduce)
+    return find_plan("plan_whole", model, shapes, parse_tiles("plan_whole", tile), pad, reduce)
+
+
+def find_plan(
+    caller: str,
+    model: nn.Module,
+    shapes: Sequence[Sequence[int]],
+    tiles: Tiles,
+    pad: str | None,
+    reduce: Reduction,
+    path: Path | None = None,
+    saved: Saved | None = None,
+) -> StreamingPlan | ProbedPlan:
+    """Make the plan of `predict_whole` from the recorded network; by experiment where a rule is missing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; "
+            f"fix: the network comes first, {caller}(model, …)."
+        )
+    try:
+        return make_graph_plan(caller, model, shapes, tiles, pad, reduce, path, saved)
+    except GraphError as error:
+        reason = str(error)
+    if saved is not None and tiles.size is None:
+        tiles = replace(tiles, size=saved.tile)
+    plan = make_plan(caller, model, shapes, replace(tiles, disk=tiles.disk or 0), pad, reduce)
+    return replace(plan, reason=reason)
+
+
+def check_plan(caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None) -> StreamingPlan:
+    """Return a plan; refuse one that is none, or of volumes of another shape, or beside arguments that it has itself.
+
+    Raises:
+        TypeError: If it is no plan.
+        ValueError: If the shapes are others, or `tile` or `pad` is given too.
+    """
+    if not isinstance(plan, StreamingPlan):
+        raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
+    if tile is not None or pad is not None:
+        raise ValueError(f"{caller}: got tile or pad beside plan, which has both; fix: give them to plan_whole.")
+    layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims)
+    planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], plan.unpadded)
+    first = tuple(next(iter(volumes.values())).shape)
+    channels = tuple(
+        layout.batch_and_channels(each.shape)[1] for layout, each in zip(layouts, volumes.values(), strict=True)
+    )
+    if first != planned or channels != plan.channels:
+        raise ShapeError(
+            f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
+            "  fix: plan_whole(model, volume.shape)."
+        )
+    return plan
 
 
 def make_plan(
@@ -241,7 +301,7 @@ def make_plan(
     tile: int | Sequence[int | None] | Tiles | None,
     pad: str | None,
     reduce: Reduction,
-) -> StreamingPlan:
+) -> ProbedPlan:
     """Make the plan of `predict_whole`, for `predict_whole` or `plan_whole`; errors name the caller."""
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -269,7 +329,7 @@ def make_plan(
     return replace(plan, output=plan.output._replace(channels=reduced.shape[1], dtype=reduced.dtype))
 
 
-def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan) -> StreamingPlan:
+def plan_flips(caller: str, model: MeanOverFlips, plan: ProbedPlan) -> ProbedPlan:
     """Return the plan for all flips of a volume, from that for the network without flips.
 
     Raises:
@@ -299,7 +359,7 @@ def plan_flips(caller: str, model: MeanOverFlips, plan: StreamingPlan) -> Stream
 
 def make_checked_plan(
     caller: str, model: nn.Module, shapes: Sequence[Sequence[int]], tiles: Tiles, pad: str | None
-) -> StreamingPlan:
+) -> ProbedPlan:
     """Make the plan from arguments that were checked."""
     check_arguments(caller, model, len(shapes))
     layouts = parse_layouts(caller, shapes, spatial_dims_of(caller, model, tiles.size))
@@ -317,7 +377,7 @@ def plan_grid(
     layout: AxisLayout,
     tiles: Tiles,
     pad: str | None,
-) -> StreamingPlan:
+) -> ProbedPlan:
     """Make the plan for a grid that has all inputs as channels.
 
     Args:
@@ -346,7 +406,7 @@ def plan_grid(
     draft = Draft(caller, model, batch, channels, size, scale, grids, whole, tiles)
     spilled, reason = plan_spill(draft, tiles)
     positions, passes = spilled[:2] if spilled else draft.cut(tiles.size, tiles.halo, tiles.memory)
-    plan = StreamingPlan(
+    plan = ProbedPlan(
         layout=layout,
         channels=inputs,
         size=size,

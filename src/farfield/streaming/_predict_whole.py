@@ -11,17 +11,19 @@ from typing import Any
 from torch import nn
 
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import StreamingPlan, make_plan
+from farfield.streaming._plan_whole import ProbedPlan, check_plan, find_plan
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips
+from farfield.streaming.prediction import run_plan
 from farfield.streaming.reduction import Reduction, function_applied
-from farfield.streaming.resume import compute_identity, saved_tile
+from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.several_inputs import JoinedSource, inputs_split, name_volumes
 from farfield.streaming.several_outputs import Outputs, outputs_joined
+from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.streaming.tiled_prediction import FlippedPrediction, Prediction
-from farfield.streaming.trace import device_of, dtype_of
+from farfield.streaming.trace import device_of, dtype_of, trace
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
@@ -41,6 +43,7 @@ def predict_whole(
     out: str | Path | Any | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    plan: StreamingPlan | None = None,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -73,6 +76,7 @@ def predict_whole(
         overwrite: Whether what exists at the path is replaced (a file, or a folder that is one zarr array and nothing
             else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
+        plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
@@ -123,17 +127,39 @@ def predict_whole(
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
     if path is not None:
         check_path("predict_whole", path, overwrite)
-    network = model.network if isinstance(model, MeanOverFlips) else model
     # Of the network as it is given: a run may change what it holds.
     known_model = "" if path is None else fingerprint(model)
+    saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
+    if plan is None:
+        shapes = [each.shape for each in volumes.values()]
+        found = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+    else:
+        found = check_plan("predict_whole", plan, volumes, tile, pad)
+    if not quiet:
+        print(found, file=sys.stderr)
+    if isinstance(found, StreamingPlan):
+        return run_plan(found, model, volumes, known, reduce, out, overwrite, quiet)
+    return run_probed(found, model, volumes, known, known_model, reduce, pad, out, overwrite, quiet)
+
+
+def run_probed(
+    plan: ProbedPlan,
+    model: nn.Module,
+    volumes: Mapping[str, Any],
+    known: ImageMetadata | None,
+    known_model: str,
+    reduce: Reduction,
+    pad: str | None,
+    out: Any,
+    overwrite: bool,
+    quiet: bool,
+) -> Any:
+    """Predict volumes by a plan that was found by experiment."""
+    network = model.network if isinstance(model, MeanOverFlips) else model
+    path = Path(out) if isinstance(out, str | Path) else None
     with outputs_joined("predict_whole", network, reduce) as outputs:
-        if path is not None and tiles.size is None:
-            saved = saved_tile("predict_whole", path, overwrite, known_model, volumes)
-            tiles = replace(tiles, size=saved)
-        shapes = [array.shape for array in volumes.values()]
-        plan = make_plan("predict_whole", model, shapes, tiles, pad, reduce)
-        if not quiet:
-            print(plan, file=sys.stderr)
+        with inputs_split(network, plan.channels), function_applied("predict_whole", model, reduce):
+            trace("predict_whole", network, (1, sum(plan.channels), *plan.size))
         source = join_sources(model, plan, volumes, pad or "reflect")
         spec = make_spec(known, plan, source.sources[0], outputs)
         output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
@@ -150,7 +176,7 @@ def predict_whole(
     return result if out is not None else outputs.split(result, int(plan.layout.batch), plan.layout.channels)
 
 
-def join_sources(model: nn.Module, plan: StreamingPlan, volumes: Mapping[str, Any], mode: str) -> JoinedSource:
+def join_sources(model: nn.Module, plan: ProbedPlan, volumes: Mapping[str, Any], mode: str) -> JoinedSource:
     """Return what reads the volumes of a plan, whose padding has this mode."""
     spatial_dims = plan.layout.spatial_dims
     layouts = [parse_layout("predict_whole", array.shape, spatial_dims) for array in volumes.values()]
@@ -162,7 +188,7 @@ def join_sources(model: nn.Module, plan: StreamingPlan, volumes: Mapping[str, An
     )
 
 
-def make_spec(known: ImageMetadata | None, plan: StreamingPlan, source: VolumeSource, outputs: Outputs) -> OutputSpec:
+def make_spec(known: ImageMetadata | None, plan: ProbedPlan, source: VolumeSource, outputs: Outputs) -> OutputSpec:
     """Return the description of the output of a plan.
 
     Args:

@@ -17,7 +17,7 @@ from farfield.streaming.arguments import parse_positions
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.geometry import cores, count_positions, round_up
 from farfield.streaming.replacement import response_channels
-from farfield.streaming.resume import compute_identity, saved_tile
+from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
 from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
@@ -116,7 +116,8 @@ def respond_whole(
     if path is not None:
         check_path("respond_whole", path, None)
         known_layer = fingerprint(layer)
-        tile = saved_tile("respond_whole", path, None, known_layer, given) if tile is None else tile
+        saved = saved_plan("respond_whole", path, None, known_layer, given)
+        tile = saved.tile if tile is None and saved is not None else tile
     if layer.training and layer.coefficient_norm is not None:
         raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
     query_volume = MaskedGrid(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")

@@ -46,7 +46,7 @@ class Tiles:
     size: int | Sequence[int | None] | None = None
     halo: int | Sequence[int] | None = None
     memory: int | None = None
-    disk: int = 0
+    disk: int | None = None
     statistics: str = "whole"
 
 
@@ -64,7 +64,7 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
     memory = None if given.memory is None else parse_bytes(caller, "memory", given.memory)
     if given.statistics not in STATISTICS:
         raise unknown(caller, "statistics", given.statistics, STATISTICS)
-    disk = parse_bytes(caller, "disk", given.disk)
+    disk = None if given.disk is None else parse_bytes(caller, "disk", given.disk)
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from farfield.streaming.layers import LAYER
 from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.rules import Rule, find_rule
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
+from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, local
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -36,29 +36,43 @@ class LabelledGraph:
     Attributes:
         graph: The graph.
         size: The volume's size.
+        cut: The axes along which it is cut.
         layouts: Value -> its pieces.
         calls: Node -> its call.
         rules: Node -> its rule.
         reductions: Node -> how it sums over the whole, of nodes that do.
         levels: Node -> the number of reductions before it in series, itself included.
-        constants: Values that do not depend on the volume.
+        known: Values that do not depend on the volume.
         gathered: Values of which one position needs all along a cut axis: they are stored before.
     """
 
     graph: Graph
     size: tuple[int, ...]
+    cut: tuple[int, ...]
     layouts: dict[Value, Layout] = field(default_factory=dict)
     calls: dict[int, OperationCall] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
     reductions: dict[int, Reduction] = field(default_factory=dict)
     levels: dict[int, int] = field(default_factory=dict)
-    constants: dict[Value, Tensor] = field(default_factory=dict)
+    known: set[Value] = field(default_factory=set)
     gathered: set[Value] = field(default_factory=set)
 
     @cached_property
     def order(self) -> list[int]:
         """The nodes that the output depends on."""
         return self.graph.needed()
+
+    @cached_property
+    def constants(self) -> dict[Value, Tensor]:
+        """The values that do not depend on the volume, computed when they are first asked for."""
+        constants: dict[Value, Tensor] = {}
+        for index in sorted({value.node for value in self.known}):
+            node = self.graph.nodes[index]
+            args, kwargs = (map_values(part, Value, constants.__getitem__) for part in (node.args, node.kwargs))
+            outputs = run_node(self.graph, node, args, kwargs, [])
+            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            constants.update((Value(index, output), each) for output, each in enumerate(outputs))
+        return constants
 
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
         """Return a tile's own part of a value: its share of each labelled piece, all of the others."""
@@ -72,47 +86,45 @@ class LabelledGraph:
         return start * piece.length // length, stop * piece.length // length
 
 
-def label_graph(graph: Graph, size: Sequence[int], cut: Sequence[int]) -> LabelledGraph:
+def label_graph(
+    graph: Graph, size: Sequence[int], cut: Sequence[int], *, halo: Sequence[int] | None = None, first: int = 2
+) -> LabelledGraph:
     """Find the labels of all values, and the operations that sum over the whole.
 
     Args:
         graph: The graph.
         size: The volume's size, without batch and channels.
         cut: The axes along which it is cut.
+        halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
+        first: The first dimension of volumes that counts as an axis; 2 leaves out batch and channels.
 
     Raises:
         GraphError: If an operation has no rule, or cannot run on parts.
     """
-    labelled = LabelledGraph(graph, tuple(size))
-    constant: set[int] = set()
+    labelled = LabelledGraph(graph, tuple(size), tuple(cut))
     for index in labelled.order:
         node = graph.nodes[index]
         labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
         if node.op == "input":
             shape = node.outputs[0].shape
             axes = [axis if axis in cut else None for axis in range(len(size))]
-            layout = (*constant_layout(shape[:2]), *((Piece(*pair),) for pair in zip(shape[2:], axes, strict=True)))
+            dims = ((Piece(*pair),) for pair in zip(shape[first:], axes, strict=True))
+            layout = (*constant_layout(shape[:first]), *dims)
             labelled.layouts[Value(index)] = layout
             continue
-        if all(value.node in constant for value in node.inputs):
-            constant.add(index)
+        if all(value in labelled.known for value in node.inputs):
+            labelled.known.update(Value(index, output) for output in range(len(node.outputs)))
         if node.op == "constant":
             labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
             continue
         try:
-            label_node(labelled, index, node)
+            label_node(labelled, index, node, halo)
         except RuleError as error:
             raise GraphError(f"{node.op} in {node.path}: {error}") from error
-    for index in sorted(constant):
-        node = graph.nodes[index]
-        args, kwargs = (map_values(part, Value, labelled.constants.__getitem__) for part in (node.args, node.kwargs))
-        outputs = run_node(graph, node, args, kwargs, [])
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        labelled.constants.update((Value(index, output), each) for output, each in enumerate(outputs))
     return labelled
 
 
-def label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
+def label_node(labelled: LabelledGraph, index: int, node: Node, halo: Sequence[int] | None) -> None:
     """Find the labels of an operation's outputs."""
 
     def operand(value: Value) -> Operand:
@@ -124,12 +136,12 @@ def label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
     call = OperationCall(node.op, args, kwargs, operands, (), info.dtype, info.shape, node.outputs)
     rule = LAYER if node.op == "layer" else find_rule(node.op)
     if rule is None:
-        if any(axes_of(each.layout) for each in operands):
-            raise RuleError("there is no rule for it")
         rule = WHOLE
-        layouts: Sequence[Layout] = [constant_layout(each.shape) for each in node.outputs]
-    else:
-        layouts = rule.label(call)
+        if any(axes_of(each.layout) for each in operands):
+            if halo is None:
+                raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
+            rule = local(halo, labelled.size)
+    layouts = rule.label(call)
     call = call._replace(layouts=tuple(layouts))
     labelled.calls[index], labelled.rules[index] = call, rule
     labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(layouts))
@@ -165,6 +177,11 @@ def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule
     return gathered - set(labelled.graph.inputs)
 
 
+def label_all(call: OperationCall) -> list[Layout]:
+    """No axis of the volume."""
+    return [constant_layout(each.shape) for each in call.infos]
+
+
 def needs_all(call: OperationCall, output: int, box: Box) -> list[Box]:
     """All operands, whole."""
     return [whole_box(operand.layout) for operand in call.operands]
@@ -176,4 +193,4 @@ def run_all(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
     return read_box(result, region_of(tuple(((0, length),) for length in result.shape)), box)
 
 
-WHOLE = Rule(lambda call: [], needs_all, run_all)
+WHOLE = Rule(label_all, needs_all, run_all)

@@ -180,3 +180,23 @@ def reduce_module(call: OperationCall, module: Any) -> Reduction:
 
 
 LAYER = Rule(label_layer, needs_layer, run_layer, reduce_layer)
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+def pack_parts(parts: Any) -> Any:
+    """Return parts as lists, dicts, tensors and plain values."""
+    if isinstance(parts, Summary):
+        return {"summary": [pack_parts(each) for each in parts]}
+    if isinstance(parts, Gathered):
+        return {"gathered": [pack_parts(each) for each in parts]}
+    return [pack_parts(each) for each in parts] if isinstance(parts, tuple | list) else parts
+
+
+def unpack_parts(packed: Any) -> Any:
+    """Return the parts that `pack_parts` packed."""
+    if isinstance(packed, list):
+        return tuple(map(unpack_parts, packed))
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, fields),) = packed.items()
+    return (Summary if kind == "summary" else Gathered)(*map(unpack_parts, fields))

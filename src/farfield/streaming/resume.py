@@ -24,11 +24,12 @@ from farfield.volumes.unfinished import FULL_DISK, STATE, unfinished_folder, was
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 # Version of the content of the file; a file of another version is refused.
-VERSION = 3
+VERSION = 4
 # Attributes of `Progress` that are saved, and their types in JSON.
 FIELDS = {
     "identity": dict,
     "positions": list,
+    "stored": list,
     "stage": int,
     "tile": int,
     "checksums": dict,
@@ -71,12 +72,19 @@ class Progress:
         folder: Folder to save it in; None to not save it.
         identity: Name -> fingerprint of what the result depends on; all must be the same to resume.
         positions: Size of the tiles.
+        stored: Node and output of each value that is stored between passes.
     """
 
-    def __init__(self, folder: Path | None, identity: dict[str, str], positions: tuple[int, ...]) -> None:
-        self.folder, self.identity, self.positions = folder, identity, positions
+    def __init__(
+        self,
+        folder: Path | None,
+        identity: dict[str, str],
+        positions: tuple[int, ...],
+        stored: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.folder, self.identity, self.positions, self.stored = folder, identity, positions, list(stored)
         self.stage, self.tile = 0, 0
-        self.checksums: dict[str, list[int]] = {}
+        self.checksums: dict[str, dict[str, int]] = {}
         self.summaries: list[dict[str, Any]] = []
         self.written: list[Written] = []
         self.saved, self.took = 0.0, 0.0
@@ -124,7 +132,12 @@ class Progress:
 
 
 def begin(
-    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
+    caller: str,
+    output: FileOutput,
+    identity: dict[str, str],
+    positions: tuple[int, ...],
+    overwrite: bool | None,
+    stored: Sequence[tuple[int, int]] = (),
 ) -> Progress:
     """Lock the output, and begin a prediction or resume an unfinished one with the same identity.
 
@@ -134,6 +147,7 @@ def begin(
         identity: Name -> fingerprint of what the result depends on.
         positions: Size of the tiles.
         overwrite: Whether an unfinished prediction that cannot be resumed is replaced; None is no.
+        stored: Node and output of each value that is stored between passes.
 
     Raises:
         ValueError: If an unfinished prediction has another identity, or its progress is damaged, without `overwrite`.
@@ -142,19 +156,17 @@ def begin(
     """
     output.owned.hold()
     try:
-        return load_or_make(caller, output, identity, positions, overwrite)
+        return load_or_make(caller, output, Progress(output.folder, identity, positions, stored), overwrite)
     except BaseException:
         output.owned.let_go()
         raise
 
 
-def load_or_make(
-    caller: str, output: FileOutput, identity: dict[str, str], positions: tuple[int, ...], overwrite: bool | None
-) -> Progress:
+def load_or_make(caller: str, output: FileOutput, progress: Progress, overwrite: bool | None) -> Progress:
     """Load the progress of a locked output and open it, or make both anew; see `begin`."""
     output.restore_replaced()
     check_path(caller, output.path, overwrite)  # again: the path may exist since it was checked
-    progress, state = Progress(output.folder, identity, positions), saved_state(caller, output.path, overwrite)
+    state, identity = saved_state(caller, output.path, overwrite), progress.identity
     if state is not None:
         changed = [name for name in identity if state["identity"].get(name) != identity[name]]
         if not changed:
@@ -202,10 +214,20 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
     progress.save()
 
 
-def saved_tile(
-    caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]
-) -> tuple[int, ...] | None:
-    """Return the tile size of the unfinished prediction for a path: resuming does not depend on the free memory.
+class Saved(NamedTuple):
+    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk.
+
+    Attributes:
+        tile: Size of the tiles.
+        stored: Node and output of each value that is stored between passes.
+    """
+
+    tile: tuple[int, ...]
+    stored: tuple[tuple[int, int], ...]
+
+
+def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]) -> Saved | None:
+    """Return what the unfinished prediction for a path was planned with.
 
     None if there is no such prediction, or if it is of another model or of volumes of another shape or dtype.
     """
@@ -213,8 +235,9 @@ def saved_tile(
     if state is None:
         return None
     identity = compute_identity(model, volumes, None)
-    same = all(state["identity"].get(name) == identity[name] for name in ("model", "volume"))
-    return tuple(state["positions"]) if same else None
+    if any(state["identity"].get(name) != identity[name] for name in ("model", "volume")):
+        return None
+    return Saved(tuple(state["positions"]), tuple((int(node), int(output)) for node, output in state["stored"]))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from farfield.streaming.labels import LabelledGraph
@@ -65,7 +64,7 @@ def find_regions(labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Co
                 continue
             for box in boxes_of(regions[value]):
                 for source, needed in find_needs(labelled, index, output, box):
-                    if source not in labelled.constants and is_read(labelled, source, needed):
+                    if source not in labelled.known and is_read(labelled, source, needed):
                         regions[source] = add_box(regions.get(source), needed)
     return regions
 
@@ -170,16 +169,6 @@ def summarize_tile(
         whole = region_of(whole_box(labelled.layouts[value]))
         tensors[each] = known[value] if constant is None else read_box(constant, whole, boxes[value])
     return reduction.summarize(lambda layout: labelled.core(layout, tile), tensors)
-
-
-def count_macs(labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value]) -> float:
-    """Return the MACs of computing regions of values."""
-    total = 0.0
-    for value, region in regions.items():
-        node = labelled.graph.nodes[value.node]
-        if node.macs and value not in given:
-            total += node.macs * count_positions(region) / max(1, torch.Size(node.outputs[value.output].shape).numel())
-    return total
 
 
 def count_bytes(

@@ -103,27 +103,29 @@ class Stream:
         for merged, state in zip(self.merged, self.progress.summaries, strict=False):
             merged.load(state)
         for name, sums in self.progress.checksums.items():
-            for index in range(len(sums)):
-                self.read(name, index, self.volumes[name].tiles[index])
+            for key in list(sums):
+                sample, index = parse_key(key)
+                self.read(name, index, self.volumes[name].tiles[index], sample)
 
-    def read(self, name: str, index: int, region: Region) -> Tensor:
-        """Read a region around a tile's own positions, and check that these have not changed since the first read.
+    def read(self, name: str, index: int, region: Region, sample: int | None = None) -> Tensor:
+        """Read a region for a tile, and check that the tile's own positions have not changed since the first read.
 
         Args:
             name: Name of the volume.
             index: Index of the tile.
             region: The region.
+            sample: Index of the sample that is read; None for all.
 
         Raises:
             ValueError: If they have changed.
         """
         volume = self.volumes[name]
-        grid = volume.source.read(region)
-        new_sum = checksum(grid[index_within(volume.tiles[index], region)])
-        sums = self.progress.checksums.setdefault(name, [])
-        if index == len(sums):
-            sums.append(new_sum)
-        elif sums[index] != new_sum:
+        grid, own = volume.source.read(region, sample), volume.tiles[index]
+        if any(start < first or stop > last for (start, stop), (first, last) in zip(own, region, strict=True)):
+            return grid
+        new_sum = checksum(grid[index_within(own, region)])
+        key = str(index) if sample is None else f"{sample} {index}"
+        if self.progress.checksums.setdefault(name, {}).setdefault(key, new_sum) != new_sum:
             raise ValueError(
                 f"{self.caller}: the {name} has changed in tile {index} since the first read; fix: begin anew with "
                 f'a {name} that stays as it is; if out is a path, remove the folder "….unfinished" beside it first.'
@@ -151,12 +153,19 @@ class Stream:
             self.progress.written.append(Written(self.progress.stage, self.progress.tile, spans, checksum))
 
 
+def parse_key(key: str) -> tuple[int | None, int]:
+    """Return the sample, None for all, and the tile that a checksum is of."""
+    *sample, index = map(int, key.split())
+    return (sample[0] if sample else None), index
+
+
 def make_progress(
     caller: str,
     output: FileOutput | ArrayOutput,
     identity: dict[str, str],
     tile: Sequence[int],
     overwrite: bool | None,
+    stored: Sequence[tuple[int, int]] = (),
 ) -> Progress:
     """Return the progress: saved beside a file output, where it may resume, and not saved for other outputs.
 
@@ -166,13 +175,14 @@ def make_progress(
         identity: Name -> fingerprint of what the result depends on.
         tile: Size of the tiles.
         overwrite: Whether an unfinished file of another identity is replaced; None is no.
+        stored: Node and output of each value that is stored between passes.
 
     Raises:
         ValueError, FileExistsError, BlockingIOError: As in `begin`.
     """
     if isinstance(output, FileOutput):
         with explain_disk_errors(caller, output.path):
-            return begin(caller, output, identity, tuple(tile), overwrite)
+            return begin(caller, output, identity, tuple(tile), overwrite, stored)
     return Progress(None, {}, tuple(tile))
 
 

@@ -32,9 +32,9 @@ class JoinedSource:
         """Number of channels of each volume."""
         return [source.channels for source in self.sources]
 
-    def read(self, region: Region) -> Tensor:
+    def read(self, region: Region, sample: int | None = None) -> Tensor:
         """Read a region of all volumes as one grid."""
-        return torch.cat([source.read(region) for source in self.sources], 1)
+        return torch.cat([source.read(region, sample) for source in self.sources], 1)
 
 
 def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:

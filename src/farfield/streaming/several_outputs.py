@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,13 +17,19 @@ class Outputs:
         names: Names of the outputs: the keys of a dict, the fields of a named tuple, or "0", "1", … of another
             sequence; empty for one grid.
         channels: Number of channels of each.
-        make: Outputs with their names -> what the network returns: a dict or a tuple.
+        kind: What the network returns: a dict, a tuple, or a named tuple.
     """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         self.channels: tuple[int, ...] = ()
-        self.make: Callable[[dict[str, Any]], Any] = dict
+        self.kind: type = dict
+
+    def make(self, parts: dict[str, Any]) -> Any:
+        """Return what the network returns, from outputs with their names."""
+        if self.kind is dict:
+            return parts
+        return self.kind(*parts.values()) if hasattr(self.kind, "_fields") else tuple(parts.values())
 
     def channel_names(self) -> tuple[str, ...]:
         """Return a name for each channel of the joined grid: that of its output, with a number if it has several."""
@@ -57,16 +63,8 @@ class Outputs:
             return output
         grids = list(named.values())
         self.names, self.channels = tuple(named), tuple(grid.shape[1] for grid in grids)
-        self.make = find_maker(output)
+        self.kind = dict if isinstance(output, Mapping) else type(output)
         return torch.cat(grids, 1)
-
-
-def find_maker(output: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return the function that makes of outputs with names what the network returns: a dict or a tuple."""
-    if isinstance(output, Mapping):
-        return dict
-    kind = type(output) if hasattr(output, "_fields") else None
-    return lambda parts: tuple(parts.values()) if kind is None else kind(*parts.values())
 
 
 def name_outputs(output: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from farfield.nn.tracing import EnoughError
-from farfield.streaming._plan_whole import StreamingPlan
+from farfield.streaming._plan_whole import ProbedPlan
 from farfield.streaming.flips import MeanOverFlips, flip_grid, flip_region, mean_of
 from farfield.streaming.geometry import Halo, count_positions, enlarge_region, index_within
 from farfield.streaming.global_layers import NotLocalError
@@ -36,7 +36,7 @@ class Prediction:
         stream: Reads the volume, writes the output, and saves the progress.
     """
 
-    def __init__(self, model: nn.Module, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
+    def __init__(self, model: nn.Module, plan: ProbedPlan, reduce: Reduction, stream: Stream) -> None:
         self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
         self.merged: list[Merged] = []
         if len(plan.passes) > 1:
@@ -216,7 +216,7 @@ class FlippedPrediction:
         stream: Reads the volume, writes the output, and saves the progress.
     """
 
-    def __init__(self, model: MeanOverFlips, plan: StreamingPlan, reduce: Reduction, stream: Stream) -> None:
+    def __init__(self, model: MeanOverFlips, plan: ProbedPlan, reduce: Reduction, stream: Stream) -> None:
         self.model, self.plan, self.reduce, self.stream = model, plan, reduce, stream
         self.predictions = {flip: Prediction(model.network, plan, reduce, stream) for flip in model.flips}
         stream.merged = [each for prediction in self.predictions.values() for each in prediction.merged]

@@ -73,8 +73,8 @@ def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLa
 class Readable(Protocol):
     """A volume that is read region by region."""
 
-    def read(self, region: Region) -> Tensor:
-        """Read a region as a grid `(batch, channels, *size)`."""
+    def read(self, region: Region, sample: int | None = None) -> Tensor:
+        """Read a region of one sample, or of all, as a grid `(batch, channels, *size)`."""
         ...
 
 
@@ -115,8 +115,13 @@ class VolumeSource:
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
-    def read(self, region: Region) -> Tensor:
-        """Read a region, given by indices of the padded volume, as a grid `(batch, channels, *size)`."""
+    def read(self, region: Region, sample: int | None = None) -> Tensor:
+        """Read a region, given by indices of the padded volume, as a grid `(batch, channels, *size)`.
+
+        Args:
+            region: The region.
+            sample: Index of the sample that is read; None for all.
+        """
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
             np.arange(start - before, stop - before)
@@ -124,7 +129,7 @@ class VolumeSource:
         ]
         mapped = [source_indices(index, length, self.mode) for index, length in zip(indices, own, strict=True)]
         slices = [slice(int(index.min()), int(index.max()) + 1) for index in mapped]
-        grid = self.to_grid(self.box(slices))
+        grid = self.to_grid(self.box(slices, sample))
         for axis, (index, unpadded, length) in enumerate(zip(mapped, indices, own, strict=True)):
             if (index != unpadded).any():
                 grid = grid.index_select(axis + 2, torch.from_numpy(index - index.min()).to(grid.device))
@@ -133,7 +138,7 @@ class VolumeSource:
                     grid = grid.index_fill(axis + 2, torch.from_numpy(outside).to(grid.device), 0)
         return grid
 
-    def box(self, slices: Sequence[slice]) -> Any:
+    def box(self, slices: Sequence[slice], sample: int | None = None) -> Any:
         """Return a box of the array, without padding: a view of a tensor, or else a copy in memory.
 
         The copy is boolean, float64 or float32, by the dtype of the grids. Pages of a memory map are released again.
@@ -144,6 +149,8 @@ class VolumeSource:
             OSError: If a memory-mapped file has become shorter.
         """
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
+        if sample is not None and self.layout.batch:
+            leading = (slice(sample, sample + 1), *leading[1:])
         check_mapping(self.caller, self.array)
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
@@ -179,7 +186,7 @@ class VolumeSource:
             ValueError: If numbers of the box are too large for the grid's dtype.
         """
         grid = torch.as_tensor(box)
-        grid = grid.reshape(self.batch, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
+        grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
         return narrowed(self.caller, grid, self.dtype).to(self.device)
 
 

@@ -296,3 +296,50 @@ def take_spans(tensor: Tensor, dim: int, pieces: Dim, spans: Sequence[Span]) -> 
     known = [whole_dim(pieces) if axis == dim else ((0, length),) for axis, length in enumerate(lengths)]
     wanted = [tuple(spans) if axis == dim else ((0, length),) for axis, length in enumerate(lengths)]
     return read_box(tensor, region_of(tuple(known)), tuple(wanted))
+
+
+# ---- operations without a rule ---------------------------------------------------------------------------------------
+def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
+    """Return the rule of an operation of which the user says how far it reaches.
+
+    Args:
+        halo: Positions of the volume before and after its own that a position depends on, for each axis.
+        size: The volume's size.
+    """
+
+    def label(call: OperationCall) -> list[Layout]:
+        own = call.operands[0].layout
+        return [
+            tuple(
+                own[place] if place < len(own) and length_of(own[place]) == length else (Piece(length),)
+                for place, length in enumerate(info.shape)
+            )
+            for info in call.infos
+        ]
+
+    def grow(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
+        grown = []
+        for piece, (start, stop) in zip(dim, spans, strict=True):
+            reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
+            grown.append((max(0, start - reach), min(piece.length, stop + reach)))
+        return tuple(grown)
+
+    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
+        layout = call.layouts[output]
+        return [
+            tuple(
+                grow(dim, box[place]) if place < len(box) and is_cut(dim) and dim == layout[place] else whole_dim(dim)
+                for place, dim in enumerate(operand.layout)
+            )
+            for operand in call.operands
+        ]
+
+    def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        result = call.run(output, tensors)
+        grown = tuple(
+            grow(dim, spans) if is_cut(dim) else whole_dim(dim)
+            for dim, spans in zip(call.layouts[output], box, strict=True)
+        )
+        return read_box(result, region_of(grown), box)
+
+    return Rule(label, needs, run)

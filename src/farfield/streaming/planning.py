@@ -1,0 +1,414 @@
+"""Make the plan of a prediction in tiles from a recorded network."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from farfield._checks import ShapeError, unknown
+from farfield.nn.network_copy import CannotCopyError
+from farfield.streaming.adapt import one_grid, record_network
+from farfield.streaming.arguments import Tiles
+from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
+from farfield.streaming.geometry import AxisScale, Halo, round_up
+from farfield.streaming.global_layers import refuse_training
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.network_axes import refuse_axes, spatial_dims_of, split_padding
+from farfield.streaming.operations import Graph, Info, RecordingError, Value
+from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
+from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
+from farfield.streaming.reduction import Reduction, ReductionError, check_reduction
+from farfield.streaming.resume import Saved
+from farfield.streaming.scales import Scales, find_scales, strides_of
+from farfield.streaming.several_inputs import check_arguments, parse_layouts
+from farfield.streaming.several_outputs import Outputs
+from farfield.streaming.spans import axes_of
+from farfield.streaming.streaming_plan import PlannedOutput, PlannedPass, StreamingPlan
+from farfield.streaming.tiling import free_bytes
+from farfield.streaming.trace import device_of, dtype_of
+from farfield.volumes.source import MODES
+
+# The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
+MEMORY_SHARE, DISK_SHARE = 0.25, 0.5
+# A length that strides divide, and windows of common models.
+DIVISIBLE = 2**6 * 3 * 5 * 7
+
+
+@dataclass
+class Recordings:
+    """Records a network on volumes of several sizes.
+
+    Attributes:
+        caller: The function that errors name.
+        network: The network.
+        channels: Number of channels of each volume.
+        reduce: The argument of `predict_whole`.
+        outputs: Gets what is known of several outputs.
+    """
+
+    caller: str
+    network: nn.Module
+    channels: tuple[int, ...]
+    reduce: Reduction
+    outputs: Outputs
+
+    def at(self, batch: int, size: Sequence[int]) -> Graph:
+        """Record the network on volumes of this size.
+
+        Raises:
+            ValueError: If it does not take them.
+            TypeError: If it does not return one grid, or several of one size.
+            GraphError: If an operation cannot be recorded.
+        """
+        dtype = dtype_of(self.network)
+        volumes = [Info((batch, own, *size), dtype) for own in self.channels]
+        finish = one_grid(self.caller, self.network, volumes, self.reduce, self.outputs)
+        try:
+            return record_network(self.network, volumes, finish)
+        except (RecordingError, CannotCopyError) as error:
+            raise GraphError(str(error)) from error
+        except (TypeError, ReductionError):
+            raise
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if str(error).startswith((f"{self.caller}: ", "MeanOverFlips: ")):
+                raise
+            raise ValueError(
+                f"{self.caller}: {type(self.network).__name__} does not take a grid of size {tuple(size)}: {error}"
+            ) from error
+
+    def strides(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides of the network, for which it is recorded on a size that they divide."""
+        for lengths in ([DIVISIBLE] * len(size), size):
+            try:
+                labelled = label_graph(self.at(1, lengths), lengths, range(len(size)))
+            except ValueError:
+                continue
+            return strides_of(find_scales(labelled), len(size))
+        return (1,) * len(size)
+
+    def mixes_samples(self, size: Sequence[int]) -> bool:
+        """Whether the output of a sample depends on others."""
+        try:
+            graph = self.at(2, size)
+            labelled = label_graph(graph, graph.info(graph.inputs[0]).shape, [0], first=0)
+        except ValueError:
+            return True
+        kept = labelled.layouts[graph.output][0]
+        return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
+
+
+def make_plan(
+    caller: str,
+    model: nn.Module,
+    shapes: Sequence[Sequence[int]],
+    tiles: Tiles,
+    pad: str | None,
+    reduce: Reduction,
+    path: Path | None,
+    saved: Saved | None,
+) -> StreamingPlan:
+    """Make the plan of `predict_whole`, for `predict_whole` or `plan_whole`; errors name the caller.
+
+    Raises:
+        GraphError: If an operation of the network cannot run in tiles.
+    """
+    network = model.network if isinstance(model, MeanOverFlips) else model
+    refuse_training(caller, network)
+    if pad is not None and pad not in MODES:
+        raise unknown(caller, "pad", pad, MODES)
+    check_reduction(caller, reduce)
+    check_arguments(caller, network, len(shapes))
+    layouts = parse_layouts(caller, shapes, spatial_dims_of(caller, network, tiles.size))
+    pairs = [layout.batch_and_channels(shape) for layout, shape in zip(layouts, shapes, strict=True)]
+    batch, channels = pairs[0][0], tuple(own for _, own in pairs)
+    own = tuple(shapes[0][len(shapes[0]) - layouts[0].spatial_dims :])
+    if isinstance(model, MeanOverFlips):
+        check_axes(caller, model, len(own))
+    recordings = Recordings(caller, model, channels, reduce, Outputs())
+    padding = ((0, 0),) * len(own)
+    if pad is not None:
+        strides = recordings.strides(own)
+        padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, strides, strict=True))
+    size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
+    mixed = batch > 1 and recordings.mixes_samples(size)
+    graph = record_or_raise(recordings, batch if mixed else 1, size)
+    reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(size))
+    scales = scales_of(graph, size, reach)
+    strides = strides_of(scales, len(size))
+    if saved is not None and tiles.size is None:
+        tiles = replace(tiles, size=saved.tile)
+    plan, on_disk = choose_tiles(caller, network, graph, size, strides, replace(tiles, halo=reach), path)
+    if saved is not None and saved.tile == tuple(stop - start for start, stop in plan.tiles[0]):
+        plan = make_graph_plan(plan.labelled, saved.tile, {Value(*each) for each in saved.stored})
+    costs = [plan.cost(stage) for stage in range(len(plan.stages))]
+    samples, patches = 1 if mixed else batch, None
+    if tiles.statistics == "tile" and plan.cut:
+        patches = plan_patches(recordings, plan, batch if mixed else 1, strides, reach)
+        plan = patches.whole
+        macs = sum(patches.patch.nodes[index].macs for index in patches.patch.needed())
+        costs = patches.costs(macs, peak_bytes(patches.patch))
+    return StreamingPlan(
+        layout=layouts[0],
+        channels=channels,
+        size=size,
+        padding=padding,
+        pad=pad,
+        tile=tuple(stop - start for start, stop in plan.tiles[0]),
+        samples=samples,
+        passes=tuple(
+            PlannedPass(
+                tuple(dict.fromkeys(graph.nodes[index].path for index in each.reductions)),
+                tuple(dict.fromkeys(graph.nodes[value.node].path for value in each.writes)),
+                cost.halo,
+                cost.macs,
+                cost.bytes,
+            )
+            for each, cost in zip(plan.stages, costs, strict=True)
+        ),
+        output=plan_output(caller, network, plan, scales.get(graph.output, {}), padding, samples),
+        outputs=recordings.outputs,
+        macs=samples * sum(graph.nodes[index].macs for index in plan.labelled.order),
+        on_disk=on_disk and bool(plan.stored),
+        stored_bytes=plan.bytes_stored,
+        graph=graph,
+        stored=tuple(plan.stored),
+        halo=reach,
+        patch=None if patches is None else patches.patch,
+        patch_size=() if patches is None else patches.size,
+        patch_halo=Halo((), ()) if patches is None else patches.halo,
+        bound=plan,
+        patches=patches,
+    )
+
+
+def plan_patches(
+    recordings: Recordings,
+    plan: GraphPlan,
+    batch: int,
+    strides: tuple[int, ...],
+    reach: tuple[int, ...] | None,
+) -> PatchPlan:
+    """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads.
+
+    Raises:
+        GraphError: If it cannot.
+    """
+    flips, labelled = recordings.network, plan.labelled
+    tile = tuple(stop - start for start, stop in plan.tiles[0])
+    if isinstance(flips, MeanOverFlips):
+        graph = replace(recordings, network=flips.network).at(batch, labelled.size)
+        labelled = label_graph(graph, labelled.size, labelled.cut, halo=reach)
+    whole = attention_only(make_graph_plan(see_tiles(labelled), tile, []))
+    halo = functools.reduce(Halo.join, (whole.cost(stage).halo for stage in range(len(whole.stages))))
+    if isinstance(flips, MeanOverFlips):
+        if len(whole.stages) > 1:
+            raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
+        halo = symmetric(halo, flips.axes)
+    size, halo = patch_size(labelled.size, tile, halo, strides)
+    patch = recordings.at(batch, size)
+    if not isinstance(flips, MeanOverFlips):
+        check_same(labelled.graph, patch)
+    return PatchPlan(whole, patch, size, halo, find_scales(labelled))
+
+
+def given_halo(caller: str, halo: int | Sequence[int], spatial_dims: int) -> tuple[int, ...]:
+    """Return the halo that the user gives, per spatial dim.
+
+    Raises:
+        ShapeError: If it has another number of entries than spatial dims.
+    """
+    requested = (halo,) * spatial_dims if isinstance(halo, int) else tuple(halo)
+    if len(requested) != spatial_dims:
+        raise ShapeError(
+            f"{caller}: halo must be one number, or one for each of {spatial_dims} spatial dims, got {halo!r}; fix: "
+            f"halo={max(requested, default=0)}."
+        )
+    return requested
+
+
+def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -> Graph:
+    """Record the network on the whole volume.
+
+    Raises:
+        ValueError: If it does not take its size; the text has sizes that it takes if the strides are why.
+    """
+    caller, network = recordings.caller, recordings.network
+    network = network.network if isinstance(network, MeanOverFlips) else network
+    try:
+        return recordings.at(batch, size)
+    except (GraphError, ReductionError):
+        raise
+    except ValueError as error:
+        refuse_axes(caller, network, recordings.channels, size, error)
+        strides = recordings.strides(size)
+        if any(length % multiple for length, multiple in zip(size, strides, strict=True)):
+            multiples = " × ".join(map(str, strides))
+            raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
+        raise
+
+
+def scales_of(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> dict[Value, Scales]:
+    """Return how the values of a graph scale along the axes of the volume along which it can be cut."""
+    for axes in (range(len(size)), cuttable(graph, size, halo)):
+        try:
+            return find_scales(label_graph(graph, size, axes, halo=halo))
+        except GraphError:
+            continue
+    return {}
+
+
+def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
+    """Return the axes along which a graph can be cut, each by itself."""
+    found = []
+    for axis in range(len(size)):
+        try:
+            label_graph(graph, size, [axis], halo=halo)
+        except GraphError:
+            continue
+        found.append(axis)
+    return found
+
+
+def plan_output(
+    caller: str,
+    network: nn.Module,
+    plan: GraphPlan,
+    scales: Scales,
+    padding: Sequence[tuple[int, int]],
+    samples: int,
+) -> PlannedOutput:
+    """Return what is known of the output.
+
+    Raises:
+        GraphError: If its axes are not those of the volume.
+        ShapeError: If nothing of it is left without the padding.
+    """
+    labelled, size = plan.labelled, plan.labelled.size
+    info, layout = labelled.graph.info(labelled.graph.output), labelled.layouts[labelled.graph.output]
+    if axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+        raise GraphError("the axes of its output are not those of the volume")
+    there = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
+    found: list[AxisScale | None] = []
+    for axis, length in enumerate(size):
+        place = there.get(axis, axis + 2 if axis not in labelled.cut and axis + 2 < len(layout) else None)
+        if place is None:
+            found.append(None)
+            continue
+        known = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
+        found.append(AxisScale(place, known))
+    kept = [(0, length) for length in info.shape[2:]]
+    for scale, (before, after) in zip(found, padding, strict=True):
+        if scale is not None:
+            length = info.shape[scale.axis]
+            kept[scale.axis - 2] = int(before * scale.ratio), length - int(after * scale.ratio)
+    if any(start >= stop for start, stop in kept):
+        raise ShapeError(
+            f"{caller}: the network returns {info.shape[2:]} for size {size}, nothing of which is left without the "
+            f"{tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding."
+        )
+    box = labelled.core(layout, plan.tiles[0])
+    written = tuple(stop - start for dim in box[2:] for start, stop in dim)
+    shape = (info.shape[0] * samples, *info.shape[1:])
+    return PlannedOutput(shape, info.dtype, tuple(found), tuple(kept), written)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+class Budget(NamedTuple):
+    """What tiles and stored values may take.
+
+    Attributes:
+        tile: Bytes of memory for the values of a tile.
+        stored: Bytes for stored values.
+        on_disk: Whether these are bytes of disk.
+    """
+
+    tile: int
+    stored: int
+    on_disk: bool
+
+
+def choose_tiles(
+    caller: str,
+    network: nn.Module,
+    graph: Graph,
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    tiles: Tiles,
+    path: Path | None,
+) -> tuple[GraphPlan, bool]:
+    """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
+    given = given_tile(tiles.size, size, strides)
+    memory = int(MEMORY_SHARE * free_bytes(device_of(network))) if tiles.memory is None else tiles.memory
+    if given is None:
+        whole = make_graph_plan(label_graph(graph, size, []), size, [])
+        if whole.cost(0).bytes <= memory:
+            return whole, False
+    axes = cuttable(graph, size, tiles.halo)
+    if given is not None:
+        axes = [axis for axis, (own, length) in enumerate(zip(given, size, strict=True)) if own < length]
+    labelled = label_graph(graph, size, axes, halo=tiles.halo)
+    budget = choose_budget(caller, labelled, tiles, memory, path)
+
+    def plan_tile(tile: Sequence[int]) -> GraphPlan:
+        return make_graph_plan(labelled, tile, fit_stored(labelled, tile, budget.stored))
+
+    if given is not None:
+        return plan_tile(given), budget.on_disk
+    multiple = math.lcm(*(strides[axis] for axis in axes))
+    few, many = 1, max(-(-size[axis] // multiple) for axis in axes) if axes else 1
+    best = None
+    while few <= many:
+        middle = (few + many) // 2
+        edges = tuple(min(length, middle * multiple) if axis in axes else length for axis, length in enumerate(size))
+        plan = plan_tile(edges)
+        if max(plan.cost(stage).bytes for stage in range(len(plan.stages))) <= budget.tile:
+            best, few = plan, middle + 1
+        else:
+            smallest, many = plan, middle - 1
+    return best or smallest, budget.on_disk
+
+
+def given_tile(
+    tile: int | Sequence[int | None] | None, size: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the size of the requested tiles, rounded up to multiples of the strides; None if none is requested."""
+    if tile is None:
+        return None
+    requested = (tile,) * len(size) if isinstance(tile, int) else tuple(tile)
+    return tuple(
+        length if own is None else min(length, round_up(own, stride))
+        for own, length, stride in zip(requested, size, strides, strict=True)
+    )
+
+
+def choose_budget(caller: str, labelled: LabelledGraph, tiles: Tiles, memory: int, path: Path | None) -> Budget:
+    """Return what may be stored, and where: in memory where it fits; on disk where that is allowed.
+
+    Raises:
+        ValueError: If what must be stored does not fit.
+    """
+    graph = labelled.graph
+    wanted = sum(graph.info(value).bytes for value in find_stored(labelled))
+    budget = Budget(memory // 2, memory // 2, False) if wanted else Budget(memory, 0, False)
+    if tiles.disk:
+        budget = Budget(memory, tiles.disk, True)
+    elif wanted > memory // 2 and path is not None and tiles.disk is None:
+        budget = Budget(memory, int(DISK_SHARE * shutil.disk_usage(path.absolute().parent).free), True)
+    least = sum(graph.info(value).bytes for value in labelled.gathered)
+    if least > budget.stored:
+        names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
+        where = "disk" if budget.on_disk else "memory"
+        raise ValueError(
+            f"{caller}: {names} needs all positions for each of its own, which are {least:,} bytes to store, and may "
+            f"take {budget.stored:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that compresses, "
+            "such as factorized_gaussian."
+        )
+    return budget

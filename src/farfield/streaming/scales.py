@@ -1,0 +1,76 @@
+"""How the values of a graph scale with the volume: the strides of a network, from its rules."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from farfield.streaming.labels import LabelledGraph
+from farfield.streaming.operations import Value
+from farfield.streaming.run import find_needs
+from farfield.streaming.spans import Box, Layout, Piece, Span
+
+# Positions whose distance is a multiple of this have the same phase of interpolation.
+PHASES = (5040, 240, 24, 4, 2, 1)
+
+# Axis of the volume -> positions of the volume from one position of a value to the next.
+Scales = dict[int, Fraction]
+
+
+def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
+    """Return the scales of each value along the axes that it runs along."""
+    scales: dict[Value, Scales] = {value: {} for value in labelled.layouts}
+    for index in labelled.order:
+        for output in range(len(labelled.graph.nodes[index].outputs)):
+            value = Value(index, output)
+            for piece in (piece for dim in labelled.layouts[value] for piece in dim):
+                if piece.axis is not None:
+                    scales[value][piece.axis] = scale_along(labelled, scales, value, piece.axis, piece.length)
+    return scales
+
+
+def scale_along(labelled: LabelledGraph, scales: dict[Value, Scales], value: Value, axis: int, length: int) -> Fraction:
+    """Return the scale of a value along an axis, on which it has a length: that of what it reads, times its steps."""
+    if labelled.graph.nodes[value.node].op != "input" and length > 1:
+        # In the middle, as windows end at borders.
+        distance = next(each for each in PHASES if each <= length // 2)
+        distance *= length // 2 // distance
+        first = (length - 1 - distance) // 2
+        boxes = [box_at(labelled.layouts[value], axis, place) for place in (first, first + distance)]
+        needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
+        for (source, one), (_, other) in zip(*needs, strict=True):
+            first_span, last_span = (span_along(labelled.layouts[source], box, axis) for box in (one, other))
+            if axis not in scales.get(source, {}) or first_span is None or last_span is None:
+                continue
+            moved = max(abs(after - before) for before, after in zip(first_span, last_span, strict=True))
+            if moved:
+                return scales[source][axis] * Fraction(moved, distance)
+    return Fraction(labelled.size[axis], max(1, length)).limit_denominator(64)
+
+
+def box_at(layout: Layout, axis: int, place: int) -> Box:
+    """Return the box of one position along an axis, and of the middle position along all others that are cut."""
+
+    def span(piece: Piece) -> Span:
+        if piece.axis is None:
+            return 0, piece.length
+        start = place if piece.axis == axis else piece.length // 2
+        return start, start + 1
+
+    return tuple(tuple(map(span, dim)) for dim in layout)
+
+
+def span_along(layout: Layout, box: Box, axis: int) -> Span | None:
+    """Return the span of a box along an axis, None if the value does not run along it, or nothing is read."""
+    for dim, spans in zip(layout, box, strict=False):
+        for piece, span in zip(dim, spans, strict=True):
+            if piece.axis == axis:
+                return span
+    return None
+
+
+def strides_of(scales: dict[Value, Scales], spatial_dims: int) -> tuple[int, ...]:
+    """Return, for each axis, the least common multiple of all strides to the volume."""
+    return tuple(
+        math.lcm(*(own[axis].numerator for own in scales.values() if axis in own)) for axis in range(spatial_dims)
+    )
