@@ -15,7 +15,7 @@ from farfield.cost.measuring import device_name, step, take_turns
 from farfield.cost.planning import Setting, needs
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
-from farfield.streaming.tiling import free_bytes
+from farfield.streaming.free_memory import free_bytes
 
 # Two outputs are equal up to float32 rounding if they differ by this share of their norm at most.
 SAME = 1e-4

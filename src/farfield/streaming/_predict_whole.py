@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import ProbedPlan, check_plan, find_plan
+from farfield.streaming._plan_whole import check_plan, find_plan
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.flips import MeanOverFlips
 from farfield.streaming.prediction import run_plan
-from farfield.streaming.reduction import Reduction, function_applied
-from farfield.streaming.resume import compute_identity, saved_plan
-from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.several_inputs import JoinedSource, inputs_split, name_volumes
-from farfield.streaming.several_outputs import Outputs, outputs_joined
+from farfield.streaming.reduction import Reduction
+from farfield.streaming.resume import saved_plan
+from farfield.streaming.several_inputs import name_volumes
 from farfield.streaming.streaming_plan import StreamingPlan
-from farfield.streaming.tiled_prediction import FlippedPrediction, Prediction
-from farfield.streaming.trace import device_of, dtype_of, trace
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.sink import check_path, numpy_dtype, output_for
-from farfield.volumes.source import VolumeSource, parse_layout
-from farfield.volumes.volume import describe_output
+from farfield.volumes.sink import check_path
 
 
 @looks_at_a_copy
@@ -137,68 +127,4 @@ def predict_whole(
         found = check_plan("predict_whole", plan, volumes, tile, pad)
     if not quiet:
         print(found, file=sys.stderr)
-    if isinstance(found, StreamingPlan):
-        return run_plan(found, model, volumes, known, reduce, out, overwrite, quiet)
-    return run_probed(found, model, volumes, known, known_model, reduce, pad, out, overwrite, quiet)
-
-
-def run_probed(
-    plan: ProbedPlan,
-    model: nn.Module,
-    volumes: Mapping[str, Any],
-    known: ImageMetadata | None,
-    known_model: str,
-    reduce: Reduction,
-    pad: str | None,
-    out: Any,
-    overwrite: bool,
-    quiet: bool,
-) -> Any:
-    """Predict volumes by a plan that was found by experiment."""
-    network = model.network if isinstance(model, MeanOverFlips) else model
-    path = Path(out) if isinstance(out, str | Path) else None
-    with outputs_joined("predict_whole", network, reduce) as outputs:
-        with inputs_split(network, plan.channels), function_applied("predict_whole", model, reduce):
-            trace("predict_whole", network, (1, sum(plan.channels), *plan.size))
-        source = join_sources(model, plan, volumes, pad or "reflect")
-        spec = make_spec(known, plan, source.sources[0], outputs)
-        output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-        stored = (*(plan.spill.stored if plan.spill else ()), *[f"keys {call}" for call in plan.keys])
-        settings = (plan.tile, plan.passes, plan.padding, pad, fingerprint(reduce), str(path), *stored)
-        identity = compute_identity(known_model, volumes, settings)
-        progress = make_progress("predict_whole", output, identity, plan.tile, overwrite)
-        stream = Stream("predict_whole", output, progress, [], {"volume": TiledVolume(source, plan.cores)})
-        with inputs_split(network, plan.channels), function_applied("predict_whole", model, reduce):
-            if isinstance(model, MeanOverFlips):
-                result = FlippedPrediction(model, plan, reduce, stream).run(quiet)
-            else:
-                result = Prediction(model, plan, reduce, stream).run(quiet)
-    return result if out is not None else outputs.split(result, int(plan.layout.batch), plan.layout.channels)
-
-
-def join_sources(model: nn.Module, plan: ProbedPlan, volumes: Mapping[str, Any], mode: str) -> JoinedSource:
-    """Return what reads the volumes of a plan, whose padding has this mode."""
-    spatial_dims = plan.layout.spatial_dims
-    layouts = [parse_layout("predict_whole", array.shape, spatial_dims) for array in volumes.values()]
-    return JoinedSource(
-        [
-            VolumeSource(array, layout, device_of(model), dtype_of(model), padding=plan.padding, mode=mode)
-            for array, layout in zip(volumes.values(), layouts, strict=True)
-        ]
-    )
-
-
-def make_spec(known: ImageMetadata | None, plan: ProbedPlan, source: VolumeSource, outputs: Outputs) -> OutputSpec:
-    """Return the description of the output of a plan.
-
-    Args:
-        known: Axes and voxel size of the volume; None if they are not known.
-        plan: The plan.
-        source: The volume, or the first of several.
-        outputs: What the network returns; names of several outputs become those of channels.
-    """
-    shape = plan.layout.shape(source.batch, plan.output.channels, [stop - start for start, stop in plan.kept])
-    metadata = describe_output(known, plan.layout, source.channels, plan.output.channels, plan.output.grid.axis_scales)
-    if outputs.names:
-        metadata = replace(metadata, channels=outputs.channel_names())
-    return OutputSpec(shape, numpy_dtype(plan.output.dtype), plan.written, metadata)
+    return run_plan(found, model, volumes, known, reduce, out, overwrite, quiet)

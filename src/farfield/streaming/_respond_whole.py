@@ -15,13 +15,12 @@ from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
 from farfield.streaming.arguments import parse_positions
 from farfield.streaming.fingerprint import fingerprint
+from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import cores, count_positions, round_up
-from farfield.streaming.replacement import response_channels
+from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
-from farfield.streaming.tiling import SUMMARY_SHARE, free_bytes
-from farfield.streaming.trace import device_of, dtype_of
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -140,7 +139,7 @@ def respond_whole(
             "respond_whole: got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
             "mask= instead of context_mask=."
         )
-    channels, dtype = response_channels(layer), dtype_of(layer)
+    channels, dtype = layer.value_channels if layer.output is None else layer.channels, dtype_of(layer)
     shape = query_volume.layout.shape(query_volume.source.batch, channels, query_volume.source.size)
     metadata = describe_output(known, query_volume.layout, query_volume.source.channels, channels)
     spec = OutputSpec(shape, numpy_dtype(dtype), query_volume.positions, metadata)

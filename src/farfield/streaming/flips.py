@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError
 from farfield.streaming.geometry import Halo
 from farfield.streaming.several_outputs import outputs_joined
-from farfield.volumes.source import Region
 
 
 class MeanOverFlips(nn.Module):
@@ -87,25 +85,6 @@ def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
         )
 
 
-@contextmanager
-def refuse_integers(caller: str, model: MeanOverFlips) -> Iterator[None]:
-    """Refuse outputs of the network that are integers, inside the context.
-
-    Raises:
-        TypeError: When the network returns any.
-    """
-
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and not output.is_floating_point():
-            raise TypeError(
-                f"{caller}: {type(module).__name__} returns {output.dtype}, of which there is no mean over flips; "
-                'fix: a network that returns scores, and reduce="argmax".'
-            )
-
-    with model.network.register_forward_hook(hook):
-        yield
-
-
 def flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
     """Return a grid flipped along spatial axes."""
     return grid.flip([axis + 2 for axis in axes]) if axes else grid
@@ -126,19 +105,6 @@ def mean_of(grids: Iterable[Tensor]) -> Tensor:
     for grid in remaining:
         total, count = total + grid.to(wide), count + 1
     return (total / count).to(first.dtype)
-
-
-def flip_region(region: Region, axes: Sequence[int], whole: Sequence[int]) -> Region:
-    """Return where a region of a volume of size `whole` lies in the flipped volume.
-
-    Example:
-        >>> flip_region(((0, 4), (2, 5)), (1,), (10, 10))
-        ((0, 4), (5, 8))
-    """
-    return tuple(
-        (length - stop, length - start) if axis in axes else (start, stop)
-        for axis, ((start, stop), length) in enumerate(zip(region, whole, strict=True))
-    )
 
 
 def symmetric(halo: Halo, axes: Sequence[int]) -> Halo:

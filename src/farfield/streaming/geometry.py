@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import torch
-
-from farfield.volumes.source import Region, Span
+from farfield.volumes.source import Region
 
 
 class AxisScale(NamedTuple):
@@ -23,63 +21,6 @@ class AxisScale(NamedTuple):
 
     axis: int
     ratio: Fraction
-
-
-class NetworkGrid(NamedTuple):
-    """A grid inside a network, for the whole volume.
-
-    Attributes:
-        name: Path of the module that returns it, or of the layer that it is the input of.
-        summarized: Whether it is the input of a layer that needs the whole grid.
-        shape: Its shape.
-        axis_scales: For each spatial axis of the volume: how the grid scales with it, None if it does not.
-    """
-
-    name: str
-    summarized: bool
-    shape: tuple[int, ...]
-    axis_scales: tuple[AxisScale | None, ...]
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """The size of the spatial axes, `shape[2:]`.
-
-        Only for grids with channels first: the inputs of layers that are summarized and the output of the network.
-        """
-        return self.shape[2:]
-
-    def part(self, region: Region, whole: Sequence[int]) -> Region:
-        """Return where a region of a volume of size `whole` lies in this grid."""
-        spans = [(0, length) for length in self.size]
-        for axis_scale, span, length in zip(self.axis_scales, region, whole, strict=True):
-            if axis_scale is not None:
-                spans[axis_scale.axis - 2] = self.span(axis_scale, span, length)
-        return tuple(spans)
-
-    def span(self, axis_scale: AxisScale, span: Span, length: int) -> Span:
-        """Return where a span of an axis of the volume, of `length` positions, lies in this grid.
-
-        The end of the volume is the end of the grid. After convolutions without padding a grid is shorter, and a span
-        near the end may contain nothing of it.
-        """
-        start, stop = (min(int(index * axis_scale.ratio), self.shape[axis_scale.axis]) for index in span)
-        return start, self.shape[axis_scale.axis] if span[1] == length else stop
-
-
-class StoredGrid(NamedTuple):
-    """A grid that is stored on disk between passes.
-
-    Attributes:
-        grid: The grid, for the whole volume.
-        dtype: Its dtype.
-        bytes: Its size.
-        last: Index of the last pass that reads it.
-    """
-
-    grid: NetworkGrid
-    dtype: torch.dtype
-    bytes: int
-    last: int
 
 
 class Halo(NamedTuple):
@@ -133,12 +74,6 @@ def enlarge_region(least: Sequence[int], region: Region, whole: Sequence[int]) -
 def count_positions(region: Region) -> int:
     """Return the number of positions in a region."""
     return math.prod(stop - start for start, stop in region)
-
-
-def read_ratio(size: Sequence[int], tile: Sequence[int], halo: Halo, least: Sequence[int]) -> float:
-    """Return how many positions all tiles with their halos read, per position of the volume; see `enlarge_region`."""
-    regions = [enlarge_region(least, halo.around(core, size), size) for core in cores(size, tile)]
-    return sum(map(count_positions, regions)) / math.prod(size)
 
 
 def index_within(part: Region, read: Region) -> tuple[Any, ...]:

@@ -182,6 +182,15 @@ def reduce_module(call: OperationCall, module: Any) -> Reduction:
 LAYER = Rule(label_layer, needs_layer, run_layer, reduce_layer)
 
 
+def are_numbers(parts: Any) -> bool:
+    """Whether parts have no NaN, and, where they are the summary of an attention, no infinite number."""
+    if isinstance(parts, Summary):
+        return bool(parts.values.isfinite().all() and parts.weights.isfinite().all())
+    if isinstance(parts, Tensor):
+        return not parts.isnan().any()
+    return all(map(are_numbers, parts)) if isinstance(parts, tuple | list) else True
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 def pack_parts(parts: Any) -> Any:
     """Return parts as lists, dicts, tensors and plain values."""

@@ -1,14 +1,14 @@
-"""The axes that a network takes: how many spatial dims, how many channels, and sizes that its strides divide."""
+"""What a network takes: spatial dims, channels, dtype and device; and that it is in eval mode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from farfield.streaming.scale import Scale, trace_or_raise
-from farfield.streaming.trace import Trace, trace
 from farfield.volumes.source import Span
 
 
@@ -35,25 +35,6 @@ def split_padding(length: int, multiple: int, pad: str | None) -> Span:
     """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
     missing = -length % multiple if pad is not None else 0
     return missing // 2, missing - missing // 2
-
-
-def trace_volume(
-    caller: str, model: nn.Module, batch: int, inputs: tuple[int, ...], size: tuple[int, ...], scale: Scale
-) -> Trace:
-    """Trace the network on the whole volume.
-
-    Raises:
-        ValueError: If the network does not take its size; the text has sizes that it takes if the strides are why.
-    """
-    try:
-        trace_or_raise(caller, model, sum(inputs), size)
-        return trace(caller, model, (batch, sum(inputs), *size), whole=True)
-    except ValueError as error:
-        refuse_axes(caller, model, inputs, size, error)
-        if any(length % multiple for length, multiple in zip(size, scale.strides, strict=True)):
-            multiples = " × ".join(map(str, scale.strides))
-            raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
-        raise
 
 
 def refuse_axes(
@@ -83,3 +64,31 @@ def refuse_axes(
             f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
             f"(channels, *size) this one has {inputs[0]} channels of size {size}."
         ) from error
+
+
+def refuse_training(caller: str, model: nn.Module) -> None:
+    """Refuse a model in training mode: running statistics would change, and dropout would be active.
+
+    Raises:
+        ValueError: If any module is in training mode; the text names one, a batch norm if there is one.
+    """
+    training = [(path, module) for path, module in model.named_modules() if module.training]
+    training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
+    for path, module in training[:1]:
+        raise ValueError(f"{caller}: {describe_module(path, module)} is in training; fix: model.eval().")
+
+
+def describe_module(path: str, module: nn.Module) -> str:
+    """Return a module's type and path."""
+    return f'{type(module).__name__} at "{path}"' if path else type(module).__name__
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's input: that of its first floating-point parameter or buffer."""
+    state = [*model.parameters(), *model.buffers()]
+    return next((tensor.dtype for tensor in state if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter or buffer; the CPU if it has none."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farfield.streaming.layers import pack_parts, unpack_parts
+from farfield.streaming.layers import are_numbers, pack_parts, unpack_parts
 from farfield.streaming.operations import Value
 from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, write_box
+from farfield.streaming.spans import Box, Span, write_box
 from farfield.streaming.store import Store
+from farfield.streaming.summaries import not_finite
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
@@ -58,12 +59,19 @@ class Sums(Mapping[int, Parts]):
     """
 
     def __init__(self, plan: GraphPlan) -> None:
-        self.reductions = plan.labelled.reductions
+        self.reductions, self.nodes = plan.labelled.reductions, plan.labelled.graph.nodes
         self.trees: dict[int, MergeTree] = {}
         self.merged: dict[int, Parts] = {}
 
-    def add(self, index: int, parts: Parts) -> None:
-        """Add the parts of the next tile to those of a reduction."""
+    def add(self, index: int, parts: Parts, tile: Sequence[Span]) -> None:
+        """Add the parts of the next tile to those of a reduction.
+
+        Raises:
+            ValueError: If they are not numbers, and would spread to every position.
+        """
+        if not are_numbers(parts):
+            name = self.nodes[index].path
+            raise not_finite(f"predict_whole: {name}", tuple(start for start, _ in tile))
         if index not in self.trees:
             self.trees[index] = MergeTree(self.reductions[index].merge)
         self.trees[index].add(parts)
@@ -143,7 +151,7 @@ class TiledRun:
             volumes.append(self.read_volume(sample, number, index, (((0, batch),), ((0, channels),), *spans)))
         summarized, output = run_patch(patches, stage, tile, volumes, self.sums)
         for node, parts in summarized.items():
-            self.sums.add(node, parts)
+            self.sums.add(node, parts, tile)
         if output is not None:
             self.write_output(sample, *output)
 
@@ -160,7 +168,7 @@ class TiledRun:
 
         known = compute(labelled, wanted, plan.given(stage), read, self.sums)
         for node, boxes in summarized.items():
-            self.sums.add(node, summarize_tile(labelled, node, boxes, known, plan.tiles[index]))
+            self.sums.add(node, summarize_tile(labelled, node, boxes, known, plan.tiles[index]), plan.tiles[index])
         for value in plan.stages[stage].writes:
             if value in wanted:
                 self.store.write(value, index, wanted[value], known[value])

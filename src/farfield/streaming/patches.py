@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -145,7 +146,7 @@ def run_patch(
             continue
         if index in whole.reductions and is_attention(node):
             box = plan.part(Value(index), region)
-            outputs = whole.reductions[index].finish(whole.calls[index], 0, box, tensors, parts[index])
+            outputs: Any = whole.reductions[index].finish(whole.calls[index], 0, box, tensors, parts[index])
         else:
             args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
             outputs = run_node(plan.patch, node, args, kwargs, volumes)

@@ -9,19 +9,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import nn
 
 from farfield._checks import ShapeError, unknown
-from farfield.nn.network_copy import CannotCopyError
+from farfield.nn import GridAttention
+from farfield.nn.network_copy import CannotCopyError, copied, make_empty
+from farfield.nn.tracing import without_numbers
 from farfield.streaming.adapt import one_grid, record_network
 from farfield.streaming.arguments import Tiles
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
+from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import AxisScale, Halo, round_up
-from farfield.streaming.global_layers import refuse_training
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
-from farfield.streaming.network_axes import refuse_axes, spatial_dims_of, split_padding
+from farfield.streaming.network_axes import (
+    device_of,
+    dtype_of,
+    refuse_axes,
+    refuse_training,
+    spatial_dims_of,
+    split_padding,
+)
 from farfield.streaming.operations import Graph, Info, RecordingError, Value
 from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
 from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
@@ -32,8 +42,7 @@ from farfield.streaming.several_inputs import check_arguments, parse_layouts
 from farfield.streaming.several_outputs import Outputs
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import PlannedOutput, PlannedPass, StreamingPlan
-from farfield.streaming.tiling import free_bytes
-from farfield.streaming.trace import device_of, dtype_of
+from farfield.streaming.summaries import has_grid_summary, summary_bytes
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -145,9 +154,10 @@ def make_plan(
     strides = strides_of(scales, len(size))
     if saved is not None and tiles.size is None:
         tiles = replace(tiles, size=saved.tile)
-    plan, on_disk = choose_tiles(caller, network, graph, size, strides, replace(tiles, halo=reach), path)
+    plan, on_disk = choose_tiles(caller, network, graph, size, strides, tiles, reach, path)
     if saved is not None and saved.tile == tuple(stop - start for start, stop in plan.tiles[0]):
         plan = make_graph_plan(plan.labelled, saved.tile, {Value(*each) for each in saved.stored})
+    refuse_large_summaries(caller, plan.labelled, network)
     costs = [plan.cost(stage) for stage in range(len(plan.stages))]
     samples, patches = 1 if mixed else batch, None
     if tiles.statistics == "tile" and plan.cut:
@@ -342,6 +352,7 @@ def choose_tiles(
     size: tuple[int, ...],
     strides: tuple[int, ...],
     tiles: Tiles,
+    reach: tuple[int, ...] | None,
     path: Path | None,
 ) -> tuple[GraphPlan, bool]:
     """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
@@ -351,10 +362,10 @@ def choose_tiles(
         whole = make_graph_plan(label_graph(graph, size, []), size, [])
         if whole.cost(0).bytes <= memory:
             return whole, False
-    axes = cuttable(graph, size, tiles.halo)
+    axes = cuttable(graph, size, reach)
     if given is not None:
         axes = [axis for axis, (own, length) in enumerate(zip(given, size, strict=True)) if own < length]
-    labelled = label_graph(graph, size, axes, halo=tiles.halo)
+    labelled = label_graph(graph, size, axes, halo=reach)
     budget = choose_budget(caller, labelled, tiles, memory, path)
 
     def plan_tile(tile: Sequence[int]) -> GraphPlan:
@@ -412,3 +423,31 @@ def choose_budget(caller: str, labelled: LabelledGraph, tiles: Tiles, memory: in
             "such as factorized_gaussian."
         )
     return budget
+
+
+def refuse_large_summaries(caller: str, labelled: LabelledGraph, network: nn.Module) -> None:
+    """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
+
+    Raises:
+        ValueError: If a summary takes more than SUMMARY_SHARE of it.
+    """
+    free = free_bytes(device_of(network))
+    for index in labelled.reductions:
+        node = labelled.graph.nodes[index]
+        module = node.args[0].module if node.op == "layer" else None
+        if not isinstance(module, GridAttention) or not has_grid_summary(module):
+            continue
+        info = labelled.graph.info(node.inputs[0])
+        with without_numbers(), copied(module, make_empty, discard=True) as fake:
+            size = summary_bytes(
+                GridAttention.summarize(
+                    cast(GridAttention, fake), torch.empty(info.shape, dtype=info.dtype, device="cpu")
+                ),
+                None,
+            )
+        if size > SUMMARY_SHARE * free:
+            raise ValueError(
+                f"{caller}: the summary of {module.operator_name} at {node.path} is its grid, {size:,} bytes, and may "
+                f"take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
+                "factorized_gaussian."
+            )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.streaming.fingerprint import fingerprint
+from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.reduction import Reduction
 from farfield.streaming.resume import Progress, compute_identity
@@ -21,7 +22,6 @@ from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.spans import Box
 from farfield.streaming.store import Store
 from farfield.streaming.streaming_plan import StreamingPlan
-from farfield.streaming.trace import device_of, dtype_of
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
@@ -153,9 +153,9 @@ def write_output(stream: Stream, plan: StreamingPlan, sample: int, box: Box, num
     target = tuple(
         slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, plan.output.kept, strict=True)
     )
-    kept = numbers[(..., *inside)]
+    kept = numbers[(slice(None), slice(None), *inside)]
     shape = plan.layout.shape(kept.shape[0], kept.shape[1], kept.shape[2:])
-    leading = [slice(None)] * (len(shape) - len(target))
+    leading: list[slice] = [slice(None)] * (len(shape) - len(target))
     if plan.samples > 1:
         leading[0] = slice(sample, sample + 1)
     stream.write((*leading, *target), kept.reshape(shape))

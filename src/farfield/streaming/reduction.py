@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield._checks import ShapeError, unknown
 
@@ -101,15 +100,3 @@ def call_reduction(caller: str, reduce: Callable[[Tensor], Tensor], grid: Tensor
             f"  fix: keepdim=True for a reduction over channels, such as lambda grid: grid.amax(1, keepdim=True)."
         )
     return reduced
-
-
-@contextmanager
-def function_applied(caller: str, model: nn.Module, reduce: Reduction) -> Iterator[None]:
-    """Let a model return what a function of the user makes of its output, inside the context; a name does nothing."""
-
-    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-        is_grid = isinstance(output, Tensor) and output.dim() > 2  # another output is refused later
-        return call_reduction(caller, cast(Callable[[Tensor], Tensor], reduce), output) if is_grid else output
-
-    with model.register_forward_hook(hook) if callable(reduce) else nullcontext():
-        yield

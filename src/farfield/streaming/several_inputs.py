@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farfield._checks import ShapeError
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, parse_layout
 from farfield.volumes.volume import split_volume
-
-
-class JoinedSource:
-    """Volumes of one size that are read region by region, joined along the channels.
-
-    Args:
-        sources: The volumes.
-    """
-
-    def __init__(self, sources: Sequence[VolumeSource]) -> None:
-        self.sources = sources
-
-    @property
-    def channels(self) -> list[int]:
-        """Number of channels of each volume."""
-        return [source.channels for source in self.sources]
-
-    def read(self, region: Region, sample: int | None = None) -> Tensor:
-        """Read a region of all volumes as one grid."""
-        return torch.cat([source.read(region, sample) for source in self.sources], 1)
 
 
 def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
@@ -103,21 +81,3 @@ def parse_layouts(caller: str, shapes: Sequence[Sequence[int]], spatial_dims: in
             "and a module around the network that resizes them where it needs another."
         )
     return layouts
-
-
-@contextmanager
-def inputs_split(model: Any, channels: Sequence[int]) -> Iterator[None]:
-    """Let a network take its inputs joined along the channels, inside the context.
-
-    Args:
-        model: The network; another object is refused later.
-        channels: Number of channels of each input.
-    """
-
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Within another such context they are split already.
-        return tuple(inputs[0].split(list(channels), 1)) if len(inputs) == 1 else inputs
-
-    several = isinstance(model, nn.Module) and len(channels) > 1
-    with model.register_forward_pre_hook(hook) if several else nullcontext():
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,19 +48,6 @@ class Resumable(Protocol):
         ...
 
 
-class Merged(Resumable, Protocol):
-    """The merged summary of the tiles of one layer."""
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """What was added; empty before."""
-        ...
-
-    def whole(self, device: torch.device) -> Any:
-        """Return the merged summary on a device."""
-        ...
-
-
 def not_finite(name: str, origin: tuple[int, ...]) -> ValueError:
     """Return the error for a summary that is not finite."""
     return ValueError(
@@ -69,89 +55,6 @@ def not_finite(name: str, origin: tuple[int, ...]) -> ValueError:
         f"position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in respond_whole, a mask of the "
         f"valid positions."
     )
-
-
-def check_keys(name: str, parts: Sequence[Tensor], origin: tuple[int, ...]) -> None:
-    """Raise ValueError if keys or values of the tile at `origin` are not finite."""
-    if not all(part.isfinite().all() for part in parts):
-        raise not_finite(name, origin)
-
-
-class MergedParts:
-    """The merged summary of the tiles of one statistic: sums, moments or maxima.
-
-    Args:
-        merge: Merges two summaries.
-        name: What errors begin with.
-    """
-
-    def __init__(self, merge: Callable[[Any, Any], Any], name: str) -> None:
-        self.merge, self.name = merge, name
-        self.parts: list[tuple[Tensor, ...]] = []
-
-    def add(self, parts: Sequence[Tensor], origin: tuple[int, ...]) -> None:
-        """Merge the summary of the tile at `origin`.
-
-        Raises:
-            ValueError: If the summary is NaN.
-        """
-        wide = tuple(part.cpu().double() for part in parts)
-        if any(part.isnan().any() for part in wide):
-            raise not_finite(self.name, origin)
-        self.parts = [self.merge(self.parts[0], wide)] if self.parts else [wide]
-
-    def whole(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the merged summary in float64."""
-        return tuple(part.to(device) for part in self.parts[0])
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
-        return {"parts": self.parts}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.parts = [tuple(part) for part in state["parts"]]
-
-
-class MergedKeys:
-    """Keys and values of all tiles of one softmax attention, in the order of the tiles.
-
-    Args:
-        name: What errors begin with.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.parts: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, parts: tuple[Tensor, Tensor], origin: tuple[int, ...]) -> None:
-        """Add keys and values `(batch, heads, positions, channels)` of the tile at `origin`.
-
-        Raises:
-            ValueError: If they are not finite.
-        """
-        check_keys(self.name, parts, origin)
-        key, value = (part.cpu().contiguous() for part in parts)
-        self.parts.append((key, value))
-
-    def whole(self, device: torch.device) -> MergedKeys:
-        """Return this summary, whose blocks are moved one by one."""
-        self.device = device
-        return self
-
-    def blocks(self, positions: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values in blocks of at most so many positions."""
-        for parts in self.parts:
-            key, value = (part.split(positions, 2) for part in parts)
-            yield from ((one.to(self.device), other.to(self.device)) for one, other in zip(key, value, strict=True))
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
-        return {"parts": self.parts}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.parts = [tuple(part) for part in state["parts"]]
 
 
 class MergedSummary:
