@@ -439,12 +439,8 @@ def refuse_large_summaries(caller: str, labelled: LabelledGraph, network: nn.Mod
             continue
         info = labelled.graph.info(node.inputs[0])
         with without_numbers(), copied(module, make_empty, discard=True) as fake:
-            size = summary_bytes(
-                GridAttention.summarize(
-                    cast(GridAttention, fake), torch.empty(info.shape, dtype=info.dtype, device="cpu")
-                ),
-                None,
-            )
+            grid = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+            size = summary_bytes(cast(GridAttention, fake).summarize(grid), None)
         if size > SUMMARY_SHARE * free:
             raise ValueError(
                 f"{caller}: the summary of {module.operator_name} at {node.path} is its grid, {size:,} bytes, and may "
