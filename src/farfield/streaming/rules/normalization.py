@@ -121,20 +121,26 @@ def reduce_norm(call: OperationCall) -> Reduction | None:
         own = box if given.groups is None else (box[0], ((0, given.groups),), ((0, 1),), *box[2:])
         return [tuple(((0, 1),) if dim in given.dims else own[dim] for dim in range(len(own)))] * 3
 
+    def factor_of(tensor: Tensor, box: Box, dims: int) -> Tensor:
+        """Return a number for each channel, in the shape of the grid."""
+        start, stop = single(box[1]) if given.groups is None else (0, len(tensor))
+        shape = [-1] if given.groups is None else [given.groups, -1]
+        return tensor[start:stop].double().view(*shape, *[1] * (dims - 1 - len(shape)))
+
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         count, mean, squares = parts
-        inverse = (squares / count + given.eps).rsqrt()
+        scale = (squares / count + given.eps).rsqrt()
+        shift = -mean * scale
         grid = group(tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32)))
-        result = torch.addcmul((-mean * inverse).to(grid), grid, inverse.to(grid))
+        if given.by_channel:
+            weight = 1.0 if given.weight is None else factor_of(tensors[given.weight], box, grid.dim())
+            bias = 0.0 if given.bias is None else factor_of(tensors[given.bias], box, grid.dim())
+            scale, shift = scale * weight, shift * weight + bias
+        result = torch.addcmul(shift.to(grid), grid, scale.to(grid))
         result = result if given.groups is None else result.flatten(1, 2)
-        for place, combine in ((given.weight, torch.mul), (given.bias, torch.add)):
+        for place, combine in () if given.by_channel else ((given.weight, torch.mul), (given.bias, torch.add)):
             if place is not None:
-                factor = tensors[place]
-                if given.by_channel:
-                    start, stop = single(box[1]) if given.groups is None else (0, len(factor))
-                    factor = factor[start:stop].view(-1, *[1] * (result.dim() - 2))
-                else:
-                    factor = take_aligned(factor, own.operands[place].layout, own.layouts[0], box)
+                factor = take_aligned(tensors[place], own.operands[place].layout, own.layouts[0], box)
                 result = combine(result, factor)
         return take_dims(result.to(own.dtype), () if given.groups is None else (1,), layout, box)
 
