@@ -11,8 +11,8 @@ from typing import NamedTuple
 from farfield.streaming.geometry import Halo
 from farfield.streaming.labels import LabelledGraph
 from farfield.streaming.operations import Value
-from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes
-from farfield.streaming.spans import Box, Layout, Region, Span, is_empty
+from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
+from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, is_empty
 
 # Tiles at each end of an axis whose cost is counted one by one.
 ENDS = 2
@@ -101,9 +101,13 @@ class GraphPlan:
         for step in range(max(map(len, places))):
             chosen = [own[min(step, len(own) - 1)] for own in places]
             tile = tuple(spans[place] for spans, (place, _) in zip(self.spans, chosen, strict=True))
-            _, wanted = self.wanted(stage, tile)
+            summarized, wanted = self.wanted(stage, tile)
             regions = find_regions(self.labelled, wanted, given)
-            peak = max(peak, count_bytes(self.labelled, regions, given, wanted))
+            left = sum(
+                count_positions(regions[value]) * self.labelled.graph.info(value).dtype.itemsize for value in wanted
+            )
+            scratch = (summary_scratch(self.labelled, index, boxes) for index, boxes in summarized.items())
+            peak = max(peak, count_bytes(self.labelled, regions, given, wanted), left + max(scratch, default=0))
             for value, region in regions.items():
                 if value in self.labelled.graph.inputs:
                     widen_halo(before, after, self.labelled.layouts[value], region, tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from farfield.streaming.spans import (
     Span,
     add_box,
     axes_of,
+    box_shape,
     boxes_of,
     count_positions,
     is_empty,
@@ -188,9 +190,25 @@ def count_bytes(
         alive.add(value)
         if value in given:
             continue
+        peak = max(peak, live + scratch_bytes(labelled, value, regions[value]))
         for source in set(labelled.graph.nodes[value.node].inputs):
             users[source] -= 1
             if not users[source] and source in alive and source not in wanted:
                 alive.remove(source)
                 live -= sizes[source]
     return peak
+
+
+def scratch_bytes(labelled: LabelledGraph, value: Value, region: Region) -> int:
+    """Return the bytes that a node takes beside its operands and its output while it runs."""
+    if value.node in labelled.reductions or value.node not in labelled.rules:
+        return 0
+    rule, call = labelled.rules[value.node], labelled.calls[value.node]
+    numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(region)), default=0)
+    return numbers * labelled.graph.info(value).dtype.itemsize
+
+
+def summary_scratch(labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box]) -> int:
+    """Return the bytes that a reduction takes beside its operands while a tile is summarized."""
+    sizes = [math.prod(box_shape(box)) * labelled.graph.info(value).dtype.itemsize for value, box in boxes.items()]
+    return labelled.reductions[index].copies * sum(sizes)

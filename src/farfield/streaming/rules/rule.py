@@ -110,6 +110,7 @@ class Reduction(NamedTuple):
         merge: `(parts, parts)` -> the parts of both.
         finish: `(call, output, box, tensors, parts)` -> the output on a box.
         reads: `(call, box)` -> the box of each operand that `finish` needs; None if it needs the parts alone.
+        copies: How many copies of its operands `summarize` makes.
     """
 
     operands: tuple[int, ...]
@@ -117,6 +118,12 @@ class Reduction(NamedTuple):
     merge: Callable[[Parts, Parts], Parts]
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]
     reads: Callable[[OperationCall, Box], list[Box]] | None
+    copies: int = 1
+
+
+def no_scratch(call: OperationCall, output: int, box: Box) -> int:
+    """Return that an operation makes nothing but its output."""
+    return 0
 
 
 def reduce_arrays(
@@ -176,12 +183,14 @@ class Rule(NamedTuple):
         needs: `(call, output, box)` -> the box of each operand.
         run: `(call, output, box, tensors)` -> the output on the box, from the operands on the boxes that it needs.
         reduce: `(call)` -> how the operation sums over the whole; None where it does not.
+        scratch: `(call, output, box)` -> how many numbers `run` makes beside its output.
     """
 
     label: Callable[[OperationCall], Sequence[Layout]]
     needs: Callable[[OperationCall, int, Box], list[Box]]
     run: Callable[[OperationCall, int, Box, Sequence[Tensor]], Tensor]
     reduce: Callable[[OperationCall], Reduction | None] | None = None
+    scratch: Callable[[OperationCall, int, Box], int] = no_scratch
 
 
 # ---- dimensions ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from farfield.streaming.operations import find_operation
 from farfield.streaming.rules.rule import OperationCall, Rule, relabel, single
 from farfield.streaming.rules.windows import clip, label_each, pad_constant, spatial_dims
-from farfield.streaming.spans import Box, Layout, Span, length_of
+from farfield.streaming.spans import Box, Layout, Span, box_shape, length_of
 
 
 # ---- positions that are read from others -----------------------------------------------------------------------------
@@ -30,13 +31,15 @@ class Taps(NamedTuple):
     def apply(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """Return a span of the result from the positions that it reads."""
         index = self.places[:, span[0] : span[1]] - self.read(span)[0]
-        parts = [tensor.index_select(dim, each.to(tensor.device)) for each in index]
+        result = tensor.index_select(dim, index[0].to(tensor.device))
         if self.weights is None:
-            return parts[0]
+            return result
         shape = [-1 if axis == dim else 1 for axis in range(tensor.dim())]
-        factors = self.weights[:, span[0] : span[1]].to(tensor)
-        terms = [part * factor.view(shape) for part, factor in zip(parts, factors, strict=True)]
-        return functools.reduce(torch.add, terms)
+        first, *factors = self.weights[:, span[0] : span[1]].to(tensor)
+        result.mul_(first.view(shape))
+        for each, factor in zip(index[1:], factors, strict=True):
+            result.addcmul_(tensor.index_select(dim, each.to(tensor.device)), factor.view(shape))
+        return result
 
 
 def padded_index(op: str, length: int, before: int, result: int) -> Taps:
@@ -165,7 +168,17 @@ def tapped(find: Callable[[OperationCall], list[Taps]]) -> Rule:
             relabel(own, length_of(own))
         return label_each(call)
 
-    return Rule(label, needs, run)
+    def scratch(call: OperationCall, output: int, box: Box) -> int:
+        # In the last step: what it reads, and one more of what it makes where that is weighted.
+        taps = find(call)
+        lengths = [*box_shape(box)]
+        made = math.prod(lengths)
+        first, last = taps[0].read(single(box[-len(taps)]))
+        lengths[-len(taps)] = last - first
+        read = 0 if len(taps) == 1 else math.prod(lengths)
+        return read if taps[0].weights is None else read + made
+
+    return Rule(label, needs, run, scratch=scratch)
 
 
 # ---- positions that are known ----------------------------------------------------------------------------------------

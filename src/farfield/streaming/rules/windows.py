@@ -113,6 +113,23 @@ def take_channels(call: OperationCall, result: Tensor, box: Box) -> Tensor:
     return result if stop - start == result.shape[1] else result.narrow(1, start, stop - start)
 
 
+def padded_numbers(call: OperationCall, box: Box, windows: Sequence[Window], channels: int) -> int:
+    """Return how many numbers are copied where windows reach beyond the whole on one side alone."""
+    lengths = call.operands[0].shape[-len(windows) :]
+    number, equal = box_shape(box)[0] * channels, True
+    for window, spans, length in zip(windows, box[-len(windows) :], lengths, strict=True):
+        wanted = window.read(single(spans)) if window.moves else (0, length)
+        have = clip(wanted, length)
+        equal = equal and have[0] - wanted[0] == wanted[1] - have[1]
+        number *= wanted[1] - wanted[0]
+    return 0 if equal else number
+
+
+def scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
+    """The padded input; of a transposed convolution, the result before it is cut."""
+    return 0 if call.args[6] else padded_numbers(call, box, conv_windows(call), call.operands[0].shape[1])
+
+
 def read_padded(
     tensor: Tensor, windows: Sequence[Window], box: Box, lengths: Sequence[int], value: float
 ) -> tuple[Tensor, list[int]]:
@@ -318,7 +335,7 @@ def label_unpool(call: OperationCall) -> list[Layout]:
 
 
 WINDOW_RULES: dict[str, Rule] = {
-    "aten.convolution.default": Rule(label_mixing, needs_convolution, run_convolution),
+    "aten.convolution.default": Rule(label_mixing, needs_convolution, run_convolution, scratch=scratch_convolution),
     "windows": Rule(label_mixing, needs_windows, run_windows),
     "fold": Rule(label_mixing, needs_fold, run_fold),
     "unpool": Rule(label_unpool, needs_unpool, run_unpool),
