@@ -187,8 +187,8 @@ class StreamingPlan:
         if self.samples > 1:
             text.append(f"{self.samples} samples one after the other: no layer mixes them")
         for number, each in enumerate(self.passes):
-            what = f"summarize {list_names(each.summarizes)}" if each.summarizes else "write"
-            what += f", store {list_names(each.stores)}" if each.stores else ""
+            done = [("summarize", each.summarizes), ("store", each.stores)]
+            what = ", ".join(f"{verb} {list_names(names)}" for verb, names in done if names) or "write"
             work = self.samples * each.macs / max(1, self.macs)
             text.append(f"pass {number + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
         if self.stored:
@@ -197,7 +197,7 @@ class StreamingPlan:
             text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
-        if self.recomputed > WORK:
+        if self.recomputed > WORK and self.patch is None:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
 
