@@ -134,9 +134,9 @@ def predict_whole(
     saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        found = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+        planned = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
     else:
-        found = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
+        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:
-        print(found, file=sys.stderr)
-    return run_plan(found, model, volumes, known, reduce, out, overwrite, quiet)
+        print(planned, file=sys.stderr)
+    return run_plan(planned, model, volumes, known, reduce, out, overwrite, quiet)
