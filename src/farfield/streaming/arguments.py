@@ -30,9 +30,10 @@ class Tiles:
         memory: Bytes for the values of a tile and, half of them, for values that are stored in memory between passes;
             by default a quarter of the free memory. A size that is given is kept, whatever its values take. Workspace
             of kernels, the network and the libraries come on top.
-        disk: Bytes of disk that stored values may take at once; they then are on disk. None: they are in memory where
-            all of them fit, else on disk if the output is a file, in at most half of its free space. 0: never on disk.
-            What does not fit is computed again in each pass that needs it.
+        disk: Bytes of disk that stored values may take at once; they then are on disk. None: on disk if the output is a
+            file, in at most half of the free space there, so that a call that was killed goes on from them; else, and
+            where the disk has less room than memory, in memory. 0: never on disk. What does not fit is computed again
+            in each pass that needs it.
         statistics: What norms, means and pooling see: "whole", all positions of the volume, or "tile", the positions
             that a tile reads, as in training on patches. Tiles then all read as many positions, their halo included,
             rounded up to multiples of the strides, and the result depends on where they are cut. Nothing is stored.
