@@ -12,6 +12,7 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.labels import GraphError
 from farfield.streaming.planning import make_plan
 from farfield.streaming.reduction import Reduction
@@ -115,12 +116,14 @@ def check_plan(
 
     Raises:
         TypeError: If it is no plan.
-        ValueError: If the shapes are others, or `tile`, `pad` or `reduce` is given too.
+        ValueError: If the shapes are others, `tile` or `pad` is given too, or another `reduce` than was planned.
     """
     if not isinstance(plan, StreamingPlan):
         raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
-    if tile is not None or pad is not None or reduce is not None:
-        raise ValueError(f"{caller}: got tile, pad or reduce beside plan, which has them; fix: plan_whole with them.")
+    if tile is not None or pad is not None:
+        raise ValueError(f"{caller}: got tile or pad beside plan, which has both; fix: give them to plan_whole.")
+    if reduce is not None and fingerprint(reduce) != plan.reduction:
+        raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
     layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims)
     planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], plan.unpadded)
     first = tuple(next(iter(volumes.values())).shape)

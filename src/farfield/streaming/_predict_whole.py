@@ -67,8 +67,8 @@ def predict_whole(
         overwrite: Whether what exists at the path is replaced (a file, or a folder that is one zarr array and nothing
             else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
-        plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile`, `pad` and
-            `reduce`. Parameters and buffers are those that `model` has now.
+        plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
+            It reduces as it was planned. Parameters and buffers are those that `model` has now.
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the

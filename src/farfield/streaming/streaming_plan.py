@@ -83,6 +83,7 @@ class StreamingPlan:
         graph: The recorded network.
         stored: The stored values.
         halo: Positions of the volume that operations without a rule reach; None if there are none of those.
+        reduction: The fingerprint of the argument `reduce`.
         patch: The graph of one patch, if norms, means and pooling see what a tile reads: statistics="tile".
         patch_size: The patch's size, if there is one.
         patch_halo: What its tile reads before and after its own positions.
@@ -104,6 +105,7 @@ class StreamingPlan:
     graph: Graph
     stored: tuple[Value, ...]
     halo: tuple[int, ...] | None = None
+    reduction: str = ""
     patch: Graph | None = None
     patch_size: tuple[int, ...] = ()
     patch_halo: Halo = field(default_factory=lambda: Halo((), ()))
