@@ -187,3 +187,14 @@ def test_reductions_are_told_apart() -> None:
     ]
     assert len({fingerprint(each) for each in functions}) == len(functions)
     assert fingerprint(above(0.5)) == fingerprint(above(0.5))
+
+
+def test_a_plan_reduces_as_it_was_planned_or_not_at_all() -> None:
+    net = scores(5)
+    plain, labels = (plan_whole(net, VOLUME.shape, tile=8, reduce=each) for each in (None, "argmax"))
+    want = predict_whole(net, VOLUME, tile=8, reduce="argmax", quiet=True)
+    for options in ({}, {"reduce": "argmax"}):
+        np.testing.assert_array_equal(predict_whole(net, VOLUME, plan=labels, quiet=True, **options), want)
+    for plan in (plain, labels):
+        with pytest.raises(ValueError, match=r"predict_whole: got another reduce than plan was made with; fix"):
+            predict_whole(net, VOLUME, plan=plan, reduce="softmax", quiet=True)

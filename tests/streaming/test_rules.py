@@ -275,6 +275,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
         ),
         AREA,
     ),
+    "quantized": (lambda g: torch.fake_quantize_per_tensor_affine(g, 0.1, 0, -128, 127), AREA),
     "polar": (lambda g: torch.polar(g.abs(), g).real + torch.complex(g, g).abs() + F.rrelu(g), AREA),
 }
 MODULES = {

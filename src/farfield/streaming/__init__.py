@@ -1,8 +1,11 @@
-"""Attention on grids that do not fit in memory: a layer or a whole network runs tile by tile, with the same result.
+"""Networks over grids that do not fit in memory: they run tile by tile, with the result of the whole.
 
-Summaries of tiles merge. So one pass over the tiles summarizes keys and values, and the next lets each tile respond to
-the summary of the whole grid. Norms, means and pooling over all positions are summaries too. A network in which n such
-layers depend on each other takes n + 1 passes. Needs the extra `stream`: `pip install "farfield[stream]"`.
+A network is recorded once, without numbers, as a graph of torch's operations. The rule of each operation states which
+part of its operands a part of its result needs, so halos are exact; sums over the whole (attention, norms, means,
+pooling) are summarized tile by tile, and the summaries merge. A network in which n of them depend on each other takes
+n + 1 passes over the tiles; what a later pass needs of an earlier one is stored, in memory or on disk, or computed
+again. `plan_whole` states all of this before anything runs, `predict_whole` runs it, and `respond_whole` does it for a
+single layer. Needs the extra `stream`: `pip install "farfield[stream]"`.
 """
 
 from farfield.streaming._plan_whole import plan_whole

@@ -37,11 +37,11 @@ def predict_whole(
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
-    Tiles overlap by the receptive field of the convolutions, so the result does not depend on where tiles are cut. Each
-    attention is summarized over all tiles before any tile responds to it, and so is each norm, mean or pooling over all
-    positions: n such layers that depend on each other take n + 1 passes over the volume, of which the first passes run
-    only the first layers. With a path as `out`, a call that was killed resumes when it is repeated, and ends with the
-    same file.
+    The network is recorded once, at the volume's size and without numbers. What a tile reads follows from the rule of
+    each operation, so the result does not depend on where tiles are cut. Each attention is summarized over all tiles
+    before any tile responds to it, and so is each norm, mean or other sum over positions: n of them that depend on each
+    other take n + 1 passes. What later passes need of earlier ones is stored, in memory or on disk, or computed again.
+    With a path as `out`, a call that was killed resumes when it is repeated, and ends with the same file.
 
     Args:
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
@@ -53,7 +53,8 @@ def predict_whole(
             several inputs a tuple of these, in the order of its arguments and of one size.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
-            gives the halo too, the memory of a tile, and the disk space of grids that are stored between passes.
+            also has the memory of a tile, the disk space of values that are stored between passes, the halo of
+            operations without a rule, and what norms see.
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
@@ -67,6 +68,7 @@ def predict_whole(
             else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
         plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
+            It reduces as it was planned. Parameters and buffers are those that `model` has now.
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
@@ -75,13 +77,14 @@ def predict_whole(
         several outputs as channels, one after the other; `open_volume` reads their names in a file.
 
     Raises:
-        ValueError: If the model is in training mode, does not take the volume's size, has a layer that needs the whole
-            grid and cannot be summarized, or gets a number that is not finite as input of one that is; if the summary
-            of an attention takes too much memory; if shapes do not fit (`ShapeError`); if the volume changes meanwhile;
-            if `reduce` is over channels and there is one channel, or it changes the size of a grid;
+        ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
+            tiles (`farfield.streaming.labels.GraphError`); if what is summarized is not finite; if the summary of an
+            attention, or its keys and values, take too much memory; if shapes do not fit (`ShapeError`); if the volume
+            changes meanwhile; if `reduce` is over channels and there is one channel, or it changes the size of a grid;
+            if `plan` is of another network or shape, or beside arguments that it has itself;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
-            at the path belongs to another call, or its progress is damaged; if a grid that is stored between passes is
-            changed meanwhile.
+            at the path belongs to another call, or its progress is damaged; if a file of stored values is changed
+            meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
             integers, `reduce` is no function, the model takes another number of grids or does not return grids of one
             size, or out has a dtype to which the result cannot be cast.
@@ -94,22 +97,31 @@ def predict_whole(
         OSError: If the disk is full, or the volume's file became shorter; finished tiles are kept.
 
     Cost:
-        `plan_whole(...).recomputed` times the MACs of `model(volume)`; the memory of one tile and of the summaries.
-        That is about n/2 times for n norms in series, and little more than once with `Tiles(disk=...)`.
-        The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; that
-        of torch's `scaled_dot_product_attention` is keys and values, which `Tiles(disk=...)` stores on disk. dot
+        `plan_whole(...).recomputed` times the MACs of `model(volume)`: once, and little more for halos, where all that
+        later passes need is stored; about n/2 times for n norms in series where nothing is. The memory of one tile, of
+        the summaries and of values that are stored in memory.
+        The summary of softmax or softmax_pooled attention is its grid, which must fit in half of the free memory; of
+        torch's `scaled_dot_product_attention` keys and values of all positions are stored, in memory or on disk. dot
         attention runs as factorized attention, which is equal.
 
     Example:
         >>> import torch
         >>> from torch import nn
         >>> from farfield.nn import GridAttention
-        >>> from farfield.streaming import predict_whole
+        >>> from farfield.streaming import plan_whole, predict_whole
         >>> attention = GridAttention(8, "siamese")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
         >>> image = torch.randn(1, 100, 90)
         >>> whole = predict_whole(net.eval(), image, tile=32, quiet=True)
         >>> torch.allclose(whole, net(image[None])[0], atol=1e-5)
+        True
+
+        A plan that is made once, for several volumes:
+
+        >>> plan = plan_whole(net, image.shape, tile=32)
+        >>> images = torch.randn(3, 1, 100, 90)
+        >>> results = [predict_whole(net, each, plan=plan, quiet=True) for each in images]
+        >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
     """
     known, volumes = name_volumes("predict_whole", volume)
@@ -122,9 +134,9 @@ def predict_whole(
     saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        found = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+        planned = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
     else:
-        found = check_plan("predict_whole", plan, volumes, tile, pad)
+        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:
-        print(found, file=sys.stderr)
-    return run_plan(found, model, volumes, known, reduce, out, overwrite, quiet)
+        print(planned, file=sys.stderr)
+    return run_plan(planned, model, volumes, known, reduce, out, overwrite, quiet)

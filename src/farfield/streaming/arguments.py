@@ -18,29 +18,38 @@ STATISTICS = ("whole", "tile")
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a volume is cut into tiles, where the size of the tiles alone is not enough.
+    """How a volume is cut into tiles, and what may be stored, where the size of the tiles alone is not enough.
 
     Attributes:
         size: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
-            are not cut; by default the largest that memory allows.
-        halo: Positions of the volume that a tile reads before and after its own: one number, or one per spatial dim;
-            rounded up to multiples of the strides; by default found by running the network on small grids.
-        memory: Bytes that the grids of a tile may take, for tiles whose size is not given; by default a quarter of the
-            free memory. Workspace of kernels, the network and the libraries come on top.
-        disk: Bytes of disk that grids inside the network may take at once, which are stored between passes so that
-            later passes start from them, and keys and values of softmax attention; by default none: each pass starts
-            from the volume, and keys and values are in memory.
+            are not cut; rounded up to multiples of the strides; by default the largest that memory allows, which is
+            the whole volume where its values fit.
+        halo: Positions of the volume that operations without a rule read before and after their own: one number, or
+            one per spatial dim. By default a network with such an operation is refused. All other halos follow from
+            the rules of operations, whatever is given here.
+        memory: Bytes for the values of a tile and, half of them, for values that are stored in memory between passes;
+            by default a quarter of the free memory. A size that is given is kept, whatever its values take. Workspace
+            of kernels, the network and the libraries come on top.
+        disk: Bytes of disk that stored values may take at once; they then are on disk. None: on disk if the output is a
+            file, in at most half of the free space there, so that a call that was killed goes on from them; else, and
+            where the disk has less room than memory, in memory. 0: never on disk. What does not fit is computed again
+            in each pass that needs it.
         statistics: What norms, means and pooling see: "whole", all positions of the volume, or "tile", the positions
             that a tile reads, as in training on patches. Tiles then all read as many positions, their halo included,
-            and the result depends on where they are cut. Attention, layers with `summarize` and `respond`, and
-            layer norm over positions see the whole in either case.
+            rounded up to multiples of the strides, and the result depends on where they are cut. Nothing is stored.
+            `GridAttention` and layers with `summarize` and `respond` see the whole in either case.
 
     Example:
         >>> from torch import nn
         >>> from farfield.streaming import Tiles, plan_whole
-        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)).eval()
-        >>> plan_whole(net, (100, 100), tile=Tiles(32, halo=5)).passes[-1].halo.before
-        (5, 5)
+        >>> norms = [nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.Conv2d(8, 1, 3, padding=1)]
+        >>> net = nn.Sequential(*norms).eval()
+        >>> plan = plan_whole(net, (100, 100), tile=Tiles(32, disk=1e9))
+        >>> plan.passes[0].stores, plan.disk_bytes, round(plan.recomputed, 2)
+        (('0',), 320000, 1.0)
+        >>> plan = plan_whole(net, (100, 100), tile=Tiles(32, memory=0))  # nothing is stored
+        >>> plan.passes[1].halo.before, plan.disk_bytes, round(plan.recomputed, 2)
+        ((2, 2), 0, 1.56)
     """
 
     size: int | Sequence[int | None] | None = None

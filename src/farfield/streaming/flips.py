@@ -20,8 +20,8 @@ class MeanOverFlips(nn.Module):
 
     `mean over all subsets f of the axes: f(network(f(grid)))`
 
-    `streaming.predict_whole` runs it in tiles: each flip has summaries of its own, and the mean of a tile is formed
-    before it is written.
+    `streaming.predict_whole` runs it in tiles: flips are operations of its graph, so all share the passes, and a tile
+    reads its mirrored region of each. Each flip has summaries of its own, and sizes may be odd.
 
     Args:
         network: From one grid `(batch, channels, *size)`, or several of one size, to one of floating-point numbers, or

@@ -64,7 +64,7 @@ class LabelledGraph:
 
     @cached_property
     def constants(self) -> dict[Value, Tensor]:
-        """The values that do not depend on the volume, computed when they are first asked for."""
+        """The values that do not depend on the volume, computed when they are first read."""
         constants: dict[Value, Tensor] = {}
         for index in sorted({value.node for value in self.known}):
             node = self.graph.nodes[index]

@@ -1,6 +1,6 @@
 """Norms, means and pooling over what a tile reads: the network runs on patches, and only attention sees the whole.
 
-The graph of the whole volume says what tiles read, and where attention stands in the whole; that of one patch runs.
+The graph of the whole volume states what tiles read, and where attention stands in the whole; that of one patch runs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from farfield.nn.network_copy import CannotCopyError, copied, make_empty
 from farfield.nn.tracing import without_numbers
 from farfield.streaming.adapt import one_grid, record_network
 from farfield.streaming.arguments import Tiles
+from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
 from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import AxisScale, Halo, round_up
@@ -191,6 +192,7 @@ def make_plan(
         graph=graph,
         stored=tuple(plan.stored),
         halo=reach,
+        reduction=fingerprint(reduce),
         patch=None if patches is None else patches.patch,
         patch_size=() if patches is None else patches.size,
         patch_halo=Halo((), ()) if patches is None else patches.halo,

@@ -83,6 +83,7 @@ class StreamingPlan:
         graph: The recorded network.
         stored: The stored values.
         halo: Positions of the volume that operations without a rule reach; None if there are none of those.
+        reduction: The fingerprint of the argument `reduce`.
         patch: The graph of one patch, if norms, means and pooling see what a tile reads: statistics="tile".
         patch_size: The patch's size, if there is one.
         patch_halo: What its tile reads before and after its own positions.
@@ -104,6 +105,7 @@ class StreamingPlan:
     graph: Graph
     stored: tuple[Value, ...]
     halo: tuple[int, ...] | None = None
+    reduction: str = ""
     patch: Graph | None = None
     patch_size: tuple[int, ...] = ()
     patch_halo: Halo = field(default_factory=lambda: Halo((), ()))
@@ -187,8 +189,8 @@ class StreamingPlan:
         if self.samples > 1:
             text.append(f"{self.samples} samples one after the other: no layer mixes them")
         for number, each in enumerate(self.passes):
-            what = f"summarize {list_names(each.summarizes)}" if each.summarizes else "write"
-            what += f", store {list_names(each.stores)}" if each.stores else ""
+            done = [("summarize", each.summarizes), ("store", each.stores)]
+            what = ", ".join(f"{verb} {list_names(names)}" for verb, names in done if names) or "write"
             work = self.samples * each.macs / max(1, self.macs)
             text.append(f"pass {number + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
         if self.stored:
@@ -197,7 +199,7 @@ class StreamingPlan:
             text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
-        if self.recomputed > WORK:
+        if self.recomputed > WORK and self.patch is None:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
 

@@ -46,4 +46,5 @@ UNTAGGED = (
     "aten._conj.default",
     "aten._neg_view.default",
     "aten.isin.Tensor_Scalar",
+    "aten.fake_quantize_per_tensor_affine_cachemask.default",
 )

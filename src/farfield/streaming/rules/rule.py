@@ -309,7 +309,7 @@ def take_spans(tensor: Tensor, dim: int, pieces: Dim, spans: Sequence[Span]) -> 
 
 # ---- operations without a rule ---------------------------------------------------------------------------------------
 def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
-    """Return the rule of an operation of which the user says how far it reaches.
+    """Return the rule of an operation of which the user states how far it reaches.
 
     Args:
         halo: Positions of the volume before and after its own that a position depends on, for each axis.
