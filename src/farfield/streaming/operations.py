@@ -101,7 +101,8 @@ def map_values(part: Any, kind: type, function: Callable[[Any], Any]) -> Any:
         return function(part)
     if isinstance(part, dict):
         return {name: map_values(each, kind, function) for name, each in part.items()}
-    if type(part) in (tuple, list):
+    # Numbers come in long lists, and stand with nothing else.
+    if type(part) in (tuple, list) and not (part and type(part[0]) is int):
         return type(part)(map_values(each, kind, function) for each in part)
     return part
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +53,8 @@ class PatchPlan:
         def span(piece: Piece) -> Span:
             if piece.axis is None:
                 return 0, piece.length
-            (start, stop), scale = region[piece.axis], scales[piece.axis]
+            whole = Fraction(labelled.size[piece.axis], piece.length)
+            (start, stop), scale = region[piece.axis], scales.get(piece.axis, whole)
             end = piece.length if stop == labelled.size[piece.axis] else min(int(stop / scale), piece.length)
             return min(int(start / scale), piece.length), end
 

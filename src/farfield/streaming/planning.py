@@ -101,7 +101,7 @@ class Recordings:
                 labelled = label_graph(self.at(1, lengths), lengths, range(len(size)))
             except ValueError:
                 continue
-            return strides_of(find_scales(labelled), len(size))
+            return strides_of(labelled, find_scales(labelled))
         return (1,) * len(size)
 
     def mixes_samples(self, size: Sequence[int]) -> bool:
@@ -151,8 +151,7 @@ def make_plan(
     mixed = batch > 1 and recordings.mixes_samples(size)
     graph = record_or_raise(recordings, batch if mixed else 1, size)
     reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(size))
-    scales = scales_of(graph, size, reach)
-    strides = strides_of(scales, len(size))
+    scales, strides = scales_of(graph, size, reach)
     if saved is not None and tiles.size is None:
         tiles = replace(tiles, size=saved.tile)
     plan, on_disk = choose_tiles(caller, network, graph, size, strides, tiles, reach, path)
@@ -267,14 +266,18 @@ def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -
         raise
 
 
-def scales_of(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> dict[Value, Scales]:
-    """Return how the values of a graph scale along the axes of the volume along which it can be cut."""
+def scales_of(
+    graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None
+) -> tuple[dict[Value, Scales], tuple[int, ...]]:
+    """Return how the values of a graph scale along the axes along which it can be cut, and its strides."""
     for axes in (range(len(size)), cuttable(graph, size, halo)):
         try:
-            return find_scales(label_graph(graph, size, axes, halo=halo))
+            labelled = label_graph(graph, size, axes, halo=halo)
         except GraphError:
             continue
-    return {}
+        scales = find_scales(labelled)
+        return scales, strides_of(labelled, scales)
+    return {}, (1,) * len(size)
 
 
 def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
@@ -364,8 +367,9 @@ def choose_tiles(
         whole = make_graph_plan(label_graph(graph, size, []), size, [])
         if whole.cost(0).bytes <= memory:
             return whole, False
-    axes = cuttable(graph, size, reach)
-    if given is not None:
+    if given is None:
+        axes = cuttable(graph, size, reach)
+    else:
         axes = [axis for axis, (own, length) in enumerate(zip(given, size, strict=True)) if own < length]
     labelled = label_graph(graph, size, axes, halo=reach)
     budget = choose_budget(caller, labelled, tiles, memory, path)

@@ -13,39 +13,54 @@ from farfield.streaming.spans import Box, Layout, Piece, Span
 # Positions whose distance is a multiple of this have the same phase of interpolation.
 PHASES = (5040, 240, 24, 4, 2, 1)
 
+# Steps finer than one in so many of the volume's are no even ones.
+FINEST = 64
+
 # Axis of the volume -> positions of the volume from one position of a value to the next.
 Scales = dict[int, Fraction]
 
 
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
-    """Return the scales of each value along the axes that it runs along."""
+    """Return the scales of each value along the axes that it runs along, where it has even steps."""
     scales: dict[Value, Scales] = {value: {} for value in labelled.layouts}
     for index in labelled.order:
         for output in range(len(labelled.graph.nodes[index].outputs)):
             value = Value(index, output)
             for piece in (piece for dim in labelled.layouts[value] for piece in dim):
-                if piece.axis is not None:
-                    scales[value][piece.axis] = scale_along(labelled, scales, value, piece.axis, piece.length)
+                if piece.axis is None:
+                    continue
+                scale = scale_along(labelled, scales, value, piece.axis, piece.length)
+                if scale is not None:
+                    scales[value][piece.axis] = scale
     return scales
 
 
-def scale_along(labelled: LabelledGraph, scales: dict[Value, Scales], value: Value, axis: int, length: int) -> Fraction:
-    """Return the scale of a value along an axis, on which it has a length: that of what it reads, times its steps."""
-    if labelled.graph.nodes[value.node].op != "input" and length > 1:
-        # In the middle, as windows end at borders.
-        distance = next(each for each in PHASES if each <= length // 2)
-        distance *= length // 2 // distance
-        first = (length - 1 - distance) // 2
-        boxes = [box_at(labelled.layouts[value], axis, place) for place in (first, first + distance)]
-        needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
-        for (source, one), (_, other) in zip(*needs, strict=True):
-            first_span, last_span = (span_along(labelled.layouts[source], box, axis) for box in (one, other))
-            if axis not in scales.get(source, {}) or first_span is None or last_span is None:
-                continue
-            moved = max(abs(after - before) for before, after in zip(first_span, last_span, strict=True))
-            if moved:
-                return scales[source][axis] * Fraction(moved, distance)
-    return Fraction(labelled.size[axis], max(1, length)).limit_denominator(64)
+def scale_along(
+    labelled: LabelledGraph, scales: dict[Value, Scales], value: Value, axis: int, length: int
+) -> Fraction | None:
+    """Return the scale of a value along an axis, on which it has a length: that of what it reads, times its steps.
+
+    None if it has no even steps: it is one position, or reads windows of the volume.
+    """
+    if labelled.graph.nodes[value.node].op == "input":
+        return Fraction(1)
+    if length < 2:
+        return None
+    # In the middle, as windows end at borders.
+    distance = next(each for each in PHASES if each <= length // 2)
+    distance *= length // 2 // distance
+    first = (length - 1 - distance) // 2
+    boxes = [box_at(labelled.layouts[value], axis, place) for place in (first, first + distance)]
+    needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
+    for (source, one), (_, other) in zip(*needs, strict=True):
+        first_span, last_span = (span_along(labelled.layouts[source], box, axis) for box in (one, other))
+        if axis not in scales.get(source, {}) or first_span is None or last_span is None:
+            continue
+        moved = max(abs(after - before) for before, after in zip(first_span, last_span, strict=True))
+        scale = scales[source][axis] * Fraction(moved, distance)
+        if moved and scale.denominator <= FINEST:
+            return scale
+    return None
 
 
 def box_at(layout: Layout, axis: int, place: int) -> Box:
@@ -69,8 +84,16 @@ def span_along(layout: Layout, box: Box, axis: int) -> Span | None:
     return None
 
 
-def strides_of(scales: dict[Value, Scales], spatial_dims: int) -> tuple[int, ...]:
-    """Return, for each axis, the least common multiple of all strides to the volume."""
-    return tuple(
-        math.lcm(*(own[axis].numerator for own in scales.values() if axis in own)) for axis in range(spatial_dims)
-    )
+def strides_of(labelled: LabelledGraph, scales: dict[Value, Scales]) -> tuple[int, ...]:
+    """Return, for each axis, the least common multiple of all strides to the volume.
+
+    Strides are those of operations that compute: a view that takes windows apart has none.
+    """
+    strides: list[set[int]] = [{1} for _ in labelled.size]
+    for value, own in scales.items():
+        node = labelled.graph.nodes[value.node]
+        read = [scales.get(source, {}) for source in node.inputs]
+        for axis, scale in own.items():
+            if node.op != "view" and any(each.get(axis, scale) != scale for each in read):
+                strides[axis].add(scale.numerator)
+    return tuple(math.lcm(*own) for own in strides)

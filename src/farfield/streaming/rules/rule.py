@@ -90,7 +90,7 @@ def map_operands(part: Any, tensors: Any) -> Any:
         return next(tensors)
     if isinstance(part, dict):
         return {name: map_operands(each, tensors) for name, each in part.items()}
-    if type(part) in (tuple, list):
+    if type(part) in (tuple, list) and not (part and type(part[0]) is int):
         return type(part)(map_operands(each, tensors) for each in part)
     return part
 
