@@ -288,9 +288,12 @@ if ADD_CONVOLVED is not None:
 
 def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
     """Whether torch's oneDNN can convolve and clamp, or add to another, in one operation: one pass less over a grid."""
+    # Before all else: a compiler does not follow what asks for oneDNN.
+    if is_watched(grid, weight, *others):
+        return False
     able = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
-    return bool(able) and fits and not torch.is_autocast_enabled("cpu") and not is_watched(grid, weight, *others)
+    return bool(able) and fits and not torch.is_autocast_enabled("cpu")
 
 
 def is_watched(*tensors: Tensor) -> bool:
