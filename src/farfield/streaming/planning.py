@@ -85,24 +85,23 @@ class Recordings:
             return record_network(self.network, volumes, finish)
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
-        except (TypeError, ReductionError):
-            raise
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             if str(error).startswith((f"{self.caller}: ", "MeanOverFlips: ")):
                 raise
             raise ValueError(
                 f"{self.caller}: {type(self.network).__name__} does not take a grid of size {tuple(size)}: {error}"
             ) from error
 
-    def strides(self, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides of the network, for which it is recorded on a size that they divide."""
-        for lengths in ([DIVISIBLE] * len(size), size):
+    def strides(self, size: Sequence[int], halo: Sequence[int] | None) -> tuple[tuple[int, ...], Scales]:
+        """Return the strides of the network, and the scales of its output, as recorded on a size that they divide."""
+        for lengths in ((DIVISIBLE,) * len(size), tuple(size)):
             try:
-                labelled = label_graph(self.at(1, lengths), lengths, range(len(size)))
+                graph = self.at(1, lengths)
             except ValueError:
                 continue
-            return strides_of(find_scales(labelled), len(size))
-        return (1,) * len(size)
+            scales = scales_of(graph, lengths, halo)
+            return strides_of(scales, len(size)), scales.get(graph.output, {})
+        return (1,) * len(size), {}
 
     def mixes_samples(self, size: Sequence[int]) -> bool:
         """Whether the output of a sample depends on others."""
@@ -143,14 +142,14 @@ def make_plan(
     if isinstance(model, MeanOverFlips):
         check_axes(caller, model, len(own))
     recordings = Recordings(caller, model, channels, reduce, Outputs())
-    padding = ((0, 0),) * len(own)
+    reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(own))
+    padding, padded = ((0, 0),) * len(own), Scales()
     if pad is not None:
-        strides = recordings.strides(own)
+        strides, padded = recordings.strides(own, reach)
         padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
     mixed = batch > 1 and recordings.mixes_samples(size)
-    graph = record_or_raise(recordings, batch if mixed else 1, size)
-    reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(size))
+    graph = record_or_raise(recordings, batch if mixed else 1, size, reach)
     scales = scales_of(graph, size, reach)
     strides = strides_of(scales, len(size))
     if saved is not None and tiles.size is None:
@@ -184,7 +183,7 @@ def make_plan(
             )
             for each, cost in zip(plan.stages, costs, strict=True)
         ),
-        output=plan_output(caller, network, plan, scales.get(graph.output, {}), padding, samples),
+        output=plan_output(caller, network, plan, scales.get(graph.output, {}) | padded, padding, samples),
         outputs=recordings.outputs,
         macs=samples * sum(graph.nodes[index].macs for index in plan.labelled.order),
         on_disk=on_disk and bool(plan.stored),
@@ -246,7 +245,7 @@ def given_halo(caller: str, halo: int | Sequence[int], spatial_dims: int) -> tup
     return requested
 
 
-def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -> Graph:
+def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...], halo: Sequence[int] | None) -> Graph:
     """Record the network on the whole volume.
 
     Raises:
@@ -260,7 +259,7 @@ def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -
         raise
     except ValueError as error:
         refuse_axes(caller, network, recordings.channels, size, error)
-        strides = recordings.strides(size)
+        strides, _ = recordings.strides(size, halo)
         if any(length % multiple for length, multiple in zip(size, strides, strict=True)):
             multiples = " × ".join(map(str, strides))
             raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
@@ -310,7 +309,8 @@ def plan_output(
     there = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
     found: list[AxisScale | None] = []
     for axis, length in enumerate(size):
-        place = there.get(axis, axis + 2 if axis not in labelled.cut and axis + 2 < len(layout) else None)
+        same = (axis not in labelled.cut or axis in scales) and axis + 2 < len(layout)
+        place = there.get(axis, axis + 2 if same else None)
         if place is None:
             found.append(None)
             continue
