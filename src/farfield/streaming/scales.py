@@ -18,13 +18,13 @@ Scales = dict[int, Fraction]
 
 
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
-    """Return the scales of each value along the axes that it runs along."""
+    """Return the scales of each value along the axes that it runs along; of a value without positions there are none."""
     scales: dict[Value, Scales] = {value: {} for value in labelled.layouts}
     for index in labelled.order:
         for output in range(len(labelled.graph.nodes[index].outputs)):
             value = Value(index, output)
             for piece in (piece for dim in labelled.layouts[value] for piece in dim):
-                if piece.axis is not None:
+                if piece.axis is not None and piece.length:
                     scales[value][piece.axis] = scale_along(labelled, scales, value, piece.axis, piece.length)
     return scales
 
@@ -45,7 +45,7 @@ def scale_along(labelled: LabelledGraph, scales: dict[Value, Scales], value: Val
             moved = max(abs(after - before) for before, after in zip(first_span, last_span, strict=True))
             if moved:
                 return scales[source][axis] * Fraction(moved, distance)
-    return Fraction(labelled.size[axis], max(1, length)).limit_denominator(64)
+    return Fraction(labelled.size[axis], length).limit_denominator(64)
 
 
 def box_at(layout: Layout, axis: int, place: int) -> Box:
