@@ -18,7 +18,7 @@ Scales = dict[int, Fraction]
 
 
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
-    """Return the scales of each value along the axes that it runs along; of a value without positions there are none."""
+    """Return the scales of each value along the axes that it runs along, if it has positions."""
     scales: dict[Value, Scales] = {value: {} for value in labelled.layouts}
     for index in labelled.order:
         for output in range(len(labelled.graph.nodes[index].outputs)):
