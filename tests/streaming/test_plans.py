@@ -248,4 +248,4 @@ def test_stored_values_within_inference_mode(name: str, disk: int | None) -> Non
     # A plan and its results are used outside too.
     results.append(predict_whole(net, torch.from_numpy(volume), plan=plan, quiet=True))
     for got in results:
-        assert relative(got.clone().requires_grad_().reshape(want.shape), want) < 1e-5
+        assert relative(got.clone().requires_grad_().detach().reshape(want.shape), want) < 1e-5

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
-from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Value
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.operations import Graph, Value
 from farfield.streaming.run import find_needs
 from farfield.streaming.spans import Box, Layout, Piece, Span
 
@@ -74,3 +75,25 @@ def strides_of(scales: dict[Value, Scales], spatial_dims: int) -> tuple[int, ...
     return tuple(
         math.lcm(*(own[axis].numerator for own in scales.values() if axis in own)) for axis in range(spatial_dims)
     )
+
+
+def scales_of(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> dict[Value, Scales]:
+    """Return how the values of a graph scale along the axes of the volume along which it can be cut."""
+    for axes in (range(len(size)), cuttable(graph, size, halo)):
+        try:
+            return find_scales(label_graph(graph, size, axes, halo=halo))
+        except GraphError:
+            continue
+    return {}
+
+
+def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
+    """Return the axes along which a graph can be cut, each by itself."""
+    axes = []
+    for axis in range(len(size)):
+        try:
+            label_graph(graph, size, [axis], halo=halo)
+        except GraphError:
+            continue
+        axes.append(axis)
+    return axes
