@@ -201,7 +201,7 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
             part = network(grid[(..., *(slice(*span) for span in region))])
             own = (slice(start - first, stop - first) for (start, stop), (first, _) in zip(core, region, strict=True))
             restored[(..., *(slice(*span) for span in core))] = part[(..., *own)]
-    return restored[(0, 0, *(slice(*span) for span in plan.kept))].numpy()
+    return restored[(0, 0, *(slice(*span) for span in plan.output.kept))].numpy()
 
 
 def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def make_plan(
     mixed = batch > 1 and recordings.mixes_samples(size)
     graph = record_or_raise(recordings, batch if mixed else 1, size, reach)
     scales = scales_of(graph, size, reach)
-    strides = strides_of(scales, len(size))
+    strides = strides_of(scales, size)
     if saved is not None and tiles.size is None:
         tiles = replace(tiles, size=saved.tile)
     plan, on_disk = choose_tiles(caller, network, graph, size, strides, tiles, reach, path)

@@ -68,7 +68,7 @@ class Recordings:
             except ValueError:
                 continue
             scales = scales_of(graph, lengths, halo)
-            return strides_of(scales, len(size)), scales.get(graph.output, {})
+            return strides_of(scales, lengths), scales.get(graph.output, {})
         return (1,) * len(size), {}
 
     def mixes_samples(self, size: Sequence[int]) -> bool:

@@ -70,11 +70,19 @@ def span_along(layout: Layout, box: Box, axis: int) -> Span | None:
     return None
 
 
-def strides_of(scales: dict[Value, Scales], spatial_dims: int) -> tuple[int, ...]:
-    """Return, for each axis, the least common multiple of all strides to the volume."""
-    return tuple(
-        math.lcm(*(own[axis].numerator for own in scales.values() if axis in own)) for axis in range(spatial_dims)
-    )
+def strides_of(scales: dict[Value, Scales], size: Sequence[int]) -> tuple[int, ...]:
+    """Return, for each axis of the volume, the least common multiple of all strides to it.
+
+    Positions that are no even steps, as those of tokens in windows, have scales that are no strides: where the multiple
+    of all is longer than the axis, that of whole steps counts.
+    """
+    strides = []
+    for axis, length in enumerate(size):
+        own = {each[axis] for each in scales.values() if axis in each}
+        all_steps = math.lcm(*(step.numerator for step in own))
+        whole = math.lcm(*(step.numerator for step in own if step.denominator == 1))
+        strides.append(all_steps if all_steps <= length else whole)
+    return tuple(strides)
 
 
 def scales_of(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> dict[Value, Scales]:
