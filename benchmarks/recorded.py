@@ -1,8 +1,6 @@
 """Plan and run MONAI's networks on their recorded graph, beside the untiled network, in CPU seconds of one thread.
 
 python benchmarks/recorded.py --length 128 --tile 64
-
-`predict_whole` does not run on the graph yet: all values that save MACs are stored in memory here.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ import torch
 from torch import nn
 
 from farfield.streaming.adapt import record_network
-from farfield.streaming.passes import execute
 from farfield.streaming.labels import label_graph
 from farfield.streaming.operations import Info
+from farfield.streaming.passes import execute
 from farfield.streaming.plan import find_stored, make_graph_plan
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

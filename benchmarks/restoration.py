@@ -13,7 +13,9 @@ on stacks that were held out of training. Finished runs are not run again; a kil
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -193,15 +195,21 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
     """Restore a stack tile by tile, each tile with the halo of a plan, independent of the other tiles."""
     import torch
 
+    from farfield.streaming.geometry import Halo
+
     grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
     restored = torch.empty_like(grid)
+    halo = functools.reduce(Halo.join, (each.halo for each in plan.passes))
+    # The strides divide the tile and the padded stack.
+    multiples = list(map(math.gcd, plan.tile, plan.size))
     with torch.inference_mode():
         for core in plan.cores:
-            region = plan.passes[-1].halo.around(core, plan.size)
+            pairs = zip(halo.around(core, plan.size), multiples, strict=True)
+            region = [(start // each * each, -(-stop // each) * each) for (start, stop), each in pairs]
             part = network(grid[(..., *(slice(*span) for span in region))])
             own = (slice(start - first, stop - first) for (start, stop), (first, _) in zip(core, region, strict=True))
             restored[(..., *(slice(*span) for span in core))] = part[(..., *own)]
-    return restored[(0, 0, *(slice(*span) for span in plan.kept))].numpy()
+    return restored[(0, 0, *(slice(*span) for span in plan.output.kept))].numpy()
 
 
 def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:

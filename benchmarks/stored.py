@@ -88,7 +88,7 @@ class FolderSize(threading.Thread):
         """Look until the process ends."""
         while True:
             sizes = []
-            for file in self.folder.glob("**/*.grid"):
+            for file in self.folder.glob("**/*.value"):
                 try:
                     sizes.append(file.stat().st_blocks * 512)
                 except FileNotFoundError:

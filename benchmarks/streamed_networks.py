@@ -12,7 +12,9 @@ to those of the network on the whole volume: small volumes have large halos.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
+from farfield.streaming.geometry import Halo
 
 
 class Setting(NamedTuple):
@@ -151,10 +154,13 @@ def smp_networks() -> dict[str, Setting]:
     pairs = [("Unet", "timm-efficientnet-b0"), ("Unet", "mit_b0")]
     names = ("Unet", "UnetPlusPlus", "Linknet", "MAnet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus")
     pairs += [(name, "resnet18") for name in (*names, "UPerNet", "Segformer")]
-    return {
+    settings = {
         f"smp {name}, {encoder}": Setting(partial(make, name, encoder), LONG_2D, TILE_LONG_2D)
         for name, encoder in pairs
     }
+    # It takes multiples of 128.
+    settings["smp PAN, resnet18"] = Setting(partial(make, "PAN", "resnet18"), (1, 128, 1280), (128, 128))
+    return settings
 
 
 def care_networks() -> dict[str, Setting]:
@@ -206,14 +212,20 @@ def volume(shape: tuple[int, ...]) -> Tensor:
 
 
 def slide(net: nn.Module, grid: Tensor, plan: StreamingPlan) -> Tensor:
-    """Run a network on each tile with the halo of the last pass, and keep the tile's own positions."""
-    result = torch.empty(0)
+    """Run a network on each tile with the halo of the plan, and keep the tile's own positions."""
+    result = torch.empty(plan.output.shape[1:])
+    halo = functools.reduce(Halo.join, (each.halo for each in plan.passes))
+    ratios = [float(scale.ratio) for scale in plan.output.scales if scale is not None]
+    # The strides divide the tile and the volume.
+    multiples = list(map(math.gcd, plan.tile, plan.size))
     for core in plan.cores:
-        read = plan.passes[-1].halo.around(core, plan.size)
+        pairs = zip(halo.around(core, plan.size), multiples, strict=True)
+        read = [(start // multiple * multiple, -(-stop // multiple) * multiple) for (start, stop), multiple in pairs]
         part = net(grid[(None, ..., *(slice(start, stop) for start, stop in read))])[0]
-        if not len(result):
-            result = torch.empty(part.shape[0], *plan.output.grid.size)
-        own, first = (plan.output.grid.part(region, plan.size) for region in (core, read))
+        own, first = (
+            [(round(start * ratio), round(stop * ratio)) for (start, stop), ratio in zip(region, ratios, strict=True)]
+            for region in (core, read)
+        )
         inside = (slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(own, first, strict=True))
         result[(..., *(slice(start, stop) for start, stop in own))] = part[(..., *inside)]
     return result
@@ -237,7 +249,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         alone = slide(net, grid, plan)
     streamed = predict_whole(net, grid, tile=setting.tile, quiet=True)
     return {
-        "layers": len(plan.calls),
+        "layers": len({path for each in plan.passes for path in each.summarizes}),
         "tiles": len(plan.cores),
         "passes": len(plan.passes),
         "work": plan.recomputed,

@@ -128,7 +128,7 @@ def main() -> None:
         ways = {"whole": Tiles((None, None, None))}
         for size in TILES:
             tiles = Tiles(size, statistics="tile")
-            read = plan_whole(network, (38, 118, 132), tile=tiles).least
+            read = plan_whole(network, (38, 118, 132), tile=tiles).patch_size
             ways["tiles that read " + " × ".join(map(str, read))] = tiles
         for condition in options.conditions:
             print(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield.streaming import adapt
-from farfield.streaming.passes import execute
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.operations import Graph, Info, Value
+from farfield.streaming.passes import execute
 from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.spans import Box
 

@@ -128,7 +128,7 @@ def settled(net: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative(got: object, want: object) -> float:
-    """Largest difference over the largest number."""
+    """Largest difference over the largest number; 0 where all numbers are 0."""
     got, want = (torch.as_tensor(each).double() for each in (got, want))
     assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
-    return float((got - want).abs().max() / want.abs().max())
+    return float((got - want).abs().max() / want.abs().max().clamp(min=torch.finfo(torch.float64).tiny))

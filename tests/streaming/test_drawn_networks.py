@@ -48,7 +48,7 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
 
 def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
-    for scale, (before, after) in zip(plan.output.grid.axis_scales, plan.padding, strict=True):
+    for scale, (before, after) in zip(plan.output.scales, plan.padding, strict=True):
         if scale is not None:
             start, stop = int(before * scale.ratio), output.shape[scale.axis] - int(after * scale.ratio)
             output = output.narrow(scale.axis, start, stop - start)
@@ -106,10 +106,14 @@ def sequence(*found: nn.Module) -> nn.Module:
         (sequence(nn.Conv1d(1, 6, 4, dilation=2), nn.ZeroPad1d(1)), (23,), (3,), None),
         # The attention comes before what takes no small grid.
         (sequence(nn.Conv1d(1, 6, 1), attention("siamese"), nn.Conv1d(6, 6, 4, dilation=2)), (39,), (8,), None),
+        # Attention of which the last positions are not used.
+        (sequence(nn.Conv1d(1, 6, 1), attention("siamese"), nn.Conv1d(6, 2, 1, stride=2)), (40,), (40,), None),
+        # Circular padding by nothing.
+        (sequence(nn.Conv1d(1, 2, 1, padding_mode="circular")), (44,), (5,), None),
         # Strides of 9 in all.
         (sequence(nn.Conv1d(1, 1, 1, stride=3), nn.Conv1d(1, 1, 3, stride=3)), (40,), (9,), "reflect"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_networks_at_the_edge_of_what_tiles_can_do(
     net: nn.Module, size: tuple[int, ...], tile: object, pad: str | None

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.flattening import joined_axes
 from farfield.streaming.global_layers import NotLocalError
 from farfield.streaming.softmax_layer import attend
+from torch import Tensor, nn
+
+from farfield.streaming import plan_whole, predict_whole
 from helpers.streamed_nets import relative, settled
 
 

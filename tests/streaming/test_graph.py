@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from farfield.streaming.graph import INPUT, Graph, UntraceableError, Value, evaluate
 from farfield.streaming.graph_recording import record_graph
 from farfield.streaming.replacement import GlobalLayer
 from farfield.streaming.trace import trace
+from torch import Tensor, nn
+
 from helpers.streamed_nets import Branches, Hourglass, relative, settled
 
 # Sums of a few hundred products in float32, in another order.

@@ -16,23 +16,17 @@ def script(benchmarks_on_path: None) -> ModuleType:
     return __import__("streamed_networks")
 
 
-WINDOWS = r'Linear at "swinViT\.layers1\.0\.blocks\.0\.attn\.qkv" gets windows of the grid as samples'
 # What is refused, and why.
 REFUSED = {
-    "MONAI SwinUNETR, 2-D": WINDOWS,
-    "MONAI SwinUNETR, 3-D": WINDOWS,
-    "smp MAnet, resnet18": r'Conv2d at "decoder\.center\.out_conv" sees further',
-    "smp Unet, mit_b0": r'at "encoder\.block1\.0\.attn\.attn_drop" sees further',
-    **{
-        f"smp {name}, resnet18": "align_corners=True"
-        for name in ("DeepLabV3Plus", "PAN", "PSPNet", "Segformer", "UPerNet")
-    },
-    "smp FPN, resnet18": "align_corners=True",
+    "smp MAnet, resnet18": r"plan_whole: MAnet does not run in tiles: view in decoder\.center: its view splits",
 }
 EXACT = [
     *(
         f"MONAI {name}, {dims}-D"
-        for name in ("UNet, instance norm", "UNet, group norm", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet")
+        for name in (
+            *("UNet, instance norm", "UNet, group norm", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet"),
+            "SwinUNETR",
+        )
         for dims in (2, 3)
     ),
     *(
@@ -44,7 +38,14 @@ EXACT = [
     "diffusers AutoencoderKL, encode",
     "diffusers AutoencoderKL, decode",
     "smp Unet, timm-efficientnet-b0",
+    "smp Unet, mit_b0",
+    *(
+        f"smp {name}, resnet18"
+        for name in ("DeepLabV3Plus", "PAN", "PSPNet", "UPerNet", "Segformer", "FPN", "DeepLabV3")
+    ),
 ]
+# Independent tiles of it, with the halo in multiples of the strides, are the whole volume.
+WIDE = ["smp UPerNet, resnet18"]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -54,7 +55,7 @@ def test_tiles_give_what_the_whole_gives(name: str, script: ModuleType) -> None:
     result = script.measure(script.settings()[name])
     assert result["tiles"] > 1
     assert result["streamed"] < 1e-5
-    assert result["alone"] > 0.005
+    assert name in WIDE or result["alone"] > 0.005
 
 
 @pytest.mark.parametrize("name", REFUSED)

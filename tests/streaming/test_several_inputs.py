@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole, resume
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import attention, relative, settled
 
@@ -77,7 +77,8 @@ def test_stored_grids_and_padding(tmp_path: Path) -> None:
     net = settled(Late())
     tiles = Tiles(8, disk=10**8)
     plan = plan_whole(net, (IMAGE.shape, GUIDE.shape), tile=tiles)
-    assert plan.spill is not None
+    assert plan.on_disk
+    assert plan.disk_bytes > 0
     assert plan.channels == (1, 2)
     assert relative(predict_whole(net, (IMAGE, GUIDE), tile=tiles, quiet=True)[None], whole(net, IMAGE, GUIDE)) < 1e-5
     strided = settled(
@@ -132,14 +133,16 @@ def test_a_file_has_the_voxel_size_of_the_first(tmp_path: Path) -> None:
     assert open_volume(tmp_path / "out.ome.zarr").metadata.spacing == {"Y": 0.1, "X": 0.2}
 
 
-def test_a_killed_call_resumes_and_other_inputs_are_noticed(tmp_path: Path) -> None:
+def test_a_killed_call_resumes_and_other_inputs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The progress is saved after each tile.
+    monkeypatch.setattr(resume, "SHARE", 0)
     net, out = settled(Guided()), tmp_path / "out.npy"
 
     class Broken:
         shape, dtype = GUIDE.shape, GUIDE.dtype
 
         def __init__(self) -> None:
-            self.left = 20
+            self.left = 12
 
         def __getitem__(self, index: Any) -> np.ndarray:
             self.left -= 1
@@ -149,7 +152,7 @@ def test_a_killed_call_resumes_and_other_inputs_are_noticed(tmp_path: Path) -> N
 
     with pytest.raises(InterruptedError):
         predict_whole(net, (IMAGE, Broken()), tile=8, out=out, quiet=True)
-    with pytest.raises(ValueError, match="the volume has changed in tile 0"):
+    with pytest.raises(ValueError, match="the input 1 has changed in tile 0"):
         predict_whole(net, (IMAGE, GUIDE + 1), tile=8, out=out, quiet=True)
     written = predict_whole(net, (IMAGE, GUIDE), tile=8, out=out, quiet=True)
     np.testing.assert_array_equal(written, predict_whole(net, (IMAGE, GUIDE), tile=8, quiet=True))

@@ -120,7 +120,7 @@ def test_a_file_has_them_as_named_channels(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_for_all_outputs() -> None:
-    assert plan_whole(settled(Heads("tuple")), IMAGE.shape, tile=8).output.channels == 5
+    assert plan_whole(settled(Heads("tuple")), IMAGE.shape, tile=8).output.shape == (1, 5, 30, 26)
 
 
 def flipped_by_hand(net: nn.Module, grid: Tensor) -> Iterator[list[Tensor]]:
@@ -183,5 +183,5 @@ def test_outputs_that_are_no_grids_are_refused() -> None:
 
     for call in (predict_whole, plan_whole):
         volume = IMAGE if call is predict_whole else IMAGE.shape
-        with pytest.raises(TypeError, match=r"Labels returns torch\.int64, of which there is no mean over flips"):
+        with pytest.raises(TypeError, match=r"there is no mean of torch\.int64; fix: a network that returns scores"):
             call(MeanOverFlips(settled(Labels(1, 3, 1)), (0,)).eval(), volume, tile=8)

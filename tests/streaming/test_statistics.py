@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from farfield.streaming.statistics import bins, merge_moments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield.nn import SqueezeExcite
 from farfield.streaming import plan_whole, predict_whole
-from farfield.streaming.statistics import bins, merge_moments
 from helpers.streamed_nets import CONVOLUTIONS, attention, relative, settled
 
 # Sums over positions take other orders; float32 has eps 1.2e-7.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from farfield.streaming.stored_grids import StoredFile, StoredGrids
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole
-from farfield.streaming.stored_grids import StoredFile, StoredGrids
 from helpers import faults
 from helpers.prediction_machine import plans_made_once
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled

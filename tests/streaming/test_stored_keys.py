@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from farfield.streaming.stored_grids import StoredFile
+from farfield.streaming.stored_keys import StoredKeys
 from torch import Tensor, nn
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, resume, tiling
-from farfield.streaming.stored_grids import StoredFile
-from farfield.streaming.stored_keys import StoredKeys
 from farfield.streaming.summaries import MergedKeys
 from helpers.streamed_nets import relative, settled
 

@@ -52,7 +52,8 @@ def record_network(network: nn.Module, volumes: Sequence[Info], finish: Finish =
         names[id(empty)], reals[name] = name, tensor
         return empty
 
-    with without_numbers(), copied(network, make, discard=True) as fake:
+    # In inference mode, operations that consist of others are not taken apart.
+    with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
         inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]
         graph = record_graph(partial(run_named, fake, network, finish), inputs, names, reals)
     # Outside of the context, in which the results of operations have no numbers.

@@ -16,7 +16,7 @@ from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
 from farfield.streaming.operations import RecordingError
 from farfield.streaming.record import Recorder
-from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError
+from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 from farfield.streaming.summaries import convert_summary, make_streamable
 
@@ -95,15 +95,20 @@ def label_layer(call: OperationCall) -> list[Layout]:
 
 
 def needs_layer(call: OperationCall, output: int, box: Box) -> list[Box]:
+    """All of the samples of the box, of the grid and of the mask."""
+    return reads_layer(call, (*box[:2], *map(whole_dim, call.operands[0].layout[2:])))
+
+
+def reads_layer(call: OperationCall, box: Box) -> list[Box]:
     """The box of the grid, all its channels, and of the mask."""
     grid = (box[0], whole_dim(call.operands[0].layout[1]), *box[2:])
     return [grid, *[(box[0], *box[2:])] * (len(call.operands) - 1)]
 
 
 def run_layer(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Run the layer on samples that are there as a whole."""
+    """Run the layer on samples that are there as a whole, and take the box."""
     mask = {"mask": tensors[1]} if len(tensors) > 1 else {}
-    return call.args[0].module(tensors[0], **mask)
+    return take_dims(call.args[0].module(tensors[0], **mask), range(1, len(box)), call.layouts[0], box)
 
 
 def place_of(box: Box) -> tuple[int, ...]:
@@ -137,9 +142,10 @@ def reduce_layer(call: OperationCall) -> Reduction | None:
         if sums is not None:
             sums = Gathered(*(part.to(tensors[0].device, whole.count.dtype) for part in sums))
         mask = tensors[1] if len(tensors) > 1 else None
-        return attention.respond(tensors[0], whole, mask=mask, origin=place_of(box), size=size, query_sums=sums)
+        result = attention.respond(tensors[0], whole, mask=mask, origin=place_of(box), size=size, query_sums=sums)
+        return take_dims(result, [1], own.layouts[0], box)
 
-    return Reduction(operands, summarize, merge_attention, finish, lambda own, box: needs_layer(own, 0, box))
+    return Reduction(operands, summarize, merge_attention, finish, reads_layer)
 
 
 def dtypes_of(summary: Summary) -> list[torch.dtype]:
@@ -174,9 +180,9 @@ def reduce_module(call: OperationCall, module: Any) -> Reduction:
         return tuple(one + other for one, other in zip(first, second, strict=True))
 
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        return module.respond(tensors[0], *parts).to(own.dtype)
+        return take_dims(module.respond(tensors[0], *parts).to(own.dtype), [1], own.layouts[0], box)
 
-    return Reduction((0,), summarize, merge, finish, lambda own, box: needs_layer(own, 0, box))
+    return Reduction((0,), summarize, merge, finish, reads_layer)
 
 
 LAYER = Rule(label_layer, needs_layer, run_layer, reduce_layer)

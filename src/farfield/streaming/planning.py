@@ -6,7 +6,7 @@ import functools
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,9 +16,8 @@ from torch import nn
 
 from farfield._checks import ShapeError, unknown
 from farfield.nn import GridAttention
-from farfield.nn.network_copy import CannotCopyError, copied, make_empty
+from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import without_numbers
-from farfield.streaming.adapt import one_grid, record_network
 from farfield.streaming.arguments import Tiles
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
@@ -27,18 +26,18 @@ from farfield.streaming.geometry import AxisScale, Halo, round_up
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
 from farfield.streaming.network_axes import (
     device_of,
-    dtype_of,
     refuse_axes,
     refuse_training,
     spatial_dims_of,
     split_padding,
 )
-from farfield.streaming.operations import Graph, Info, RecordingError, Value
+from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
 from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
+from farfield.streaming.recordings import Recordings
 from farfield.streaming.reduction import Reduction, ReductionError, check_reduction
 from farfield.streaming.resume import Saved
-from farfield.streaming.scales import Scales, find_scales, strides_of
+from farfield.streaming.scales import Scales, cuttable, find_scales, scales_of
 from farfield.streaming.several_inputs import check_arguments, parse_layouts
 from farfield.streaming.several_outputs import Outputs
 from farfield.streaming.spans import axes_of
@@ -48,71 +47,6 @@ from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
 MEMORY_SHARE, DISK_SHARE = 0.25, 0.5
-# A length that strides divide, and windows of common models.
-DIVISIBLE = 2**6 * 3 * 5 * 7
-
-
-@dataclass
-class Recordings:
-    """Records a network on volumes of several sizes.
-
-    Attributes:
-        caller: The function that errors name.
-        network: The network.
-        channels: Number of channels of each volume.
-        reduce: The argument of `predict_whole`.
-        outputs: Gets what is known of several outputs.
-    """
-
-    caller: str
-    network: nn.Module
-    channels: tuple[int, ...]
-    reduce: Reduction
-    outputs: Outputs
-
-    def at(self, batch: int, size: Sequence[int]) -> Graph:
-        """Record the network on volumes of this size.
-
-        Raises:
-            ValueError: If it does not take them.
-            TypeError: If it does not return one grid, or several of one size.
-            GraphError: If an operation cannot be recorded.
-        """
-        dtype = dtype_of(self.network)
-        volumes = [Info((batch, own, *size), dtype) for own in self.channels]
-        finish = one_grid(self.caller, self.network, volumes, self.reduce, self.outputs)
-        try:
-            return record_network(self.network, volumes, finish)
-        except (RecordingError, CannotCopyError) as error:
-            raise GraphError(str(error)) from error
-        except (TypeError, ReductionError):
-            raise
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if str(error).startswith((f"{self.caller}: ", "MeanOverFlips: ")):
-                raise
-            raise ValueError(
-                f"{self.caller}: {type(self.network).__name__} does not take a grid of size {tuple(size)}: {error}"
-            ) from error
-
-    def strides(self, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides of the network, for which it is recorded on a size that they divide."""
-        for lengths in ([DIVISIBLE] * len(size), size):
-            try:
-                labelled = label_graph(self.at(1, lengths), lengths, range(len(size)))
-            except ValueError:
-                continue
-            return strides_of(labelled, find_scales(labelled))
-        return (1,) * len(size)
-
-    def mixes_samples(self, size: Sequence[int]) -> bool:
-        """Whether the output of a sample depends on others."""
-        try:
-            graph = self.at(2, size)
-            labelled = label_graph(graph, graph.info(graph.inputs[0]).shape, [0], first=0)
-        except ValueError:
-            return True
-        kept = labelled.layouts[graph.output][0]
-        return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
 
 
 def make_plan(
@@ -143,14 +77,14 @@ def make_plan(
     if isinstance(model, MeanOverFlips):
         check_axes(caller, model, len(own))
     recordings = Recordings(caller, model, channels, reduce, Outputs())
-    padding = ((0, 0),) * len(own)
+    reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(own))
+    padding, padded = ((0, 0),) * len(own), Scales()
     if pad is not None:
-        strides = recordings.strides(own)
+        strides, padded = recordings.strides(own, reach)
         padding = tuple(split_padding(length, stride, pad) for length, stride in zip(own, strides, strict=True))
     size = tuple(length + sum(positions) for length, positions in zip(own, padding, strict=True))
     mixed = batch > 1 and recordings.mixes_samples(size)
-    graph = record_or_raise(recordings, batch if mixed else 1, size)
-    reach = None if tiles.halo is None else given_halo(caller, tiles.halo, len(size))
+    graph = record_or_raise(recordings, batch if mixed else 1, size, reach)
     scales, strides = scales_of(graph, size, reach)
     if saved is not None and tiles.size is None:
         tiles = replace(tiles, size=saved.tile)
@@ -183,7 +117,7 @@ def make_plan(
             )
             for each, cost in zip(plan.stages, costs, strict=True)
         ),
-        output=plan_output(caller, network, plan, scales.get(graph.output, {}), padding, samples),
+        output=plan_output(caller, network, plan, scales.get(graph.output, {}) | padded, padding, samples),
         outputs=recordings.outputs,
         macs=samples * sum(graph.nodes[index].macs for index in plan.labelled.order),
         on_disk=on_disk and bool(plan.stored),
@@ -245,7 +179,7 @@ def given_halo(caller: str, halo: int | Sequence[int], spatial_dims: int) -> tup
     return requested
 
 
-def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -> Graph:
+def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...], halo: Sequence[int] | None) -> Graph:
     """Record the network on the whole volume.
 
     Raises:
@@ -259,37 +193,11 @@ def record_or_raise(recordings: Recordings, batch: int, size: tuple[int, ...]) -
         raise
     except ValueError as error:
         refuse_axes(caller, network, recordings.channels, size, error)
-        strides = recordings.strides(size)
+        strides, _ = recordings.strides(size, halo)
         if any(length % multiple for length, multiple in zip(size, strides, strict=True)):
             multiples = " × ".join(map(str, strides))
             raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
         raise
-
-
-def scales_of(
-    graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None
-) -> tuple[dict[Value, Scales], tuple[int, ...]]:
-    """Return how the values of a graph scale along the axes along which it can be cut, and its strides."""
-    for axes in (range(len(size)), cuttable(graph, size, halo)):
-        try:
-            labelled = label_graph(graph, size, axes, halo=halo)
-        except GraphError:
-            continue
-        scales = find_scales(labelled)
-        return scales, strides_of(labelled, scales)
-    return {}, (1,) * len(size)
-
-
-def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
-    """Return the axes along which a graph can be cut, each by itself."""
-    found = []
-    for axis in range(len(size)):
-        try:
-            label_graph(graph, size, [axis], halo=halo)
-        except GraphError:
-            continue
-        found.append(axis)
-    return found
 
 
 def plan_output(
@@ -311,16 +219,17 @@ def plan_output(
     if axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
         raise GraphError("the axes of its output are not those of the volume")
     there = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
-    found: list[AxisScale | None] = []
+    along: list[AxisScale | None] = []
     for axis, length in enumerate(size):
-        place = there.get(axis, axis + 2 if axis not in labelled.cut and axis + 2 < len(layout) else None)
+        same = (axis not in labelled.cut or axis in scales) and axis + 2 < len(layout)
+        place = there.get(axis, axis + 2 if same else None)
         if place is None:
-            found.append(None)
+            along.append(None)
             continue
         known = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
-        found.append(AxisScale(place, known))
+        along.append(AxisScale(place, known))
     kept = [(0, length) for length in info.shape[2:]]
-    for scale, (before, after) in zip(found, padding, strict=True):
+    for scale, (before, after) in zip(along, padding, strict=True):
         if scale is not None:
             length = info.shape[scale.axis]
             kept[scale.axis - 2] = int(before * scale.ratio), length - int(after * scale.ratio)
@@ -332,7 +241,7 @@ def plan_output(
     box = labelled.core(layout, plan.tiles[0])
     written = tuple(stop - start for dim in box[2:] for start, stop in dim)
     shape = (info.shape[0] * samples, *info.shape[1:])
-    return PlannedOutput(shape, info.dtype, tuple(found), tuple(kept), written)
+    return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

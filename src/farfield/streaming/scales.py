@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
-from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Value
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.operations import Graph, Value
 from farfield.streaming.run import find_needs
 from farfield.streaming.spans import Box, Layout, Piece, Span
 
@@ -97,3 +98,29 @@ def strides_of(labelled: LabelledGraph, scales: dict[Value, Scales]) -> tuple[in
             if node.op != "view" and any(each.get(axis, scale) != scale for each in read):
                 strides[axis].add(scale.numerator)
     return tuple(math.lcm(*own) for own in strides)
+
+
+def scales_of(
+    graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None
+) -> tuple[dict[Value, Scales], tuple[int, ...]]:
+    """Return how the values of a graph scale along the axes along which it can be cut, and its strides."""
+    for axes in (range(len(size)), cuttable(graph, size, halo)):
+        try:
+            labelled = label_graph(graph, size, axes, halo=halo)
+        except GraphError:
+            continue
+        scales = find_scales(labelled)
+        return scales, strides_of(labelled, scales)
+    return {}, (1,) * len(size)
+
+
+def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
+    """Return the axes along which a graph can be cut, each by itself."""
+    axes = []
+    for axis in range(len(size)):
+        try:
+            label_graph(graph, size, [axis], halo=halo)
+        except GraphError:
+            continue
+        axes.append(axis)
+    return axes

@@ -221,7 +221,7 @@ def bind_graph(caller: str, graph: Graph, network: nn.Module) -> Graph:
         ValueError: If the network has not what the graph names.
     """
     named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
-    constants = dict(graph.constants)
+    constants = dict(without_named(graph).constants)
     for index in graph.needed():
         node = graph.nodes[index]
         if node.op == "constant" and node.args[0] not in constants:

@@ -51,7 +51,7 @@ class Resumable(Protocol):
 def not_finite(name: str, origin: tuple[int, ...]) -> ValueError:
     """Return the error for a summary that is not finite."""
     return ValueError(
-        f"{name}: its input is not finite in the tile at {origin} of that input, and would spread NaN to every "
+        f"{name}: its input is not finite in the tile at {origin} of the volume, and would spread NaN to every "
         f"position; fix: numpy.nan_to_num(…, posinf=0, neginf=0) of the volume, or, in respond_whole, a mask of the "
         f"valid positions."
     )

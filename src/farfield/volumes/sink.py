@@ -269,7 +269,12 @@ class ArrayOutput:
                     f"{self.caller}: the result has numbers from {low} to {high}, and out is of {self.dtype}, which "
                     f"holds those from {room[0]} to {room[1]}; fix: an array of {numbers.dtype}."
                 )
-        self.array[index] = box.to(self.array.device) if isinstance(self.array, Tensor) else numbers
+        if isinstance(self.array, Tensor):
+            # Tensors that are made in inference mode can be written to in it alone.
+            with torch.inference_mode(self.array.is_inference()):
+                self.array[index] = box.to(self.array.device)
+        else:
+            self.array[index] = numbers
         release(self.array)
 
     def room(self, kept: np.dtype) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ import torch
 
 from farfield.streaming.operations import find_operation
 from farfield.streaming.rules.along import ALONG_RULES
+from farfield.streaming.rules.exponentials import SOFTMAX_RULES
 from farfield.streaming.rules.layouts import LAYOUT_RULES
 from farfield.streaming.rules.normalization import NORM_RULES
 from farfield.streaming.rules.pointwise import POINTWISE, UNTAGGED
@@ -22,6 +23,7 @@ RULES: dict[str, Rule] = {
     **POOLING_RULES,
     **SAMPLING_RULES,
     **SUM_RULES,
+    **SOFTMAX_RULES,
     **NORM_RULES,
     **PRODUCT_RULES,
     **ALONG_RULES,

@@ -17,6 +17,7 @@ from farfield.streaming.rules.rule import (
     Rule,
     RuleError,
     aligned_box,
+    positions_of,
     reduce_arrays,
     single,
     take_aligned,
@@ -84,7 +85,7 @@ def needs_norm(call: OperationCall, output: int, box: Box) -> list[Box]:
     """All that the norm reduces, which is not cut; weights whole."""
     if output:
         raise RuleError("its statistics are read")
-    dims = set(norm_dims(call)) | ({1} if "layer" not in call.op else set())
+    dims = norm_dims(call)
     first = tuple(whole_dim(own) if dim in dims else box[dim] for dim, own in enumerate(call.operands[0].layout))
     return [first, *(whole_box(operand.layout) for operand in call.operands[1:])]
 
@@ -95,9 +96,12 @@ def run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
     if "group_norm" in call.op:
         grid = args[0]
         args = (*args[:3], grid.shape[0], grid.shape[1], math.prod(grid.shape[2:]), *args[6:])
+    if "batch_norm" in call.op:
+        # An instance norm is one whose channels are those of all samples.
+        places = positions_of(call.layouts[0][1], box[1])
+        args = (args[0], *(None if each is None else each[places.to(each.device)] for each in args[1:5]), *args[5:])
     result = find_operation(call.op)(*args, **kwargs)[0]
-    dims = set(norm_dims(call)) | ({1} if "layer" not in call.op else set())
-    return take_dims(result, dims, call.layouts[0], box)
+    return take_dims(result, norm_dims(call), call.layouts[0], box)
 
 
 def reduce_norm(call: OperationCall) -> Reduction | None:

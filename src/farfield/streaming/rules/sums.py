@@ -1,4 +1,4 @@
-"""Rules of sums over dimensions: means, extremes, moments, norms of vectors, softmax.
+"""Rules of sums over dimensions: means, extremes, moments, norms of vectors.
 
 Over an axis that is cut, each tile gives parts, and all parts merge.
 """
@@ -22,7 +22,6 @@ from farfield.streaming.rules.rule import (
     add,
     positions_of,
     reduce_arrays,
-    take_dims,
 )
 from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, length_of, whole_dim
 
@@ -70,7 +69,7 @@ def keepdim_box(call: OperationCall, dims: Sequence[int], box: Box) -> Box:
     return tuple(((0, 1),) if dim in dims else next(rest) for dim in range(len(call.operands[0].layout)))
 
 
-class Sums(NamedTuple):
+class Summing(NamedTuple):
     """How a reduction sums: from a part of the grid to parts, and from all parts to the result.
 
     Attributes:
@@ -107,10 +106,10 @@ def merge_moments(first: Parts, second: Parts) -> Parts:
 def moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     """Return count, mean and sum of squared deviations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    found = moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
-    if found is None:
-        found = [each.double() for each in torch.var_mean(wide, list(dims), correction=0, keepdim=True)]
-    variance, mean = found
+    pair = moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
+    if pair is None:
+        pair = [each.double() for each in torch.var_mean(wide, list(dims), correction=0, keepdim=True)]
+    variance, mean = pair
     count = torch.full_like(mean, wide.numel() // max(mean.numel(), 1))
     return count, mean, variance * count
 
@@ -206,19 +205,19 @@ def plain(call: OperationCall, parts: Parts, count: int) -> Tensor:
     return parts[0]
 
 
-SUM = Sums((0.0,), total, add, plain)
-LARGEST = Sums((-math.inf,), lambda x, dims: extreme(x, dims, 1), larger, plain)
-SMALLEST = Sums((math.inf,), lambda x, dims: extreme(x, dims, -1), smaller, plain)
-PRODUCT = Sums((1.0,), product, multiply, plain)
-NAN_SUM = Sums((0.0,), lambda x, dims: total(x.nan_to_num(0.0, math.inf, -math.inf), dims), add, plain)
-COUNT = Sums((0.0,), lambda x, dims: total(holds(x), dims), add, plain)
-ANY = Sums((0.0,), lambda x, dims: extreme(holds(x), dims, 1), larger, plain)
-ALL = Sums((1.0,), lambda x, dims: extreme(holds(x), dims, -1), smaller, plain)
-MEAN = Sums((0.0,), total, add, lambda call, parts, count: parts[0] / count)
-EXPONENTIALS = Sums((-math.inf, 0.0), exponentials, merge_exponentials, lambda c, p, n: p[0] + p[1].log())
+SUM = Summing((0.0,), total, add, plain)
+LARGEST = Summing((-math.inf,), lambda x, dims: extreme(x, dims, 1), larger, plain)
+SMALLEST = Summing((math.inf,), lambda x, dims: extreme(x, dims, -1), smaller, plain)
+PRODUCT = Summing((1.0,), product, multiply, plain)
+NAN_SUM = Summing((0.0,), lambda x, dims: total(x.nan_to_num(0.0, math.inf, -math.inf), dims), add, plain)
+COUNT = Summing((0.0,), lambda x, dims: total(holds(x), dims), add, plain)
+ANY = Summing((0.0,), lambda x, dims: extreme(holds(x), dims, 1), larger, plain)
+ALL = Summing((1.0,), lambda x, dims: extreme(holds(x), dims, -1), smaller, plain)
+MEAN = Summing((0.0,), total, add, lambda call, parts, count: parts[0] / count)
+EXPONENTIALS = Summing((-math.inf, 0.0), exponentials, merge_exponentials, lambda c, p, n: p[0] + p[1].log())
 
 # Name of an operation -> where its dimensions stand among its arguments, and how it sums.
-SUMS: dict[str, tuple[int | None, Sums]] = {
+SUMS: dict[str, tuple[int | None, Summing]] = {
     "sum.dim_IntList": (1, SUM),
     "sum.default": (None, SUM),
     "nansum.default": (1, NAN_SUM),
@@ -232,18 +231,21 @@ SUMS: dict[str, tuple[int | None, Sums]] = {
     "amin.default": (1, SMALLEST),
     "max.default": (None, LARGEST),
     "min.default": (None, SMALLEST),
-    "aminmax.default": (None, Sums((-math.inf,) * 2, both_extremes, larger, lambda c, p, n: (-p[0], p[1]))),
+    "aminmax.default": (None, Summing((-math.inf,) * 2, both_extremes, larger, lambda c, p, n: (-p[0], p[1]))),
     "logsumexp.default": (1, EXPONENTIALS),
-    "var.correction": (1, Sums((0.0,) * 3, moments, merge_moments, lambda c, p, n: variance(c, p))),
-    "std.correction": (1, Sums((0.0,) * 3, moments, merge_moments, lambda c, p, n: variance(c, p).sqrt())),
-    "var_mean.correction": (1, Sums((0.0,) * 3, moments, merge_moments, lambda c, p, n: (variance(c, p), p[1]))),
-    "std_mean.correction": (1, Sums((0.0,) * 3, moments, merge_moments, lambda c, p, n: (variance(c, p).sqrt(), p[1]))),
+    "var.correction": (1, Summing((0.0,) * 3, moments, merge_moments, lambda c, p, n: variance(c, p))),
+    "std.correction": (1, Summing((0.0,) * 3, moments, merge_moments, lambda c, p, n: variance(c, p).sqrt())),
+    "var_mean.correction": (1, Summing((0.0,) * 3, moments, merge_moments, lambda c, p, n: (variance(c, p), p[1]))),
+    "std_mean.correction": (
+        1,
+        Summing((0.0,) * 3, moments, merge_moments, lambda c, p, n: (variance(c, p).sqrt(), p[1])),
+    ),
     **{f"any.{kind}": (place, ANY) for kind, place in (("dims", 1), ("dim", 1), ("default", None))},
     **{f"all.{kind}": (place, ALL) for kind, place in (("dims", 1), ("dim", 1), ("default", None))},
 }
 
 
-def norm_sums(call: OperationCall) -> Sums:
+def norm_sums(call: OperationCall) -> Summing:
     """How a vector norm of some order sums."""
     order = float(call.args[1])
     if math.isinf(order):
@@ -253,15 +255,15 @@ def norm_sums(call: OperationCall) -> Sums:
             else SMALLEST._replace(summarize=lambda x, dims: power_sum(x, dims, order))
         )
     root = 1.0 if order == 0 else 1 / order
-    return Sums((0.0,), lambda x, dims: power_sum(x, dims, order), add, lambda c, p, n: p[0] ** root)
+    return Summing((0.0,), lambda x, dims: power_sum(x, dims, order), add, lambda c, p, n: p[0] ** root)
 
 
-def constantly(sums: Sums | None) -> Callable[[OperationCall], Sums | None]:
+def constantly(sums: Summing | None) -> Callable[[OperationCall], Summing | None]:
     """Return the function that finds the same sums for each call."""
     return lambda call: sums
 
 
-def summed(place: int | None, find_sums: Callable[[OperationCall], Sums | None]) -> Rule:
+def summed(place: int | None, find_sums: Callable[[OperationCall], Summing | None]) -> Rule:
     """Return the rule of a reduction; without sums it is refused along an axis that is cut."""
 
     def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
@@ -341,57 +343,6 @@ def peaked(place: int, sign: int, *, index_only: bool) -> Rule:
     return plain_rule._replace(reduce=reduce)
 
 
-# ---- softmax ---------------------------------------------------------------------------------------------------------
-def softmax_dim(call: OperationCall) -> int:
-    """The dimension along which exponentials are summed."""
-    return int(call.args[1]) % len(call.shape)
-
-
-def label_softmax(call: OperationCall) -> list[Layout]:
-    """The layout of the grid."""
-    return [call.operands[0].layout]
-
-
-def needs_softmax(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """All along the dimension, which is not cut."""
-    dim = softmax_dim(call)
-    return [(*box[:dim], whole_dim(call.operands[0].layout[dim]), *box[dim + 1 :])]
-
-
-def run_softmax(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Run the operation on whole vectors, and take the box."""
-    return take_dims(call.run(output, tensors), [softmax_dim(call)], call.layouts[0], box)
-
-
-def reduce_softmax(call: OperationCall) -> Reduction | None:
-    """Find the peak and the sum of exponentials over the whole."""
-    dim, layout = softmax_dim(call), call.operands[0].layout
-    if not is_cut(layout[dim]):
-        return None
-    logarithm, safe = "log" in call.op, "safe" in call.op
-
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        wide = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32))
-        shifted = wide - parts[0].to(wide)
-        result = shifted - parts[1].log().to(wide) if logarithm else shifted.exp() / parts[1].to(wide)
-        # Where all is -inf, attention of torch gives 0.
-        return (result.masked_fill(parts[0] == -math.inf, 0.0) if safe else result).to(own.dtype)
-
-    def needs(box: Box) -> list[Box]:
-        return [(*box[:dim], ((0, 1),), *box[dim + 1 :])] * 2
-
-    return reduce_arrays(
-        operands=(0,),
-        layouts=(kept_layout(call, [dim]),) * 2,
-        start=EXPONENTIALS.start,
-        summarize=lambda core, tensors: exponentials(tensors[0], [dim]),
-        merge=merge_exponentials,
-        finish=finish,
-        needs=needs,
-        reads=lambda own, box: [box],
-    )
-
-
 def refused(place: int) -> Rule:
     """Return the rule of a reduction that does not merge."""
     return summed(place, constantly(None))
@@ -404,10 +355,6 @@ SUM_RULES: dict[str, Rule] = {
     "aten.argmin.default": peaked(1, -1, index_only=True),
     "aten.max.dim": peaked(1, 1, index_only=False),
     "aten.min.dim": peaked(1, -1, index_only=False),
-    **dict.fromkeys(
-        ("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default"),
-        Rule(label_softmax, needs_softmax, run_softmax, reduce_softmax),
-    ),
     **{f"aten.{name}.dim": refused(1) for name in ("median", "nanmedian")},
     **{f"aten.{name}.default": refused(place) for name, place in (("mode", 1), ("kthvalue", 2))},
 }
