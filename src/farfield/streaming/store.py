@@ -60,7 +60,8 @@ class StoredInMemory:
         """Read a box for a tile."""
         if self.whole is None:
             raise LookupError("no tile of the value has been stored")
-        return read_box(self.whole, region_of(whole_box(self.layout)), box)
+        # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
+        return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
 
     def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
         """Whether nothing of these tiles is needed: memory ends with its process."""
