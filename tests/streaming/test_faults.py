@@ -189,6 +189,7 @@ def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tm
 
 def calls_of(key: Key, folder: Path) -> Sequence[faults.Call]:
     """The calls by which a prediction writes."""
+    machine.undisturbed(key, "out.npy")  # so that it is planned before the process forks
     plain = folder / "plain"
     plain.mkdir()
     watched = faults.run(lambda: machine.predict(key, plain / "out.npy"), plain, faults.at(0, None))
