@@ -43,7 +43,7 @@ from helpers.prediction_machine import (
 PART = 50
 # Kills of one case go through its calls in such steps, and then from the next call on.
 STEP = 7
-# What is killed: without files between passes, with stored grids, with stored keys and values.
+# What is killed: with values in memory between passes, with values on disk, with keys and values on disk.
 KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]))
 
 

@@ -23,7 +23,7 @@ from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
 # Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
-STEP = 7
+STEP, STORED_STEP = 19, 37
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,18 +121,19 @@ def test_an_error_of_the_disk_names_the_file_and_the_fix(suffix: str, net: nn.Mo
         if failed.kind == "raised":
             assert failed.error[1] == code
             assert "predict_whole: " in failed.error[2]
-            assert f'{out}"' in failed.error[2]
+            # The output, or a value in the folder beside it.
+            assert f'"{out}"' in failed.error[2] or f'"{out}.unfinished' in failed.error[2]
             assert "; fix: " in failed.error[2]
         resume(net, out)
         assert content(out) == want
 
 
-STORING = pytest.mark.parametrize("key", [Key(0, TILES[2]), Key(2, TILES[2])], ids=["grids", "keys"])
+STORING = pytest.mark.parametrize("key", [Key(0, TILES[2]), Key(2, TILES[1])], ids=["norms", "keys"])
 
 
 @STORING
-def test_what_was_killed_with_grids_or_keys_on_disk_resumes_to_the_same_bytes(key: Key, tmp_path: Path) -> None:
-    for index in range(0, len(calls_of(key, tmp_path)), 19):
+def test_what_was_killed_with_values_on_disk_resumes_to_the_same_bytes(key: Key, tmp_path: Path) -> None:
+    for index in range(0, len(calls_of(key, tmp_path)), STORED_STEP):
         out = tmp_path / str(index) / "out.npy"
         out.parent.mkdir()
         action = "torn" if index % 2 else "kill"
@@ -169,9 +170,9 @@ def predict_stored(key: Key, out: Path) -> None:
 
 @STORING
 def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tmp_path: Path) -> None:
-    """At every call that writes it: it is opened, made as long as it will be, and written through a memory map."""
+    """At every call that writes it: it is opened, made as long as it will be, and written, and read by a memory map."""
     calls = calls_of(key, tmp_path)
-    at = [index for index, call in enumerate(calls) if any(Path(path).suffix in STORED for path in call.paths)]
+    at = [index for index, call in enumerate(calls) if any(Path(path).suffix == STORED for path in call.paths)]
     assert at
     for number, index in enumerate(at):
         out, code = tmp_path / str(index) / "out.npy", CODES[number % len(CODES)]
@@ -188,6 +189,7 @@ def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tm
 
 def calls_of(key: Key, folder: Path) -> Sequence[faults.Call]:
     """The calls by which a prediction writes."""
+    machine.undisturbed(key, "out.npy")  # so that it is planned before the process forks
     plain = folder / "plain"
     plain.mkdir()
     watched = faults.run(lambda: machine.predict(key, plain / "out.npy"), plain, faults.at(0, None))

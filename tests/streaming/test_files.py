@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from farfield import streaming
-from farfield.streaming import predict_whole
+from farfield.streaming import Tiles, predict_whole
 from helpers.partly import partly
+from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, relative, settled
 
 SIZE = (12, 20, 22)
@@ -135,20 +135,20 @@ CHILD = """
     import numpy as np
     import torch
     torch.set_num_threads(1)
-    from farfield.streaming import predict_whole, respond_whole, runner
+    from farfield.streaming import predict_whole, respond_whole, resume
     from helpers.streamed_nets import Hourglass, attention, settled
 
     kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    taken, read = 0, runner.Stream.read
+    taken, advance = 0, resume.Progress.advance
 
     def counted(*arguments):
         global taken
         taken += 1
         if taken == kill:
             os.kill(os.getpid(), how)
-        return read(*arguments)
+        return advance(*arguments)
 
-    runner.Stream.read = counted
+    resume.Progress.advance = counted
     volume = np.load(Path(out).with_name("volume.npy"), mmap_mode="r")
     {call}
     print(taken)
@@ -160,7 +160,7 @@ CALLS = {
 
 
 def command(call: str, kill: int, out: Path, how: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Of a process that makes a call and gets a signal when it reads a tile for the `kill`th time."""
+    """Of a process that makes a call and gets a signal when it has run the `kill`th tile of all passes."""
     script = textwrap.dedent(CHILD).format(call=CALLS[call])
     return [sys.executable, "-c", script, str(kill), str(out), str(int(how))]
 
@@ -185,7 +185,7 @@ def test_what_was_killed_goes_on_and_ends_with_the_same_file(
 ) -> None:
     np.save(tmp_path / "volume.npy", volume)
     plain, out = tmp_path / f"plain{suffix}", tmp_path / f"killed{suffix}"
-    reads = int(run(call, 0, plain).stdout)
+    tiles = int(run(call, 0, plain).stdout)
     for kill in kills:
         assert run(call, kill, out).returncode == -signal.SIGKILL
         assert not out.exists()
@@ -194,7 +194,7 @@ def test_what_was_killed_goes_on_and_ends_with_the_same_file(
     # Tiles that were finished are read again, to see that they are what they were, but not computed.
     assert fingerprint(out) == fingerprint(plain)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([out.name, plain.name, "volume.npy"])
-    assert reads > max(kills)
+    assert tiles > max(kills)
 
 
 @pytest.mark.slow
@@ -202,8 +202,8 @@ def test_what_was_killed_goes_on_and_ends_with_the_same_file(
 def test_killed_at_any_tile(call: str, volume: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "volume.npy", volume)
     plain = tmp_path / "plain.npy"
-    reads = int(run(call, 0, plain).stdout)
-    for kill in range(1, reads + 1):
+    tiles = int(run(call, 0, plain).stdout)
+    for kill in range(1, tiles + 1):
         out = tmp_path / f"killed{kill}.npy"
         assert run(call, kill, out).returncode == -signal.SIGKILL
         assert run(call, 0, out).returncode == 0
@@ -228,39 +228,19 @@ def test_two_processes_do_not_write_to_one_path(volume: np.ndarray, tmp_path: Pa
     assert run("predict", 0, out).returncode == 0
 
 
-class StopError(Exception):
-    pass
-
-
 @pytest.fixture
-def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def begun(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> Path:
     """A prediction that was stopped in its last pass; 8 tiles, 4 passes."""
-    out, read, count = tmp_path / "out.npy", streaming.runner.Stream.read, [0]
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        count[0] += 1
-        if count[0] == 29:
-            raise StopError
-        return read(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(streaming.resume, "SHARE", 0)  # saved after every tile
-        patch.setattr(streaming.runner.Stream, "read", counted)
-        with pytest.raises(StopError):
-            predict_whole(net, volume, tile=(6, 10, 12), out=out, quiet=True)
+    out = tmp_path / "out.npy"
+    with stopping(29):
+        predict_whole(net, volume, tile=(6, 10, 12), out=out, quiet=True)
     return out
 
 
 def test_finished_tiles_are_not_computed_again(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
-    seen = []
-    hook = net.last.register_forward_hook(lambda *call: seen.append(1))
-    predict_whole(net, volume, tile=(6, 10, 12), out=begun, quiet=True)
-    hook.remove()
-    probes = []
-    hook = net.last.register_forward_hook(lambda *call: probes.append(1))
-    streaming.plan_whole(net, volume.shape, tile=(6, 10, 12))
-    hook.remove()
-    assert len(seen) - len(probes) == 4
+    with recording_tasks() as tasks:
+        predict_whole(net, volume, tile=(6, 10, 12), out=begun, quiet=True)
+    assert tasks == [(3, tile) for tile in range(4, 8)]
 
 
 def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray, net: torch.nn.Module) -> None:
@@ -302,7 +282,7 @@ def test_a_volume_that_changes_under_way(net: torch.nn.Module) -> None:
             return np.full(self.shape, self.reads > 20, "float32")[index]
 
     with pytest.raises(ValueError, match="the volume has changed in tile"):
-        predict_whole(net, Restless(), tile=12, quiet=True)
+        predict_whole(net, Restless(), tile=Tiles(12, memory=0), quiet=True)  # nothing stored: it is read in each pass
 
 
 # ---- full disks ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers import faults
-from helpers.prediction_machine import Key, Predictions, plans_made_once
+from helpers.prediction_machine import TILES, Key, Predictions, plans_made_once
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_programs_of_predictions() -> None:
 
 def test_a_tiff_that_lost_what_follows_its_array_is_made_again() -> None:
     """Its numbers were right, which have checksums, and its description was gone. A drawn program."""
-    key, state = Key(0, (4, 4)), Predictions()
+    key, state = Key(0, TILES[0]), Predictions()
     state.choose_a_format(suffix=".ome.tif")
     state.break_the_disk(code=errno.ENOSPC, index=23, key=key, overwrite=False)
     state.truncate(share=0.5, which=0.0)

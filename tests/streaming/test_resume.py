@@ -22,19 +22,16 @@ import zarr
 from torch import nn
 
 from farfield import models, streaming
-from farfield.streaming import predict_whole, respond_whole
+from farfield.streaming import Tiles, predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import sink
+from helpers.stopping import StopError, recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, attention, settled
 
 SIZE = (20, 24)
 TILE = (10, 8)
 TILES = 6
 SUFFIXES = (".npy", ".tif", ".zarr")
-
-
-class StopError(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +51,13 @@ def want(net: torch.nn.Module, volume: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture
-def stop(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Begin a prediction of 2 passes, and stop it before it reads so many tiles."""
+def stop(net: torch.nn.Module, volume: np.ndarray, tmp_path: Path) -> Callable:
+    """Begin a prediction of 2 passes, and stop it before it runs so many tiles."""
 
-    def stopped(suffix: str, reads: int = TILES + 5) -> Path:
-        out, read, count = tmp_path / f"out{suffix}", streaming.runner.Stream.read, [0]
-
-        def counted(*arguments: Any) -> torch.Tensor:
-            count[0] += 1
-            if count[0] == reads:
-                raise StopError
-            return read(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(streaming.resume, "SHARE", 0)  # saved after every tile
-            patch.setattr(streaming.runner.Stream, "read", counted)
-            with pytest.raises(StopError):
-                predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    def stopped(suffix: str, tasks: int = TILES + 5, tile: Any = TILE) -> Path:
+        out = tmp_path / f"out{suffix}"
+        with stopping(tasks):
+            predict_whole(net, volume, tile=tile, out=out, quiet=True)
         return out
 
     return stopped
@@ -186,19 +173,12 @@ def test_a_zarr_that_lost_what_was_written_is_made_anew(
 def test_a_whole_file_is_gone_on_with(
     suffix: str, stop: Callable, net: torch.nn.Module, volume: np.ndarray, want: np.ndarray
 ) -> None:
-    seen: list[int] = []
     out = stop(suffix)
-    hook = net[-1].register_forward_hook(lambda module, inputs, output: seen.append(1))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), recording_tasks() as tasks:
         warnings.simplefilter("error")
         got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
-    hook.remove()
     np.testing.assert_array_equal(got[:], want)
-    probes: list[int] = []
-    hook = net[-1].register_forward_hook(lambda module, inputs, output: probes.append(1))
-    streaming.plan_whole(net, SIZE, tile=TILE)
-    hook.remove()
-    assert len(seen) - len(probes) == 2  # the tiles that were left
+    assert tasks == [(1, 4), (1, 5)]  # the tiles that were left
 
 
 def test_what_was_written_is_looked_at_after_the_last_tile_too(
@@ -219,9 +199,12 @@ def test_what_was_written_is_looked_at_after_the_last_tile_too(
         with pytest.raises(StopError):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     cut_short(growing(out))
-    with pytest.warns(UserWarning, match=f"its {TILES} tiles are computed again"):
+    text = f"its {TILES} tiles are computed again"
+    with pytest.warns(UserWarning, match=text) as said, recording_tasks() as tasks:
         got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    assert len(said) == 1
     np.testing.assert_array_equal(got, want)
+    assert tasks == [(1, index) for index in range(TILES)]  # the last pass alone
 
 
 # ---- the file that says how far it is --------------------------------------------------------------------------------
@@ -273,6 +256,12 @@ def of_the_first_version(file: Path) -> None:
     rewritten(file, lambda saved: saved | {"version": 1, "found": saved["summaries"]})
 
 
+def of_the_third_version(file: Path) -> None:
+    """As farfield 0.2 wrote it."""
+    new = ("stored", "on_disk")
+    rewritten(file, lambda saved: {key: each for key, each in saved.items() if key not in new} | {"version": 3})
+
+
 def of_another_kind(file: Path) -> None:
     rewritten(file, lambda saved: [saved])
 
@@ -299,6 +288,7 @@ FAULTS = (
     one_byte_changed,
     of_another_version,
     of_the_first_version,
+    of_the_third_version,
     of_another_kind,
     without_a_field,
     of_wrong_types,
@@ -416,7 +406,7 @@ def test_a_change_that_float32_does_not_have_is_noticed() -> None:
             return self.array[index] * (1 + 1e-12 * (self.reads > TILES))
 
     with pytest.raises(ValueError, match="predict_whole: the volume has changed in tile 0"):
-        predict_whole(net, Changing(), tile=TILE, quiet=True)
+        predict_whole(net, Changing(), tile=Tiles(TILE, memory=0), quiet=True)  # nothing stored: it is read twice
 
 
 def test_a_full_disk_at_the_first_save_names_no_folder_that_is_gone(

@@ -136,10 +136,15 @@ class TiledRun:
         sample, stage = divmod(number, len(self.plan.stages))
         if sample != self.sample:
             self.sums, self.sample = Sums(self.plan), sample
+        if index == 0:
+            # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
+            self.store.end((stage - 1) % len(self.plan.stages))
         if self.patches is not None:
             self.run_patch(self.patches, sample, stage, index)
         else:
             self.run_regions(sample, stage, index)
+        if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
+            self.store.close()
 
     def run_patch(self, patches: PatchPlan, sample: int, stage: int, index: int) -> None:
         """Run a pass on the patch of a tile."""
@@ -175,8 +180,6 @@ class TiledRun:
         output = labelled.graph.output
         if plan.stages[stage].last and output in wanted:
             self.write_output(sample, wanted[output], known[output])
-        if index == len(plan.tiles) - 1:
-            self.store.end(stage)
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
@@ -187,9 +190,12 @@ class TiledRun:
         self.sample = state["sample"]
         self.sums.load(state["sums"])
 
-    def holds(self, state: Mapping[str, Any], number: int) -> bool:
-        """Whether a pass can go on from a state: it has the sums of its sample, and files hold what was stored."""
-        return bool(state["sample"] == number // len(self.plan.stages)) and self.store.holds(state["stored"])
+    def holds(self, state: Mapping[str, Any], number: int, index: int) -> bool:
+        """Whether a pass can go on with a tile: the state has the sums of its sample, and files what was stored."""
+        sample, stage = divmod(number, len(self.plan.stages))
+        if state["sample"] != sample:  # right only where the pass is the first of the next sample, or none is left
+            return (state["sample"], stage, index) == (sample - 1, 0, 0)
+        return self.store.holds(state["stored"], stage, index)
 
 
 @torch.no_grad()

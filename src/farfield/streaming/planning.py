@@ -86,11 +86,8 @@ def make_plan(
     mixed = batch > 1 and recordings.mixes_samples(size)
     graph = record_or_raise(recordings, batch if mixed else 1, size, reach)
     scales, strides = scales_of(graph, size, reach)
-    if saved is not None and tiles.size is None:
-        tiles = replace(tiles, size=saved.tile)
-    plan, on_disk = choose_tiles(caller, network, graph, size, strides, tiles, reach, path)
-    if saved is not None and saved.tile == tuple(stop - start for start, stop in plan.tiles[0]):
-        plan = make_graph_plan(plan.labelled, saved.tile, {Value(*each) for each in saved.stored})
+    chosen = None if saved is None else plan_saved(graph, size, strides, tiles, reach, saved)
+    plan, on_disk = chosen or choose_tiles(caller, network, graph, size, strides, tiles, reach, path)
     refuse_large_summaries(caller, plan.labelled, network)
     costs = [plan.cost(stage) for stage in range(len(plan.stages))]
     samples, patches = 1 if mixed else batch, None
@@ -302,6 +299,34 @@ def choose_tiles(
     return best or smallest, budget.on_disk
 
 
+def plan_saved(
+    graph: Graph,
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    tiles: Tiles,
+    reach: tuple[int, ...] | None,
+    saved: Saved,
+) -> tuple[GraphPlan, bool] | None:
+    """Return the plan of an unfinished prediction, and whether it stores on disk, whatever memory and disk are free.
+
+    None where the call asks for something else.
+    """
+    # An explicit number of bytes on disk says by itself what is stored.
+    asks_otherwise = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
+    given = saved.tile if tiles.size is None else given_tile(tiles.size, size, strides)
+    if asks_otherwise or given != saved.tile or len(given) != len(size):
+        return None
+    axes = [axis for axis, (own, length) in enumerate(zip(saved.tile, size, strict=True)) if own < length]
+    try:
+        labelled = label_graph(graph, size, axes, halo=reach)
+    except GraphError:
+        return None
+    stored = {*labelled.gathered, *(Value(*each) for each in saved.stored)}
+    if not stored <= find_stored(labelled):
+        return None
+    return make_graph_plan(labelled, saved.tile, stored), saved.on_disk
+
+
 def given_tile(
     tile: int | Sequence[int | None] | None, size: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, ...] | None:
@@ -316,7 +341,7 @@ def given_tile(
 
 
 def choose_budget(caller: str, labelled: LabelledGraph, tiles: Tiles, memory: int, path: Path | None) -> Budget:
-    """Return what may be stored, and where: in memory where it fits; on disk where that is allowed.
+    """Return what may be stored, and where: on disk where that is allowed, if it has as much room as memory.
 
     Raises:
         ValueError: If what must be stored does not fit.
@@ -326,8 +351,11 @@ def choose_budget(caller: str, labelled: LabelledGraph, tiles: Tiles, memory: in
     budget = Budget(memory // 2, memory // 2, False) if wanted else Budget(memory, 0, False)
     if tiles.disk:
         budget = Budget(memory, tiles.disk, True)
-    elif wanted > memory // 2 and path is not None and tiles.disk is None:
-        budget = Budget(memory, int(DISK_SHARE * shutil.disk_usage(path.absolute().parent).free), True)
+    elif wanted and path is not None and tiles.disk is None:
+        # On disk a value outlives a process that is killed.
+        room = int(DISK_SHARE * shutil.disk_usage(path.absolute().parent).free)
+        if room >= min(wanted, memory // 2):
+            budget = Budget(memory, room, True)
     least = sum(graph.info(value).bytes for value in labelled.gathered)
     if least > budget.stored:
         names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))

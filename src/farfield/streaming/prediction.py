@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,18 +56,13 @@ def run_plan(
     spec = make_spec(known, plan, next(iter(sources.values())).channels)
     output = output_for(caller, out, spec, next(iter(volumes.values())), overwrite)
     path = str(out) if isinstance(out, str | Path) else ""
-    settings = (
-        plan.tile,
-        len(plan.passes),
-        plan.padding,
-        plan.pad,
-        fingerprint(reduce),
-        path,
-        plan.on_disk,
-        plan.patch_size,
-    )
-    identity = compute_identity(fingerprint(model) if path else "", volumes, settings)
-    progress = make_progress(caller, output, identity, plan.tile, overwrite, plan.stored)
+    settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, path)
+    identity = compute_identity(fingerprint(model) if path else "", volumes, settings) | {
+        "pad or reduce": f"{plan.pad} {plan.padding} {fingerprint(reduce)}",
+        # Summaries and stored values are known by their node, and another version may record other nodes.
+        "version of torch": torch.__version__,
+    }
+    progress = make_progress(caller, output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
     tiled = {name: TiledVolume(source, plan.cores) for name, source in sources.items()}
     stream = Stream(caller, output, progress, [], tiled)
     names, device = list(sources), device_of(model)
@@ -84,7 +79,7 @@ def run_plan(
     restart_if_lost(caller, progress, run)
     stream.merged = [run]
     passes = [(names[0], partial(run_tile, run, number)) for number in range(plan.samples * len(plan.passes))]
-    with outside_inference(device):
+    with closing(run.store), outside_inference(device):
         result = stream.run(passes, quiet)
     return result if out is not None else plan.outputs.split(result, int(plan.layout.batch), plan.layout.channels)
 
@@ -96,7 +91,7 @@ def run_tile(run: TiledRun, number: int, index: int, core: object) -> None:
 
 def restart_if_lost(caller: str, progress: Progress, run: TiledRun) -> None:
     """Begin anew, with a warning, where what earlier passes stored is not there any more."""
-    if progress.summaries and not run.holds(progress.summaries[-1], progress.stage):
+    if progress.summaries and not run.holds(progress.summaries[-1], progress.stage, progress.tile):
         warnings.warn(
             f'{caller}: "{progress.folder}" does not hold any more what passes stored for later ones; all run again.',
             stacklevel=4,

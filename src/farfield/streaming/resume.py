@@ -30,6 +30,7 @@ FIELDS = {
     "identity": dict,
     "positions": list,
     "stored": list,
+    "on_disk": bool,
     "stage": int,
     "tile": int,
     "checksums": dict,
@@ -73,6 +74,7 @@ class Progress:
         identity: Name -> fingerprint of what the result depends on; all must be the same to resume.
         positions: Size of the tiles.
         stored: Node and output of each value that is stored between passes.
+        on_disk: Whether those are in files.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Progress:
         identity: dict[str, str],
         positions: tuple[int, ...],
         stored: Sequence[tuple[int, int]] = (),
+        on_disk: bool = False,
     ) -> None:
-        self.folder, self.identity, self.positions, self.stored = folder, identity, positions, list(stored)
+        self.folder, self.identity, self.positions = folder, identity, positions
+        self.stored, self.on_disk = list(stored), on_disk
         self.stage, self.tile = 0, 0
         self.checksums: dict[str, dict[str, int]] = {}
         self.summaries: list[dict[str, Any]] = []
@@ -138,6 +142,7 @@ def begin(
     positions: tuple[int, ...],
     overwrite: bool | None,
     stored: Sequence[tuple[int, int]] = (),
+    on_disk: bool = False,
 ) -> Progress:
     """Lock the output, and begin a prediction or resume an unfinished one with the same identity.
 
@@ -148,6 +153,7 @@ def begin(
         positions: Size of the tiles.
         overwrite: Whether an unfinished prediction that cannot be resumed is replaced; None is no.
         stored: Node and output of each value that is stored between passes.
+        on_disk: Whether those are in files.
 
     Raises:
         ValueError: If an unfinished prediction has another identity, or its progress is damaged, without `overwrite`.
@@ -156,7 +162,8 @@ def begin(
     """
     output.owned.hold()
     try:
-        return load_or_make(caller, output, Progress(output.folder, identity, positions, stored), overwrite)
+        progress = Progress(output.folder, identity, positions, stored, on_disk)
+        return load_or_make(caller, output, progress, overwrite)
     except BaseException:
         output.owned.let_go()
         raise
@@ -220,10 +227,12 @@ class Saved(NamedTuple):
     Attributes:
         tile: Size of the tiles.
         stored: Node and output of each value that is stored between passes.
+        on_disk: Whether those are in files.
     """
 
     tile: tuple[int, ...]
     stored: tuple[tuple[int, int], ...]
+    on_disk: bool
 
 
 def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]) -> Saved | None:
@@ -237,7 +246,8 @@ def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volu
     identity = compute_identity(model, volumes, None)
     if any(state["identity"].get(name) != identity[name] for name in ("model", "volume")):
         return None
-    return Saved(tuple(state["positions"]), tuple((int(node), int(output)) for node, output in state["stored"]))
+    stored = tuple((int(node), int(output)) for node, output in state["stored"])
+    return Saved(tuple(state["positions"]), stored, state["on_disk"])
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ def make_progress(
     tile: Sequence[int],
     overwrite: bool | None,
     stored: Sequence[tuple[int, int]] = (),
+    on_disk: bool = False,
 ) -> Progress:
     """Return the progress: saved beside a file output, where it may resume, and not saved for other outputs.
 
@@ -176,13 +177,14 @@ def make_progress(
         tile: Size of the tiles.
         overwrite: Whether an unfinished file of another identity is replaced; None is no.
         stored: Node and output of each value that is stored between passes.
+        on_disk: Whether those are in files.
 
     Raises:
         ValueError, FileExistsError, BlockingIOError: As in `begin`.
     """
     if isinstance(output, FileOutput):
         with explain_disk_errors(caller, output.path):
-            return begin(caller, output, identity, tuple(tile), overwrite, stored)
+            return begin(caller, output, identity, tuple(tile), overwrite, stored, on_disk)
     return Progress(None, {}, tuple(tile))
 
 

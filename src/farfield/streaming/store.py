@@ -60,11 +60,18 @@ class StoredInMemory:
         """Read a box for a tile."""
         if self.whole is None:
             raise LookupError("no tile of the value has been stored")
-        return read_box(self.whole, region_of(whole_box(self.layout)), box)
+        # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
+        return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
+
+    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+        """Whether nothing of these tiles is needed: memory ends with its process."""
+        return not tiles
 
     def remove(self) -> None:
         """Free it."""
         self.whole = None
+
+    close = remove
 
 
 class StoredInFile:
@@ -170,19 +177,20 @@ class StoredInFile:
         flat = np.asarray(array[self.offsets[index] : self.offsets[index + 1]])
         return torch.from_numpy(flat).view(self.info.dtype).reshape([stop - start for start, stop in parts])
 
-    def holds(self, checksums: Mapping[str, int]) -> bool:
-        """Whether the file holds the blocks that have these checksums; they are then read and continued."""
-        self.checksums = {int(index): own for index, own in checksums.items()}
-        if not self.checksums:
+    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+        """Whether the file holds the blocks of these tiles, by their checksums; they are then read and continued."""
+        needed = {index: checksums.get(str(index)) for index in tiles if self.boxes[index] is not None}
+        if not needed:
             return True
-        if self.path is None or self.path.is_symlink() or not self.path.is_file():
+        if None in needed.values() or self.path is None or self.path.is_symlink() or not self.path.is_file():
             return False
         try:
             array = self.mapped()
         except ValueError:
             return False
-        same = all(self.checksum(array, index) == own for index, own in self.checksums.items())
+        same = all(self.checksum(array, index) == own for index, own in needed.items())
         release(array)
+        self.checksums = {index: own for index, own in needed.items() if same and own is not None}
         return same
 
     def mapped(self) -> Any:
@@ -209,12 +217,17 @@ class StoredInFile:
                 self.file = self.path.open("r+b", buffering=0)
         return self.file
 
-    def remove(self) -> None:
-        """Close and remove the file."""
-        self.array, self.checksums = None, {}
+    def close(self) -> None:
+        """Close the file, which ends one without a name; another is opened again where it is read."""
+        self.array = None
         if self.file is not None:
             self.file.close()
         self.file = None
+
+    def remove(self) -> None:
+        """Close and remove the file."""
+        self.close()
+        self.checksums = {}
         if self.path is not None:
             with self.explained("make room"):
                 self.path.unlink(missing_ok=True)
@@ -278,6 +291,11 @@ class Store:
             if last <= stage:
                 self.values[value].remove()
 
+    def close(self) -> None:
+        """Let go of memory and opened files; what is in files with a name stays there."""
+        for each in self.values.values():
+            each.close()
+
     def state(self) -> dict[str, Any]:
         """Return the checksums of all blocks that are in files."""
         files = {value: each for value, each in self.values.items() if isinstance(each, StoredInFile)}
@@ -286,12 +304,24 @@ class Store:
             for value, each in files.items()
         }
 
-    def holds(self, state: Mapping[str, Mapping[str, int]]) -> bool:
-        """Whether the files hold what has the checksums of a state."""
-        return all(
-            isinstance(each, StoredInFile) and each.holds(state.get(f"{value.node}-{value.output}", {}))
-            for value, each in self.values.items()
-        )
+    def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
+        """Whether all is there that a pass needs to go on with a tile: what it reads, and what it stored before.
+
+        Args:
+            state: What `state` returned.
+            stage: The pass.
+            index: The tile.
+        """
+        for value, each in self.values.items():
+            level, needed = self.plan.level_of(value), 0
+            if level < stage <= self.plan.stored[value]:
+                needed = len(self.plan.tiles)
+            elif level == stage:
+                needed = index
+            if not each.holds(state.get(f"{value.node}-{value.output}", {}), range(needed)):
+                self.end(len(self.plan.stages))
+                return False
+        return True
 
 
 def own_box(plan: GraphPlan, layout: Layout, tile: Sequence[tuple[int, int]]) -> Box | None:
