@@ -76,10 +76,10 @@ def test_each_tile_is_the_network_on_its_patch(name: str) -> None:
     tiles = Tiles((12, 16), statistics="tile")
     plan = plan_whole(net, grid.shape, tile=tiles)
     assert len(plan.passes) == 1
-    assert plan.least == (16, 20)
-    assert plan.passes[0].halo.before == (2, 2)
+    assert plan.patch_size == (16, 20)
+    assert plan.patch_halo.before == (2, 2)
     got = predict_whole(net, grid, tile=tiles, quiet=True)
-    assert relative(got, by_patches(net, grid, (12, 16), *plan.passes[0].halo)) < 1e-5
+    assert relative(got, by_patches(net, grid, (12, 16), *plan.patch_halo)) < 1e-5
     # The test can fail: over the whole volume the statistics are others.
     exact = predict_whole(net, grid, tile=(12, 16), quiet=True)
     assert relative(got, exact) > 1e-2
@@ -91,7 +91,7 @@ def test_sizes_that_the_strides_do_not_divide() -> None:
     net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 2, stride=2)))
     plan = plan_whole(net, VOLUME.shape, tile=Tiles(8, statistics="tile"))
     # A patch has the remainder of the volume, so that the last starts at a multiple of the strides.
-    assert plan.least == (12, 13)
+    assert plan.patch_size == (12, 13)
     got = predict_whole(net, VOLUME, tile=Tiles(8, statistics="tile"), quiet=True)
     assert got.shape == (1, 2, 23, 19)
     with torch.no_grad():
@@ -106,7 +106,8 @@ def test_attention_sees_the_whole_before_and_after_norms() -> None:
     scale, norm, last = nn.Conv2d(1, 4, 1), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)
     net = settled(nn.Sequential(scale, first, norm, second, last))
     tiles = Tiles((16, 20), statistics="tile")
-    assert [each.calls for each in plan_whole(net, VOLUME.shape, tile=tiles).passes] == [(0,), (2,), ()]
+    # By their paths: the norm between them needs no pass.
+    assert [each.summarizes for each in plan_whole(net, VOLUME.shape, tile=tiles).passes] == [("1",), ("3",), ()]
     with torch.no_grad():
         features = by_patches(norm, first(scale(VOLUME)), (16, 20), (0, 0), (0, 0))
         want = last(second(features))
@@ -119,7 +120,8 @@ def test_passes_read_the_same_patches() -> None:
     last = nn.Conv2d(4, 2, 5, padding=2)
     net, tiles = settled(nn.Sequential(first, norm, attends, last)), Tiles((12, 13), statistics="tile")
     plan = plan_whole(net, VOLUME.shape, tile=tiles)
-    assert plan.passes[0].halo == plan.passes[1].halo == ((3, 3), (3, 3))
+    assert [each.halo for each in plan.passes] == [plan.patch_halo] * 2
+    assert plan.patch_halo == ((3, 3), (3, 3))
 
     with torch.no_grad():
         features = by_patches(nn.Sequential(first, norm), VOLUME, (12, 13), (3, 3), (3, 3))
@@ -132,21 +134,48 @@ def test_passes_read_the_same_patches() -> None:
     assert relative(predict_whole(net, VOLUME, tile=tiles, quiet=True), want) < 1e-5
 
 
-def test_layers_of_the_user_and_norms_of_positions_see_the_whole() -> None:
-    class Centred(nn.Module):
-        def summarize(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-            return tile.flatten(2).double().sum(2), torch.tensor(tile[0, 0].numel())
+@pytest.mark.parametrize("tile", [(8, 8), (12, 20), (2, 6)], ids=str)
+def test_pooled_attention_sees_whole_windows(tile: tuple[int, int]) -> None:
+    """Also where the strides do not divide the volume, whose last column and row no window has."""
+    net = settled(
+        nn.Sequential(nn.Conv2d(1, 6, 1), nn.MaxPool2d(2), attention("softmax_pooled"), nn.Conv2d(6, 1, 3, padding=1))
+    )
+    grid = VOLUME[..., :41, :]
+    tiles = Tiles(tile, statistics="tile")
+    with torch.no_grad():
+        want = net(grid)
+    assert relative(predict_whole(net, grid, tile=tiles, quiet=True), want) < 1e-5
 
-        def respond(self, tile: Tensor, total: Tensor, count: Tensor) -> Tensor:
-            return tile - (total / count)[:, :, None, None].to(tile.dtype)
 
-        def forward(self, grid: Tensor) -> Tensor:
-            return self.respond(grid, *self.summarize(grid))
+class Centred(nn.Module):
+    """The grid without its mean, by the methods that run in tiles."""
 
-    net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), Centred(), nn.LayerNorm(VOLUME.shape[2:])))
+    def summarize(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        return tile.flatten(2).double().sum(2), torch.tensor(tile[0, 0].numel())
+
+    def respond(self, tile: Tensor, total: Tensor, count: Tensor) -> Tensor:
+        return tile - (total / count)[:, :, None, None].to(tile.dtype)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.respond(grid, *self.summarize(grid))
+
+
+def test_layers_of_the_user_see_the_whole() -> None:
+    net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), Centred()))
     with torch.no_grad():
         want = net(VOLUME)
     assert relative(predict_whole(net, VOLUME, tile=Tiles(16, statistics="tile"), quiet=True), want) < 1e-5
+
+
+@pytest.mark.parametrize("call", [plan_whole, predict_whole], ids=lambda call: call.__name__)
+def test_a_norm_of_all_positions_takes_no_patch_and_the_fix_works(call: Callable[..., object]) -> None:
+    net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(VOLUME.shape[2:])))
+    given = VOLUME.shape if call is plan_whole else VOLUME
+    with pytest.raises(ValueError, match=rf'{call.__name__}: (?s:.)*18(?s:.)*fix: Tiles\(…, statistics="whole"\)'):
+        call(net, given, tile=Tiles(16, statistics="tile"))
+    with torch.no_grad():
+        want = net(VOLUME)
+    assert relative(predict_whole(net, VOLUME, tile=Tiles(16, statistics="whole"), quiet=True), want) < 1e-5
 
 
 def test_flips_have_the_same_patches() -> None:
@@ -168,9 +197,9 @@ def test_the_plan_states_it() -> None:
     assert plan.recomputed == pytest.approx(16 * 20**2 / 64**2)
     assert "statistics" not in str(plan_whole(net, (64, 64), tile=16))
     assert "statistics" not in str(plan_whole(net, (64, 64), tile=Tiles(64, statistics="tile")))
+    # Values of patches depend on the tile: none is stored.
     plan = plan_whole(net, (64, 64), tile=Tiles(16, statistics="tile", disk=1e9))
-    assert plan.spill is None
-    assert "norms see what a tile reads of the volume" in str(plan)
+    assert (plan.stored, plan.disk_bytes) == ((), 0)
 
 
 def test_other_names_are_refused() -> None:

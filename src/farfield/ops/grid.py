@@ -106,6 +106,10 @@ class Pool:
     size: int | tuple[int, ...]
     kind: str
 
+    def windows(self, spatial_dims: int) -> tuple[int, ...]:
+        """Return the size of a window along each axis."""
+        return (self.size,) * spatial_dims if isinstance(self.size, int) else self.size
+
     def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
         """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
         return pool(grid, mask, place, self.size, self.kind)

@@ -238,9 +238,8 @@ def tile_positions(
     By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
     """
     pool = layer.operator.keys_from.gather
-    windows = (1,) * source.layout.spatial_dims
-    if isinstance(pool, Pool):
-        windows = (pool.size,) * source.layout.spatial_dims if isinstance(pool.size, int) else pool.size
+    spatial_dims = source.layout.spatial_dims
+    windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
     if tile is not None:
         requested = (tile,) * source.layout.spatial_dims if isinstance(tile, int) else tile
         positions = [length if own is None else own for own, length in zip(requested, source.size, strict=True)]

@@ -79,11 +79,26 @@ class LabelledGraph:
         return tuple(tuple(self.core_of(piece, tile) for piece in dim) for dim in layout)
 
     def core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
-        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once."""
+        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once.
+
+        Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the volume.
+        """
         if piece.axis is None:
             return 0, piece.length
         (start, stop), length = tile[piece.axis], self.size[piece.axis]
-        return start * piece.length // length, stop * piece.length // length
+        many, few = nearest_ratio(piece.length, length)
+        first, last = (min(piece.length, place * many // few) for place in (start, stop))
+        return first, piece.length if stop == length else last
+
+
+def nearest_ratio(length: int, whole: int) -> tuple[int, int]:
+    """Return the ratio of a length to that of the volume; a stride, or its inverse, if it is near one.
+
+    A convolution with a stride of 2, and one without padding, give somewhat less than each second, or each, position.
+    """
+    many, few = max(1, round(length / whole)), max(1, round(whole / max(1, length)))
+    near = abs(length * few - whole * many) * 8 <= whole * many
+    return (many, few) if near else (length, whole)
 
 
 def label_graph(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
-from farfield.ops.grid import Gathered
+from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
 from farfield.streaming.operations import RecordingError
 from farfield.streaming.record import Recorder
@@ -145,7 +145,9 @@ def reduce_layer(call: OperationCall) -> Reduction | None:
         result = attention.respond(tensors[0], whole, mask=mask, origin=place_of(box), size=size, query_sums=sums)
         return take_dims(result, [1], own.layouts[0], box)
 
-    return Reduction(operands, summarize, merge_attention, finish, reads_layer)
+    pool = attention.operator.keys_from.gather
+    windows = pool.windows(len(size)) if isinstance(pool, Pool) else ()
+    return Reduction(operands, summarize, merge_attention, finish, reads_layer, windows=windows)
 
 
 def dtypes_of(summary: Summary) -> list[torch.dtype]:

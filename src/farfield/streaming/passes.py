@@ -14,7 +14,7 @@ from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Span, write_box
+from farfield.streaming.spans import Box, Span, read_box, region_of, write_box
 from farfield.streaming.store import Store
 from farfield.streaming.summaries import not_finite
 
@@ -51,6 +51,16 @@ class MergeTree:
         return parts
 
 
+def spreads(numbers: Tensor) -> bool:
+    """Whether keys or values of attention would make each response NaN; a mask may hide positions by -inf."""
+    return bool((numbers.isnan() | numbers.isposinf()).any()) if numbers.dtype.is_floating_point else False
+
+
+def not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
+    """Return the error for numbers of a tile that would spread to every position."""
+    return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
+
+
 class Sums(Mapping[int, Parts]):
     """The parts of all reductions of a plan, merged when they are first read.
 
@@ -70,8 +80,7 @@ class Sums(Mapping[int, Parts]):
             ValueError: If they are not numbers, and would spread to every position.
         """
         if not are_numbers(parts):
-            name = self.nodes[index].path
-            raise not_finite(f"predict_whole: {name}", tuple(start for start, _ in tile))
+            raise not_finite_in(self.nodes[index].path, tile)
         if index not in self.trees:
             self.trees[index] = MergeTree(self.reductions[index].merge)
         self.trees[index].add(parts)
@@ -171,15 +180,23 @@ class TiledRun:
                 return self.read_volume(sample, inputs.index(value), index, box)
             return self.store.read(value, index, box)
 
-        known = compute(labelled, wanted, plan.given(stage), read, self.sums)
+        known, tile = compute(labelled, wanted, plan.given(stage), read, self.sums), plan.tiles[index]
+
+        def part(value: Value, box: Box) -> Tensor:
+            return read_box(known[value], region_of(wanted[value]), box)
+
         for node, boxes in summarized.items():
-            self.sums.add(node, summarize_tile(labelled, node, boxes, known, plan.tiles[index]), plan.tiles[index])
+            self.sums.add(node, summarize_tile(labelled, node, boxes, part, tile), tile)
         for value in plan.stages[stage].writes:
-            if value in wanted:
-                self.store.write(value, index, wanted[value], known[value])
-        output = labelled.graph.output
-        if plan.stages[stage].last and output in wanted:
-            self.write_output(sample, wanted[output], known[output])
+            box = plan.own_box(value, tile)
+            if box is not None:
+                numbers = part(value, box)
+                if value in labelled.gathered and spreads(numbers):
+                    raise not_finite_in(labelled.graph.nodes[value.node].path, tile)
+                self.store.write(value, index, box, numbers)
+        output, box = labelled.graph.output, plan.own_box(labelled.graph.output, tile)
+        if plan.stages[stage].last and box is not None:
+            self.write_output(sample, box, part(output, box))
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""

@@ -18,9 +18,9 @@ from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.plan import GraphPass, GraphPlan, PassCost
 from farfield.streaming.rules.rule import Parts
-from farfield.streaming.run import owns
+from farfield.streaming.run import summarize_tile
 from farfield.streaming.scales import Scales
-from farfield.streaming.spans import Box, Piece, Span, is_empty, read_box, region_of
+from farfield.streaming.spans import Box, Piece, Span, read_box, region_of
 
 
 @dataclass
@@ -135,7 +135,7 @@ def run_patch(
     whole, region = plan.whole.labelled, plan.region(tile)
     each, output = plan.whole.stages[stage], plan.patch.output
     summarized: dict[int, Parts] = {}
-    wanted = {index for index in each.reductions if owns(whole.layouts[Value(index)], tile, whole.cut)}
+    wanted, _ = plan.whole.wanted(stage, tile)
     ends = [plan.patch.nodes[index].inputs[0] for index in wanted] + ([output] if each.last else [])
     order = sorted({index for value in ends for index in plan.patch.needed(value)})
     users = Counter(value for index in order for value in set(plan.patch.nodes[index].inputs))
@@ -144,7 +144,7 @@ def run_patch(
         node = plan.patch.nodes[index]
         tensors = [known[value] for value in node.inputs]
         if index in wanted:
-            summarized[index] = summarize_patch(plan, index, tile, tensors)
+            summarized[index] = summarize_patch(plan, index, wanted[index], tile, tensors)
             continue
         if index in whole.reductions and is_attention(node):
             box = plan.part(Value(index), region)
@@ -160,22 +160,24 @@ def run_patch(
                 del known[value]
     if not each.last:
         return summarized, None
-    box = plan.part(whole.graph.output, tile)
-    if is_empty(box):
+    own = plan.whole.own_box(whole.graph.output, tile)
+    if own is None:
         return summarized, None
     read = region_of(plan.part(whole.graph.output, region))
-    return summarized, (box, read_box(known[output], read, box))
+    return summarized, (own, read_box(known[output], read, own))
 
 
-def summarize_patch(plan: PatchPlan, index: int, tile: Sequence[Span], tensors: Sequence[Tensor]) -> Parts:
-    """Return a tile's parts of an attention, from what a patch has of its inputs."""
+def summarize_patch(
+    plan: PatchPlan, index: int, boxes: Mapping[Value, Box], tile: Sequence[Span], tensors: Sequence[Tensor]
+) -> Parts:
+    """Return a tile's parts of an attention, from its own boxes of the inputs, of which a patch has these tensors."""
     whole, region = plan.whole.labelled, plan.region(tile)
-    inputs = whole.graph.nodes[index].inputs
-    own = [
-        read_box(tensor, region_of(plan.part(value, region)), plan.part(value, tile))
-        for value, tensor in zip(inputs, tensors, strict=True)
-    ]
-    return whole.reductions[index].summarize(lambda layout: plan.part(inputs[0], tile), own)
+    patch = dict(zip(whole.graph.nodes[index].inputs, tensors, strict=True))
+
+    def read(value: Value, box: Box) -> Tensor:
+        return read_box(patch[value], region_of(plan.part(value, region)), box)
+
+    return summarize_tile(whole, index, boxes, read, tile)
 
 
 def check_same(whole: Graph, patch: Graph) -> None:

@@ -12,7 +12,7 @@ from farfield.streaming.geometry import Halo
 from farfield.streaming.labels import LabelledGraph
 from farfield.streaming.operations import Value
 from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
-from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, is_empty
+from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, hull, is_empty
 
 # Tiles at each end of an axis whose cost is counted one by one.
 ENDS = 2
@@ -80,15 +80,21 @@ class GraphPlan:
         """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
         labelled, each = self.labelled, self.stages[stage]
         summarized = {index: summarized_boxes(labelled, index, tile, self.cut) for index in each.reductions}
-        wanted = {
-            value: box for boxes in summarized.values() for value, box in boxes.items() if value not in labelled.known
-        }
+        wanted: dict[Value, Box] = {}
+        read = [pair for boxes in summarized.values() for pair in boxes.items()]
+        pairs = [(value, box) for value, box in read if value not in labelled.known]
         for value in (*each.writes, *([labelled.graph.output] if each.last else [])):
-            layout = labelled.layouts[value]
-            box = labelled.core(layout, tile)
-            if owns(layout, tile, self.cut) and not is_empty(box):
-                wanted[value] = box
+            box = self.own_box(value, tile)
+            pairs += [] if box is None else [(value, box)]
+        for value, box in pairs:
+            wanted[value] = hull(wanted.get(value, box), box)
         return {index: boxes for index, boxes in summarized.items() if boxes}, wanted
+
+    def own_box(self, value: Value, tile: Sequence[Span]) -> Box | None:
+        """Return a tile's own part of a value; None if it has none."""
+        layout = self.labelled.layouts[value]
+        box = self.labelled.core(layout, tile)
+        return None if is_empty(box) or not owns(layout, tile, self.cut) else box
 
     def cost(self, stage: int) -> PassCost:
         """Return the cost of a pass.

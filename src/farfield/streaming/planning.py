@@ -142,6 +142,7 @@ def plan_patches(
 
     Raises:
         GraphError: If it cannot.
+        ValueError: If the network does not take a grid of the size of a patch.
     """
     flips, labelled = recordings.network, plan.labelled
     tile = tuple(stop - start for start, stop in plan.tiles[0])
@@ -155,7 +156,14 @@ def plan_patches(
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         halo = symmetric(halo, flips.axes)
     size, halo = patch_size(labelled.size, tile, halo, strides)
-    patch = recordings.at(batch, size)
+    try:
+        patch = recordings.at(batch, size)
+    except GraphError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
+        ) from error
     if not isinstance(flips, MeanOverFlips):
         check_same(labelled.graph, patch)
     return PatchPlan(whole, patch, size, halo, find_scales(labelled))

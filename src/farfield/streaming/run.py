@@ -152,7 +152,10 @@ def summarized_boxes(labelled: LabelledGraph, index: int, tile: Sequence[Span], 
     values = [inputs[each] for each in reduction.operands]
     if not owns(labelled.layouts[values[0]], tile, cut):
         return {}
-    boxes = {value: labelled.core(labelled.layouts[value], tile) for value in values}
+    boxes = {
+        value: reduction.whole_windows(labelled.layouts[value], labelled.core(labelled.layouts[value], tile))
+        for value in values
+    }
     return {} if any(map(is_empty, boxes.values())) else boxes
 
 
@@ -160,17 +163,18 @@ def summarize_tile(
     labelled: LabelledGraph,
     index: int,
     boxes: Mapping[Value, Box],
-    known: Mapping[Value, Tensor],
+    read: Read,
     tile: Sequence[Span],
 ) -> Parts:
-    """Return the parts of a tile, from its own part of each operand."""
+    """Return the parts of a tile, from its own part of each operand, which `read` returns."""
     reduction, inputs = labelled.reductions[index], labelled.graph.nodes[index].inputs
     tensors: list[Any] = [None] * len(inputs)
     for each in reduction.operands:
         value, constant = inputs[each], labelled.constants.get(inputs[each])
         whole = region_of(whole_box(labelled.layouts[value]))
-        tensors[each] = known[value] if constant is None else read_box(constant, whole, boxes[value])
-    return reduction.summarize(lambda layout: labelled.core(layout, tile), tensors)
+        box = boxes[value]
+        tensors[each] = read(value, box) if constant is None else read_box(constant, whole, box)
+    return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)
 
 
 def count_bytes(

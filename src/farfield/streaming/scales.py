@@ -48,8 +48,7 @@ def scale_along(
     if length < 2:
         return None
     # In the middle, as windows end at borders.
-    distance = next(each for each in PHASES if each <= length // 2)
-    distance *= length // 2 // distance
+    distance = find_distance(labelled, value, axis, length)
     first = (length - 1 - distance) // 2
     boxes = [box_at(labelled.layouts[value], axis, place) for place in (first, first + distance)]
     needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
@@ -62,6 +61,22 @@ def scale_along(
         if moved and scale.denominator <= FINEST:
             return scale
     return None
+
+
+def find_distance(labelled: LabelledGraph, value: Value, axis: int, length: int) -> int:
+    """Return the largest distance of two positions along an axis, at most half of it, that have the same phase."""
+    lengths = [
+        piece.length
+        for source in labelled.graph.nodes[value.node].inputs
+        for dim in labelled.layouts[source]
+        for piece in dim
+        if piece.axis == axis
+    ]
+    # The phases of a transposed convolution are as many as its stride, which is the ratio of the lengths.
+    period = Fraction(lengths[0], length).denominator if lengths else 1
+    period = period if period <= length // 2 else 1
+    distance = period * next(each for each in PHASES if each * period <= length // 2)
+    return length // 2 // distance * distance
 
 
 def box_at(layout: Layout, axis: int, place: int) -> Box:

@@ -99,6 +99,14 @@ def is_empty(box: Box) -> bool:
     return any(start >= stop for spans in box for start, stop in spans)
 
 
+def hull(one: Box, other: Box) -> Box:
+    """Return the smallest box that contains two boxes of a value."""
+    return tuple(
+        tuple((min(start, first), max(stop, last)) for (start, stop), (first, last) in zip(*spans, strict=True))
+        for spans in zip(one, other, strict=True)
+    )
+
+
 # ---- regions ---------------------------------------------------------------------------------------------------------
 def region_of(box: Box) -> Region:
     """Return the region that is a box."""

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from farfield.streaming.operations import Info, Value
 from farfield.streaming.plan import GraphPlan
-from farfield.streaming.run import owns
 from farfield.streaming.spans import (
     Box,
     Layout,
     box_shape,
-    is_empty,
     narrow_to,
     read_box,
     region_of,
@@ -273,7 +271,7 @@ class Store:
                 self.values[value] = StoredInMemory(info, layout, device)
                 continue
             path = None if folder is None else folder / f"{value.node}-{value.output}{SUFFIX}"
-            boxes = [own_box(plan, layout, tile) for tile in plan.tiles]
+            boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
             self.values[value] = StoredInFile(caller, path, name, info, boxes, device)
 
@@ -322,9 +320,3 @@ class Store:
                 self.end(len(self.plan.stages))
                 return False
         return True
-
-
-def own_box(plan: GraphPlan, layout: Layout, tile: Sequence[tuple[int, int]]) -> Box | None:
-    """Return a tile's own part of a value; None if it has none."""
-    box = plan.labelled.core(layout, tile)
-    return None if is_empty(box) or not owns(layout, tile, plan.cut) else box

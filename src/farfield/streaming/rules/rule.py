@@ -111,6 +111,7 @@ class Reduction(NamedTuple):
         finish: `(call, output, box, tensors, parts)` -> the output on a box.
         reads: `(call, box)` -> the box of each operand that `finish` needs; None if it needs the parts alone.
         copies: How many copies of its operands `summarize` makes.
+        windows: Lengths of the windows of operands that tiles must not cut, along the last dimensions.
     """
 
     operands: tuple[int, ...]
@@ -119,6 +120,19 @@ class Reduction(NamedTuple):
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]
     reads: Callable[[OperationCall, Box], list[Box]] | None
     copies: int = 1
+    windows: tuple[int, ...] = ()
+
+    def whole_windows(self, layout: Layout, box: Box) -> Box:
+        """Move the ends of an operand's box to ends of windows; boxes side by side stay side by side."""
+        first = len(box) - len(self.windows)
+        moved = [
+            tuple(
+                (start // window * window, stop if stop == piece.length else stop // window * window)
+                for piece, (start, stop) in zip(dim, spans, strict=True)
+            )
+            for dim, spans, window in zip(layout[first:], box[first:], self.windows, strict=True)
+        ]
+        return (*box[:first], *moved)
 
 
 def no_scratch(call: OperationCall, output: int, box: Box) -> int:
