@@ -104,6 +104,7 @@ def run_kills(kills: int) -> None:
             rounds += 1
             out = Path(name) / str(rounds) / f"out{suffix}"
             out.parent.mkdir()
+            undisturbed(key, out.name)  # so that it is planned before the process forks
             at = faults.at(place[case], action)
             outcome = faults.run(lambda key=key, out=out: predict(key, out), out.parent, at)
             killed = outcome.kind == "killed"
