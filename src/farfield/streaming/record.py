@@ -23,6 +23,7 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farfield.nn.leftovers import note_outputs
 from farfield.nn.macs import count_macs
 from farfield.nn.tracing import tensors
 from farfield.streaming.operations import Graph, Info, RecordingError, Value, map_values, run_whole
@@ -223,8 +224,11 @@ def read_arguments(
     return tuple(positional), named
 
 
-class CircularPadding(TorchFunctionMode):
-    """Pads circularly by concatenations: torch's own writes to views below what can be recorded."""
+class NetworkFunctions(TorchFunctionMode):
+    """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations.
+
+    Circular padding of torch writes to views below what can be recorded.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
@@ -234,7 +238,9 @@ class CircularPadding(TorchFunctionMode):
             grid, pads, mode = given[:3]
             if mode == "circular":
                 return pad_circularly(grid, pads)
-        return function(*args, **kwargs)
+        outputs = function(*args, **kwargs)
+        note_outputs(outputs)
+        return outputs
 
 
 def pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
@@ -276,7 +282,7 @@ def record_graph(
 
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, CircularPadding():
+        with torch.no_grad(), recorder, NetworkFunctions():
             functionalize(note)(*inputs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.where()} computes a shape from numbers, {error.func}") from error
