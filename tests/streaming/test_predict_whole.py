@@ -260,7 +260,7 @@ def test_the_plan_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with FlopCounterMode(display=False) as counter:
         predict_whole(net, volume, plan=plan)
     assert volume.read == [each.halo.around(core, plan.size) for each in plan.passes for core in plan.cores]
-    # The plan counts an attention's summary again wherever its response is computed again.
+    # The plan counts projections of attention at each position, of which some run on slots.
     assert 0.8 * sum(work) <= counter.get_total_flops() // 2 <= sum(work)
     said = capsys.readouterr().err
     assert "pass 1 of 4: summarize bottom" in said
