@@ -266,7 +266,7 @@ def one_less(grid: torch.Tensor) -> torch.Tensor:
         ({"tile": Tiles(TILE, disk=2400)}, "tile or halo"),
         ({"tile": Tiles(TILE, statistics="tile")}, "tile or halo"),
     ],
-    ids=str,
+    ids=lambda each: re.sub(" at 0x[0-9a-f]+", "", str(each)),
 )
 def test_another_call_is_refused_by_name_and_the_fixes_work(
     changed: dict[str, Any], named: str, net: nn.Module, volume: np.ndarray, want: bytes, tmp_path: Path
