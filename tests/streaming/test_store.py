@@ -96,7 +96,7 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.written = self.peak = self.passes = 0
-        write, begin, finish = StoredInFile.write, Store.begin, FileOutput.finish
+        write, end, finish = StoredInFile.write, Store.end, FileOutput.finish
 
         def counted_write(file: StoredInFile, index: int, box: Any, block: Tensor) -> None:
             self.written += block.numel() * block.element_size()
@@ -105,17 +105,17 @@ class Watch:
         def look() -> None:
             self.peak = max(self.peak, sum(each.stat().st_size for each in folder.rglob("*.value")))
 
-        def counted_begin(store: Store, stage: int) -> None:
+        def counted_end(store: Store, stage: int) -> None:
             self.passes += 1
             look()
-            begin(store, stage)
+            end(store, stage)
 
         def counted_finish(output: FileOutput) -> Any:
             look()
             return finish(output)
 
         patch.setattr(StoredInFile, "write", counted_write)
-        patch.setattr(Store, "begin", counted_begin)
+        patch.setattr(Store, "end", counted_end)
         patch.setattr(FileOutput, "finish", counted_finish)
 
 
@@ -374,15 +374,15 @@ def test_a_damaged_file_is_found_when_a_prediction_resumes_and_computed_again(
 def test_a_file_that_is_damaged_while_passes_run_is_refused_by_name(
     name: str, small: nn.Module, plan: StreamingPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, begin = tmp_path / "out.npy", Store.begin
+    out, end = tmp_path / "out.npy", Store.end
 
     def damaging(store: Store, stage: int) -> None:
-        begin(store, stage)
-        if stage == 4:
+        end(store, stage)
+        if stage == 3:
             DAMAGES[name](max(tmp_path.rglob("*.value")))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin", damaging)
+        patch.setattr(Store, "end", damaging)
         with pytest.raises(
             ValueError, match=r'predict_whole: ".*\.value" has changed since .*; it stores "\S+".*fix: '
         ):
