@@ -221,7 +221,7 @@ def test_not_a_number_is_refused(layer: str) -> None:
         predict_whole(net_with(LAYERS[layer]()), grid, tile=16, quiet=True)
 
 
-# With values inside the network in memory, which a kill loses, and without, where each pass starts from the volume.
+# With values inside the network on disk, and without, where each pass starts from the volume.
 @pytest.mark.parametrize(("disk", "kills"), [(None, 5), (1, 13)])
 def test_a_killed_run_resumes_to_the_same_bytes(disk: int | None, kills: int, tmp_path: Path) -> None:
     tiles = Tiles(16, disk=disk)
