@@ -172,8 +172,6 @@ class TiledRun:
     def run_regions(self, sample: int, stage: int, index: int) -> None:
         """Run a pass on what a tile needs of each value."""
         plan, labelled = self.plan, self.plan.labelled
-        if index == 0:  # what the pass before has read is removed when the progress says that it has ended
-            self.store.begin(stage)
         summarized, wanted = plan.wanted(stage, plan.tiles[index])
         inputs = labelled.graph.inputs
 

@@ -283,10 +283,10 @@ class Store:
         """Write a tile's own part of a value."""
         self.values[value].write(index, box, block)
 
-    def begin(self, stage: int) -> None:
-        """Remove what neither this pass nor a later one reads, of the sample before too."""
+    def end(self, stage: int) -> None:
+        """Remove what no pass after this one reads."""
         for value, last in self.plan.stored.items():
-            if last < stage or stage == 0:
+            if last <= stage:
                 self.values[value].remove()
 
     def close(self) -> None:
@@ -317,6 +317,6 @@ class Store:
             elif level == stage:
                 needed = index
             if not each.holds(state.get(f"{value.node}-{value.output}", {}), range(needed)):
-                self.begin(0)
+                self.end(len(self.plan.stages))
                 return False
         return True
