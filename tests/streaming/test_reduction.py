@@ -172,7 +172,7 @@ def test_another_reduction_does_not_resume(tmp_path: Path) -> None:
     net, path = settled(nn.Sequential(nn.Conv2d(1, 300, 1))), tmp_path / "a.npy"
     with pytest.raises(KilledError):
         predict_whole(net, Volume(), tile=16, reduce="argmax", out=path, quiet=True)
-    with pytest.raises(ValueError, match="an unfinished prediction with another tile or halo"):
+    with pytest.raises(ValueError, match="an unfinished prediction with another pad or reduce"):
         predict_whole(net, VOLUME, tile=16, reduce="softmax", out=path, quiet=True)
     np.testing.assert_array_equal(
         predict_whole(net, VOLUME, tile=16, reduce="argmax", out=path, quiet=True), whole(net).argmax(0)

@@ -348,7 +348,7 @@ def read_of(labelled: LabelledGraph, box: Box) -> Tensor:
 
 def middle_box(labelled: LabelledGraph, share: float) -> Box:
     """Return the box of the output that belongs to a few positions of the volume."""
-    tile = [(int(length * share), int(length * share) + 2) for length in labelled.size]
+    tile = [(int(length * share), int(length * share) + 3) for length in labelled.size]
     return labelled.core(labelled.layouts[labelled.graph.output], tile)
 
 

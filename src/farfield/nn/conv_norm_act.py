@@ -288,7 +288,7 @@ if ADD_CONVOLVED is not None:
 
 def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
     """Whether torch's oneDNN can convolve and clamp, or add to another, in one operation: one pass less over a grid."""
-    # Before all else: a compiler does not follow what asks for oneDNN.
+    # Before all else: a compiler does not follow the test for oneDNN.
     if is_watched(grid, weight, *others):
         return False
     able = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled

@@ -317,12 +317,12 @@ def plan_saved(
 ) -> tuple[GraphPlan, bool] | None:
     """Return the plan of an unfinished prediction, and whether it stores on disk, whatever memory and disk are free.
 
-    None where the call asks for something else.
+    None where the call is for something else.
     """
-    # An explicit number of bytes on disk says by itself what is stored.
-    asks_otherwise = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
+    # An explicit number of bytes on disk determines by itself what is stored.
+    is_explicit = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
     given = saved.tile if tiles.size is None else given_tile(tiles.size, size, strides)
-    if asks_otherwise or given != saved.tile or len(given) != len(size):
+    if is_explicit or given != saved.tile or len(given) != len(size):
         return None
     axes = [axis for axis, (own, length) in enumerate(zip(saved.tile, size, strict=True)) if own < length]
     try:
