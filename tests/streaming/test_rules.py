@@ -348,8 +348,11 @@ def read_of(labelled: LabelledGraph, box: Box) -> Tensor:
 
 def middle_box(labelled: LabelledGraph, share: float) -> Box:
     """Return the box of the output that belongs to a few positions of the volume."""
-    tile = [(int(length * share), int(length * share) + 3) for length in labelled.size]
-    return labelled.core(labelled.layouts[labelled.graph.output], tile)
+    layout = labelled.layouts[labelled.graph.output]
+    # As many as a stride, where two have none of the output.
+    tiles = ([(int(length * share), int(length * share) + width) for length in labelled.size] for width in (2, 3))
+    boxes = [labelled.core(layout, tile) for tile in tiles]
+    return boxes[1] if is_empty(boxes[0]) else boxes[0]
 
 
 # Factorizations of torch fail for NaN at any position.
