@@ -59,15 +59,15 @@ void run_loops(Format format, bool wide, bool past) {
   const int64_t size[] = {3, 5, 19};
   const Axes axes(size, 3);
   const int64_t count = axes.plane(), slots = 1 + heads;
-  const auto& [sum_axes, outer_sum, project_and_sum, respond_to_scores, spread_gradients] = LEVEL.wide;
+  const Loops::Wide& beside = LEVEL.wide;
   Grid grid(draw(batch * channels * count), format), out(std::vector<float>(batch * channels * count), format);
   std::vector<float> vectors(batch * channels * axes.total);
   const SumAxes sums_of{axes, channels, grid.numbers(), vectors.data(), true};
-  if (wide) sum_axes(sums_of, 0, batch);
+  if (wide) beside.sum_axes(sums_of, 0, batch);
   else LEVEL.sum_axes(sums_of, 0, batch * channels);
   print("sum_axes", vectors);
   const OuterSum outer{axes, channels, parts, vectors.data(), out.numbers(), true, past};
-  if (wide) outer_sum(outer, 0, batch * parts);
+  if (wide) beside.outer_sum(outer, 0, batch * parts);
   else LEVEL.outer_sum(outer, 0, batch * channels);
   out.show("outer_sum");
   const auto matrix = draw(batch * heads * channels), offset = draw(batch * heads * count);
@@ -75,17 +75,17 @@ void run_loops(Format format, bool wide, bool past) {
   std::vector<double> sums(blocks * batch * slots * channels);
   const ProjectAndSum projected{batch,         channels,      count,   heads,       slots,      blocks, grid.numbers(),
                                 matrix.data(), offset.data(), nullptr, rows.data(), sums.data()};
-  (wide ? project_and_sum : LEVEL.project_and_sum)(projected, 0, batch * blocks);
+  (wide ? beside.project_and_sum : LEVEL.project_and_sum)(projected, 0, batch * blocks);
   print("project_and_sum", rows);
   print("project_and_sum", sums);
   const auto totals = draw(batch * slots * channels), halves = draw(batch * heads * channels);
   const RespondToScores response{channels, count, heads, parts, rows.data(), totals.data(), out.numbers(), true, past};
-  if (wide) respond_to_scores(response, 0, batch * parts);
+  if (wide) beside.respond_to_scores(response, 0, batch * parts);
   else LEVEL.respond_to_scores(response, 0, batch * channels);
   out.show("respond_to_scores");
   const SpreadGradients spread{channels,      count,         heads,         parts,         rows.data(), offset.data(),
                                matrix.data(), totals.data(), halves.data(), out.numbers(), past};
-  if (wide) spread_gradients(spread, 0, batch * parts);
+  if (wide) beside.spread_gradients(spread, 0, batch * parts);
   else LEVEL.spread_gradients(spread, 0, batch * channels);
   out.show("spread_gradients");
 }
@@ -144,7 +144,9 @@ void run_attention() {
   const auto positions = draw(matrices * depth * count), grad_output = draw(matrices * depth * count);
   std::vector<float> out(matrices * depth * count), weights(matrices * count * count), grads(weights.size());
   const int64_t tasks = matrices * query_blocks(count);
-  products.attend({count, depth, 0.5f, positions.data(), out.data(), weights.data()}, 0, tasks);
+  const float factor = 0.5f;
+  const float* given = positions.data();
+  products.attend({count, depth, depth, 1, &factor, given, given, out.data(), weights.data()}, 0, tasks);
   print("attend", out);
   const AttendGradient job{count, depth, 0.5f, positions.data(), grad_output.data(), weights.data(), grads.data(), out.data(), true};
   products.gradient_of_products(job, 0, tasks);
