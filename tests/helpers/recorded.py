@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from farfield.streaming import adapt
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.operations import Graph, Info, Value
-from farfield.streaming.passes import execute
-from farfield.streaming.plan import find_stored, make_graph_plan
-from farfield.streaming.spans import Box
+from farfield.streaming.passes import TiledRun
+from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
+from farfield.streaming.spans import Box, write_box
+from farfield.streaming.store import Store
 
 
 def record_network(net: nn.Module, *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> Graph:
@@ -32,6 +33,29 @@ class Tiled(NamedTuple):
 
     output: Tensor
     labelled: LabelledGraph
+
+
+def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor]) -> Tensor:
+    """Run all passes in memory, and return the output.
+
+    Args:
+        plan: The plan.
+        read_volume: Reads a box of a volume.
+    """
+    graph, info = plan.labelled.graph, plan.labelled.graph.info(plan.labelled.graph.output)
+    result = torch.empty(info.shape, dtype=info.dtype)
+
+    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+        return read_volume(graph.inputs[volume], box)
+
+    def write(sample: int, box: Box, numbers: Tensor) -> None:
+        write_box(result, plan.labelled.layouts[graph.output], box, numbers)
+
+    run = TiledRun(plan, None, Store("execute", plan, False, None, torch.device("cpu")), read, write)
+    for number in range(len(plan.stages)):
+        for index in range(len(plan.tiles)):
+            run.run_task(number, index)
+    return result
 
 
 def run_in_tiles(net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: bool = False) -> Tiled:

@@ -154,7 +154,8 @@ def test_many_classes_need_a_wider_dtype() -> None:
     np.testing.assert_array_equal(got, whole(net).argmax(0))
 
 
-def test_another_reduction_does_not_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_another_reduction_does_not_resume(tmp_path: Path, planned: bool) -> None:
     class KilledError(Exception):
         pass
 
@@ -170,13 +171,18 @@ def test_another_reduction_does_not_resume(tmp_path: Path) -> None:
             return VOLUME[index]
 
     net, path = settled(nn.Sequential(nn.Conv2d(1, 300, 1))), tmp_path / "a.npy"
+
+    def predict(volume: Any, reduce: str) -> Any:
+        if planned:
+            plan = plan_whole(net, VOLUME.shape, tile=16, reduce=reduce)
+            return predict_whole(net, volume, plan=plan, out=path, quiet=True)
+        return predict_whole(net, volume, tile=16, reduce=reduce, out=path, quiet=True)
+
     with pytest.raises(KilledError):
-        predict_whole(net, Volume(), tile=16, reduce="argmax", out=path, quiet=True)
+        predict(Volume(), "argmax")
     with pytest.raises(ValueError, match="an unfinished prediction with another pad or reduce"):
-        predict_whole(net, VOLUME, tile=16, reduce="softmax", out=path, quiet=True)
-    np.testing.assert_array_equal(
-        predict_whole(net, VOLUME, tile=16, reduce="argmax", out=path, quiet=True), whole(net).argmax(0)
-    )
+        predict(VOLUME, "softmax")
+    np.testing.assert_array_equal(predict(VOLUME, "argmax"), whole(net).argmax(0))
 
 
 def test_reductions_are_told_apart() -> None:

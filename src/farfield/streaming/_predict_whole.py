@@ -139,4 +139,4 @@ def predict_whole(
         planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:
         print(planned, file=sys.stderr)
-    return run_plan(planned, model, volumes, known, reduce, out, overwrite, quiet)
+    return run_plan(planned, model, volumes, known, out, overwrite, quiet)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from farfield.volumes.source import Region
+from farfield.volumes.source import Region, Span
 
 
 class AxisScale(NamedTuple):
@@ -44,11 +44,20 @@ class Halo(NamedTuple):
 
 def cores(size: Sequence[int], tile: Sequence[int]) -> list[Region]:
     """Return the own positions of each tile, without halo; every position of the volume is in exactly one tile."""
-    spans = [
+    return list(itertools.product(*axis_spans(size, tile)))
+
+
+def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
+    """Return for each axis the own positions of the tiles along it."""
+    return [
         [(start, min(start + positions, length)) for start in range(0, length, positions)]
         for length, positions in zip(size, tile, strict=True)
     ]
-    return list(itertools.product(*spans))
+
+
+def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes along which tiles are shorter than the volume."""
+    return tuple(axis for axis, (length, own) in enumerate(zip(size, tile, strict=True)) if own < length)
 
 
 def enlarge_region(least: Sequence[int], region: Region, whole: Sequence[int]) -> Region:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from farfield.streaming.layers import are_numbers, pack_parts, unpack_parts
@@ -14,13 +13,13 @@ from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Span, read_box, region_of, write_box
+from farfield.streaming.spans import Box, Span, read_box, region_of
 from farfield.streaming.store import Store
 from farfield.streaming.summaries import not_finite
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
-# (sample, tile, box, numbers) writes the output
+# (sample, box, numbers) writes the output
 WriteOutput = Callable[[int, Box, Tensor], None]
 
 
@@ -213,28 +212,3 @@ class TiledRun:
         if state["sample"] != sample:  # right only where the pass is the first of the next sample, or none is left
             return (state["sample"], stage, index) == (sample - 1, 0, 0)
         return self.store.holds(state["stored"], stage, index)
-
-
-@torch.no_grad()
-def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor]) -> Tensor:
-    """Run all passes in memory, and return the output.
-
-    Args:
-        plan: The plan.
-        read_volume: Reads a box of a volume.
-    """
-    graph, info = plan.labelled.graph, plan.labelled.graph.info(plan.labelled.graph.output)
-    result = torch.empty(info.shape, dtype=info.dtype)
-
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return read_volume(graph.inputs[volume], box)
-
-    def write(sample: int, box: Box, numbers: Tensor) -> None:
-        write_box(result, plan.labelled.layouts[graph.output], box, numbers)
-
-    store = Store("execute", plan, False, None, torch.device("cpu"))
-    run = TiledRun(plan, None, store, read, write)
-    for number in range(len(plan.stages)):
-        for index in range(len(plan.tiles)):
-            run.run_task(number, index)
-    return result

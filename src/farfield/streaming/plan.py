@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from farfield.streaming.geometry import Halo
+from farfield.streaming.geometry import Halo, axis_spans, cores, cut_axes
 from farfield.streaming.labels import LabelledGraph
 from farfield.streaming.operations import Value
 from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
@@ -189,12 +188,7 @@ def make_graph_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collec
         chosen: The values that are stored between passes, those that later passes read.
     """
     size = labelled.size
-    cut = tuple(axis for axis, (own, length) in enumerate(zip(tile, size, strict=True)) if own < length)
-    spans = [
-        [(start, min(start + own, length)) for start in range(0, length, own)]
-        for own, length in zip(tile, size, strict=True)
-    ]
-    plan = GraphPlan(labelled, list(itertools.product(*spans)), spans, cut)
+    plan = GraphPlan(labelled, cores(size, tile), axis_spans(size, tile), cut_axes(size, tile))
     levels, graph = labelled.levels, labelled.graph
     count = levels[graph.output.node] + 1
     for stage in range(count):

@@ -22,7 +22,7 @@ from farfield.streaming.arguments import Tiles
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
 from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
-from farfield.streaming.geometry import AxisScale, Halo, round_up
+from farfield.streaming.geometry import AxisScale, Halo, cut_axes, round_up
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
 from farfield.streaming.network_axes import (
     device_of,
@@ -281,10 +281,7 @@ def choose_tiles(
         whole = make_graph_plan(label_graph(graph, size, []), size, [])
         if whole.cost(0).bytes <= memory:
             return whole, False
-    if given is None:
-        axes = cuttable(graph, size, reach)
-    else:
-        axes = [axis for axis, (own, length) in enumerate(zip(given, size, strict=True)) if own < length]
+    axes = cuttable(graph, size, reach) if given is None else cut_axes(size, given)
     labelled = label_graph(graph, size, axes, halo=reach)
     budget = choose_budget(caller, labelled, tiles, memory, path)
 
@@ -324,9 +321,8 @@ def plan_saved(
     given = saved.tile if tiles.size is None else given_tile(tiles.size, size, strides)
     if is_explicit or given != saved.tile or len(given) != len(size):
         return None
-    axes = [axis for axis, (own, length) in enumerate(zip(saved.tile, size, strict=True)) if own < length]
     try:
-        labelled = label_graph(graph, size, axes, halo=reach)
+        labelled = label_graph(graph, size, cut_axes(size, saved.tile), halo=reach)
     except GraphError:
         return None
     stored = {*labelled.gathered, *(Value(*each) for each in saved.stored)}

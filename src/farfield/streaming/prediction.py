@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.passes import TiledRun
-from farfield.streaming.reduction import Reduction
 from farfield.streaming.resume import Progress, compute_identity
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.spans import Box
@@ -34,7 +33,6 @@ def run_plan(
     model: nn.Module,
     volumes: Mapping[str, Any],
     known: ImageMetadata | None,
-    reduce: Reduction,
     out: Any,
     overwrite: bool,
     quiet: bool,
@@ -46,7 +44,6 @@ def run_plan(
         model: The network.
         volumes: Name -> volume.
         known: Axes and voxel size of the first volume; None if they are not known.
-        reduce: The argument of `predict_whole`.
         out: The argument of `predict_whole`.
         overwrite: The argument of `predict_whole`.
         quiet: The argument of `predict_whole`.
@@ -58,7 +55,7 @@ def run_plan(
     path = str(out) if isinstance(out, str | Path) else ""
     settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, path)
     identity = compute_identity(fingerprint(model) if path else "", volumes, settings) | {
-        "pad or reduce": f"{plan.pad} {plan.padding} {fingerprint(reduce)}",
+        "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
         # Summaries and stored values are known by their node, and another version may record other nodes.
         "version of torch": torch.__version__,
     }

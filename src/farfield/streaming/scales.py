@@ -129,7 +129,7 @@ def scales_of(
     return {}, (1,) * len(size)
 
 
-def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> list[int]:
+def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) -> tuple[int, ...]:
     """Return the axes along which a graph can be cut, each by itself."""
     axes = []
     for axis in range(len(size)):
@@ -138,4 +138,4 @@ def cuttable(graph: Graph, size: tuple[int, ...], halo: Sequence[int] | None) ->
         except GraphError:
             continue
         axes.append(axis)
-    return axes
+    return tuple(axes)

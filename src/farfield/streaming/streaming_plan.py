@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from farfield.streaming.geometry import AxisScale, Halo
+from farfield.streaming.geometry import AxisScale, Halo, cores, cut_axes
 from farfield.streaming.labels import label_graph
 from farfield.streaming.layers import RecordedLayer
 from farfield.streaming.operations import Graph, Value
@@ -120,11 +119,7 @@ class StreamingPlan:
     @property
     def cores(self) -> list[Region]:
         """The own positions of each tile, in the padded volume: those that it writes, without halo."""
-        spans = [
-            [(start, min(start + own, length)) for start in range(0, length, own)]
-            for own, length in zip(self.tile, self.size, strict=True)
-        ]
-        return [tuple(core) for core in itertools.product(*spans)]
+        return cores(self.size, self.tile)
 
     @property
     def recomputed(self) -> float:
@@ -155,8 +150,7 @@ class StreamingPlan:
         if self.bound is not None:
             return self.bound
         self.graph = bind_graph(caller, self.graph, network)
-        cut = [axis for axis, (own, length) in enumerate(zip(self.tile, self.size, strict=True)) if own < length]
-        labelled = label_graph(self.graph, self.size, cut, halo=self.halo)
+        labelled = label_graph(self.graph, self.size, cut_axes(self.size, self.tile), halo=self.halo)
         self.bound = make_graph_plan(labelled, self.tile, self.stored)
         if self.patch is not None:
             self.patch = bind_graph(caller, self.patch, network)

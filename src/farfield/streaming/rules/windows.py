@@ -126,7 +126,7 @@ def padded_numbers(call: OperationCall, box: Box, windows: Sequence[Window], cha
 
 
 def scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
-    """The padded input; of a transposed convolution, the result before it is cut."""
+    """The padded input; a transposed convolution pads nothing."""
     return 0 if call.args[6] else padded_numbers(call, box, conv_windows(call), call.operands[0].shape[1])
 
 
