@@ -191,7 +191,7 @@ def measure(name: str, arguments: list[str]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             command = [sys.executable, __file__, *arguments, "--network", name, "--part", part, "--json", file.name]
             # The profiler prints that there is no GPU.
-            subprocess.run(command, check=True, env={**os.environ, "KINETO_LOG_LEVEL": "5"})
+            subprocess.run(command, check=True, env={**os.environ, "KINETO_LOG_LEVEL": "9"})
             row |= json.loads(Path(file.name).read_text(encoding="utf-8"))
     return row
 
