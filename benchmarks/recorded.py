@@ -3,11 +3,11 @@
     python benchmarks/recorded.py --length 128
     python benchmarks/recorded.py --length 160 --repeats 5 --json 160.json
     python benchmarks/recorded.py --length 256 --network BasicUNet SegResNet deepbet
-    python benchmarks/recorded.py --length 64 --tile 32 --window 48 --repeats 1
+    python benchmarks/recorded.py --length 96 --tile 32 --window 64 --repeats 1
 
-The first takes about ten minutes of one core and 2 GiB, 256³ more than an hour and 12 GiB; the last is a trial of a
-minute. Weights are random, volumes N(0, 1), but for deepbet, whose trained weights run on a head: wheels that `python
-tests/helpers/brains.py` downloads. Columns:
+The last is a trial of a few minutes; the others want a quiet machine. At 256³ the untiled networks take most memory.
+Weights are random and volumes N(0, 1), but for deepbet, whose trained weights run on a head, in lengths and windows
+that are multiples of 32: wheels that `python tests/helpers/brains.py` downloads. Columns:
 
 plan, untiled, passes, window: CPU seconds of one thread, medians of `--repeats` in one warm process, in turns.
 MACs: of all passes, relative to those of the untiled network. ÷ untiled: the passes' seconds by the untiled network's.
