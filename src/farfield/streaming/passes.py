@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from farfield.streaming.layers import are_numbers, pack_parts, unpack_parts
-from farfield.streaming.operations import Value
+from farfield.streaming.graph import Value
+from farfield.streaming.layers import are_numbers, not_finite, pack_parts, unpack_parts
 from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
 from farfield.streaming.store import Store
-from farfield.streaming.summaries import not_finite
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]

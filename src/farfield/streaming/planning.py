@@ -23,7 +23,9 @@ from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
 from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import AxisScale, Halo, cut_axes, round_up
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.layers import has_grid_summary, summary_bytes
 from farfield.streaming.network_axes import (
     device_of,
     refuse_axes,
@@ -31,7 +33,6 @@ from farfield.streaming.network_axes import (
     spatial_dims_of,
     split_padding,
 )
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
 from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.recordings import Recordings
@@ -42,7 +43,6 @@ from farfield.streaming.several_inputs import check_arguments, parse_layouts
 from farfield.streaming.several_outputs import Outputs
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import PlannedOutput, PlannedPass, StreamingPlan
-from farfield.streaming.summaries import has_grid_summary, summary_bytes
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -387,7 +387,7 @@ def refuse_large_summaries(caller: str, labelled: LabelledGraph, network: nn.Mod
         info = labelled.graph.info(node.inputs[0])
         with without_numbers(), copied(module, make_empty, discard=True) as fake:
             grid = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-            size = summary_bytes(cast(GridAttention, fake).summarize(grid), None)
+            size = summary_bytes(cast(GridAttention, fake).summarize(grid))
         if size > SUMMARY_SHARE * free:
             raise ValueError(
                 f"{caller}: the summary of {module.operator_name} at {node.path} is its grid, {size:,} bytes, and may "

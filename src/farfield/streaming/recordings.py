@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from farfield.nn.network_copy import CannotCopyError
-from farfield.streaming.adapt import one_grid, record_network
+from farfield.streaming.adapt import one_grid
+from farfield.streaming.graph import Graph, Info, RecordingError
 from farfield.streaming.labels import GraphError, label_graph
 from farfield.streaming.network_axes import dtype_of
-from farfield.streaming.operations import Graph, Info, RecordingError
+from farfield.streaming.record import record_network
 from farfield.streaming.reduction import Reduction
 from farfield.streaming.scales import Scales, scales_of
 from farfield.streaming.several_outputs import Outputs
