@@ -347,10 +347,7 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 @pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
 def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
     layer, grid = settled(attention(row)).to(dtype), torch.randn(1, 6, 4, 5, dtype=dtype)
-    place = {"mask": None, "origin": (0, 0), "size": (4, 5)}
-    parts = layers.merge_attention(
-        layers.summarize_keys(layer, grid, **place), layers.summarize_queries(layer, grid, **place)
-    )
+    parts = layers.summarize_attention(layer, grid, mask=None, origin=(0, 0), size=(4, 5))
     state = {field: kind() for field, kind in streaming.resume.FIELDS.items()}
     streaming.resume.write_state(tmp_path / "state", state | {"summaries": [{"parts": layers.pack_parts(parts)}]})
     saved = layers.unpack_parts(streaming.resume.read_state(tmp_path / "state")["summaries"][0]["parts"])

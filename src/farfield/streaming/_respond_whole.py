@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,14 @@ from torch import Tensor
 from farfield._checks import ShapeError, shape_error
 from farfield.nn import GridAttention
 from farfield.ops.grid import Pool
+from farfield.streaming import layers
 from farfield.streaming.arguments import parse_positions
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import cores, round_up
-from farfield.streaming.layers import (
-    are_numbers,
-    finish_attention,
-    has_grid_summary,
-    make_streamable,
-    merge_attention,
-    not_finite,
-    pack_parts,
-    summarize_keys,
-    summarize_queries,
-    summary_bytes,
-    unpack_parts,
-)
 from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.passes import MergeTree
 from farfield.streaming.resume import compute_identity, saved_plan
-from farfield.streaming.rules.rule import Parts
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
@@ -282,53 +270,29 @@ class _Response:
     """
 
     def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
-        self.attention, self.queries, self.keys, self.stream = make_streamable(layer), queries, keys, stream
-        self.tree = MergeTree(merge_attention)
+        self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream
+        self.tree = MergeTree(layers.merge_attention)
         self.whole: Any = None
 
     def run(self, quiet: bool) -> Any:
-        """Run the passes; a context gets one of its own where queries come from sums of the grid."""
-        passes = [(self.keys.name, self.summarize_keys)]
-        if self.keys is not self.queries and not self.attention.operator.queries_from.side_by_side:
-            passes.append((self.queries.name, self.summarize_queries))
+        """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
+        together = self.keys is self.queries
+        passes = [(self.keys.name, partial(self.summarize, self.keys, True, together))]
+        if not together and not self.attention.operator.queries_from.side_by_side:
+            passes.append((self.queries.name, partial(self.summarize, self.queries, False, True)))
         self.stream.merged = [self]
         return self.stream.run([*passes, (self.queries.name, self.respond)], quiet)
 
-    def summarize_keys(self, index: int, core: Region) -> None:
-        """Add a tile's keys and values, and its query sums if there is no context."""
-        tile, place = self.keys.read(self.stream, index, core)
-        parts = summarize_keys(self.attention, tile, **place)
-        if index == 0 and has_grid_summary(self.attention):
-            self.check_size(summary_bytes(parts[0]) * len(self.keys.tiles))
-        if self.keys is self.queries:
-            parts = merge_attention(parts, summarize_queries(self.attention, tile, **place))
-        self.add(parts, self.keys, core)
-
-    def summarize_queries(self, index: int, core: Region) -> None:
-        """Add a tile's query sums."""
-        tile, place = self.queries.read(self.stream, index, core)
-        self.add(summarize_queries(self.attention, tile, **place), self.queries, core)
-
-    def add(self, parts: Parts, volume: _MaskedGrid, core: Region) -> None:
-        """Merge what a tile gives.
-
-        Raises:
-            ValueError: If it is not finite.
-        """
-        if not are_numbers(parts):
+    def summarize(self, volume: _MaskedGrid, of_keys: bool, of_queries: bool, index: int, core: Region) -> None:
+        """Merge a tile's keys and values, its query sums, or both."""
+        tile, place = volume.read(self.stream, index, core)
+        parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
+        if index == 0 and of_keys and layers.has_grid_summary(self.attention):
+            self.check_size(layers.summary_bytes(parts[0]) * len(volume.tiles))
+        if not layers.are_numbers(parts):
             fix = f"a {'mask' if volume is self.queries else 'context_mask'} that is False there"
-            raise not_finite("respond_whole", tuple(start for start, _ in core), volume.name, fix)
+            raise layers.not_finite("respond_whole", place["origin"], volume.name, fix)
         self.tree.add(parts)
-
-    def respond(self, index: int, core: Region) -> None:
-        """Compute and write the response of a tile."""
-        tile, place = self.queries.read(self.stream, index, core)
-        if self.whole is None:
-            self.whole = finish_attention(self.tree.whole(), tile.device, complete=self.keys.mask is None)
-        summary, sums = self.whole
-        response = self.attention.respond(tile, summary, **place, query_sums=sums)
-        shape = self.queries.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(box_index(shape, core), response.reshape(shape))
 
     def check_size(self, size: int) -> None:
         """Refuse a summary with a slot for each key that takes more than SUMMARY_SHARE of the free memory."""
@@ -340,10 +304,20 @@ class _Response:
                 "factorized_gaussian."
             )
 
+    def respond(self, index: int, core: Region) -> None:
+        """Compute and write the response of a tile."""
+        tile, place = self.queries.read(self.stream, index, core)
+        if self.whole is None:
+            self.whole = layers.finish_attention(self.tree.whole(), tile.device, complete=self.keys.mask is None)
+        summary, sums = self.whole
+        response = self.attention.respond(tile, summary, **place, query_sums=sums)
+        shape = self.queries.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        self.stream.write(box_index(shape, core), response.reshape(shape))
+
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"runs": [[height, pack_parts(parts)] for height, parts in self.tree.runs]}
+        return {"runs": [[height, layers.pack_parts(parts)] for height, parts in self.tree.runs]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
-        self.tree.runs = [(height, unpack_parts(parts)) for height, parts in state["runs"]]
+        self.tree.runs = [(height, layers.unpack_parts(parts)) for height, parts in state["runs"]]

@@ -46,21 +46,28 @@ def summary_bytes(summary: Summary) -> int:
     return sum(part.nbytes for part in summary if isinstance(part, Tensor))
 
 
-def summarize_keys(attention: GridAttention, grid: Tensor, **place: Any) -> Parts:
-    """Return the summary of a tile's keys and values; `place` is its mask, its origin and the size of the whole."""
-    summary = attention.summarize(grid, **place)
-    dtypes = tuple(part.dtype for part in summary if isinstance(part, Tensor))
-    # Keys and values side by side are not added up.
-    wide = dtypes if summary.side_by_side else (torch.float64,) * len(dtypes)
-    return _convert(summary, "cpu", wide), None, dtypes
+def summarize_attention(
+    attention: GridAttention, grid: Tensor, *, of_keys: bool = True, of_queries: bool = True, **place: Any
+) -> Parts:
+    """Return the summary of a tile's keys and values, and the sums that queries come from, if they do.
 
-
-def summarize_queries(attention: GridAttention, grid: Tensor, **place: Any) -> Parts:
-    """Return the sums of a tile that queries come from; None if they come from positions."""
-    if attention.operator.queries_from.side_by_side:
-        return None, None, ()
-    sums = attention.gather_queries(grid, **place)
-    return None, Gathered(*(part.cpu().double() for part in sums)), ()
+    Args:
+        attention: The attention, made streamable.
+        grid: The tile's own positions.
+        of_keys: Whether keys and values come from this grid.
+        of_queries: Whether queries come from it.
+        **place: The tile's mask, its origin, and the size of the whole.
+    """
+    summary, sums = None, None
+    dtypes: tuple[torch.dtype, ...] = ()
+    if of_keys:
+        summary = attention.summarize(grid, **place)
+        dtypes = tuple(part.dtype for part in summary if isinstance(part, Tensor))
+        # Keys and values side by side are not added up.
+        summary = _convert(summary, "cpu", dtypes if summary.side_by_side else [torch.float64] * len(dtypes))
+    if of_queries and not attention.operator.queries_from.side_by_side:
+        sums = Gathered(*(part.cpu().double() for part in attention.gather_queries(grid, **place)))
+    return summary, sums, dtypes
 
 
 def merge_attention(first: Parts, second: Parts) -> Parts:
@@ -73,13 +80,7 @@ def merge_attention(first: Parts, second: Parts) -> Parts:
 
 
 def finish_attention(parts: Parts, device: torch.device, complete: bool) -> tuple[Summary, Gathered | None]:
-    """Return the merged summary in the dtypes of those of the tiles, and the query sums if there are any.
-
-    Args:
-        parts: What all tiles gave.
-        device: Where tiles respond.
-        complete: Whether there was no mask: each slot has a valid position.
-    """
+    """Return the merged summary in the dtypes of the tiles', `complete` without masks; and the query sums, or None."""
     summary, sums, dtypes = parts
     whole = _convert(summary, device, dtypes)._replace(complete=complete)
     return whole, None if sums is None else Gathered(*(part.to(device, whole.count.dtype) for part in sums))
@@ -138,9 +139,7 @@ def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
         return {**_mask(tensors), "origin": tuple(spans[0][0] for spans in box[2:]), "size": size}
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        where = place(core(layout), tensors)
-        of_keys = summarize_keys(attention, tensors[0], **where)
-        return merge_attention(of_keys, summarize_queries(attention, tensors[0], **where))
+        return summarize_attention(attention, tensors[0], **place(core(layout), tensors))
 
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         summary, sums = finish_attention(parts, tensors[0].device, complete=len(tensors) == 1)
@@ -182,16 +181,9 @@ def are_numbers(parts: Any) -> bool:
 
 
 def not_finite(
-    name: str, origin: tuple[int, ...], volume: str = "volume", fix: str = "if that is finite, float32 for the network"
+    name: str, origin: tuple[int, ...], volume: str = "volume", fix: str = "if that is finite, a network in float32"
 ) -> ValueError:
-    """Return the error for what would spread NaN to every position.
-
-    Args:
-        name: The function that was called, and the layer.
-        origin: Where the tile begins.
-        volume: What the tile is of.
-        fix: What helps if the volume must keep its numbers.
-    """
+    """Return the error for a layer, named with the called function, whose input would spread NaN to every position."""
     return ValueError(
         f"{name}: its input is not finite in the tile at {origin} of the {volume}, and would spread NaN to every "
         f"position; fix: numpy.nan_to_num({volume}, posinf=0, neginf=0), or {fix}."

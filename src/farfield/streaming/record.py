@@ -255,8 +255,7 @@ def record_network(
 
     # In inference mode, operations that consist of others are not taken apart.
     with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
-        inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]
-        graph = _record(Recorder(names, reals), fake, network, inputs, finish)
+        graph = _record(Recorder(names, reals), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
     sweep(graph)
@@ -264,14 +263,14 @@ def record_network(
 
 
 def _record(
-    recorder: Recorder, fake: nn.Module, network: nn.Module, inputs: Sequence[Tensor], finish: Callable[[Any], Any]
+    recorder: Recorder, fake: nn.Module, network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any]
 ) -> Graph:
-    """Run the copy of a network while the recorder records, and return the graph."""
+    """Run the copy of a network while the recorder records, and return the graph, which alone is left of the run."""
     _follow(recorder, fake, network)
     graph = recorder.graph
-    for index, tensor in enumerate(inputs):
-        graph.inputs.append(graph.add("input", (index,), {}, [_info(tensor)]))
-        recorder.note(tensor, [graph.inputs[-1]])
+    inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]
+    graph.inputs = [graph.add("input", (index,), {}, [info]) for index, info in enumerate(volumes)]
+    recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
         with torch.no_grad(), recorder, _NetworkFunctions():
