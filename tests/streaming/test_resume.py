@@ -349,8 +349,8 @@ def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path
     layer, grid = settled(attention(row)).to(dtype), torch.randn(1, 6, 4, 5, dtype=dtype)
     parts = layers.summarize_attention(layer, grid, mask=None, origin=(0, 0), size=(4, 5))
     state = {field: kind() for field, kind in streaming.resume.FIELDS.items()}
-    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [{"parts": layers.pack_parts(parts)}]})
-    saved = layers.unpack_parts(streaming.resume.read_state(tmp_path / "state")["summaries"][0]["parts"])
+    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [{"parts": parts}]})
+    saved = streaming.resume.read_state(tmp_path / "state")["summaries"][0]["parts"]
     whole, again = (layers.finish_attention(each, grid.device, complete=True) for each in (parts, saved))
     for one, other in zip([*whole[0], *(whole[1] or ())], [*again[0], *(again[1] or ())], strict=True):
         if isinstance(one, torch.Tensor):

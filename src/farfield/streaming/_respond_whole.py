@@ -316,8 +316,8 @@ class _Response:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"runs": [[height, layers.pack_parts(parts)] for height, parts in self.tree.runs]}
+        return {"runs": list(self.tree.runs)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
-        self.tree.runs = [(height, layers.unpack_parts(parts)) for height, parts in state["runs"]]
+        self.tree.runs = [(height, tuple(parts)) for height, parts in state["runs"]]

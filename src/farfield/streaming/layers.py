@@ -71,10 +71,10 @@ def summarize_attention(
 
 
 def merge_attention(first: Parts, second: Parts) -> Parts:
-    """Merge what tiles gave of keys and queries, each if it is there."""
+    """Merge what tiles gave of keys and queries, each if it is there; saved parts are plain lists."""
     merged = [
-        other if one is None else one if other is None else one.merge(other)
-        for one, other in zip(first[:2], second[:2], strict=True)
+        (one or other) if one is None or other is None else kind(*one).merge(kind(*other))
+        for kind, one, other in zip((Summary, Gathered), first, second, strict=False)
     ]
     return *merged, first[2] or second[2]
 
@@ -82,7 +82,7 @@ def merge_attention(first: Parts, second: Parts) -> Parts:
 def finish_attention(parts: Parts, device: torch.device, complete: bool) -> tuple[Summary, Gathered | None]:
     """Return the merged summary in the dtypes of the tiles', `complete` without masks; and the query sums, or None."""
     summary, sums, dtypes = parts
-    whole = _convert(summary, device, dtypes)._replace(complete=complete)
+    whole = _convert(Summary(*summary), device, dtypes)._replace(complete=complete)
     return whole, None if sums is None else Gathered(*(part.to(device, whole.count.dtype) for part in sums))
 
 
@@ -170,7 +170,7 @@ def _reduce_module(module: Any) -> Reduction:
 LAYER = Rule(_label, _needs, _run, _reduce)
 
 
-# ---- parts that are not finite, and saved ones -----------------------------------------------------------------------
+# ---- numbers that are not finite -------------------------------------------------------------------------------------
 def are_numbers(parts: Any) -> bool:
     """Whether parts have no NaN, and, where they are the summary of an attention, no infinite number."""
     if isinstance(parts, Summary):
@@ -188,22 +188,3 @@ def not_finite(
         f"{name}: its input is not finite in the tile at {origin} of the {volume}, and would spread NaN to every "
         f"position; fix: numpy.nan_to_num({volume}, posinf=0, neginf=0), or {fix}."
     )
-
-
-def pack_parts(parts: Any) -> Any:
-    """Return parts as lists, dicts, tensors and plain values."""
-    if isinstance(parts, Summary):
-        return {"summary": [pack_parts(each) for each in parts]}
-    if isinstance(parts, Gathered):
-        return {"gathered": [pack_parts(each) for each in parts]}
-    return [pack_parts(each) for each in parts] if isinstance(parts, tuple | list) else parts
-
-
-def unpack_parts(packed: Any) -> Any:
-    """Return the parts that `pack_parts` packed."""
-    if isinstance(packed, list):
-        return tuple(map(unpack_parts, packed))
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, fields),) = packed.items()
-    return (Summary if kind == "summary" else Gathered)(*map(unpack_parts, fields))

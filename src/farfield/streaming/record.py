@@ -44,22 +44,30 @@ _LIBRARY = torch.library.Library("farfield_streaming", "DEF")
 _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
-class Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Records operations as nodes of a graph.
 
     Args:
-        names: id of a fake tensor of the network -> name of the constant.
-        reals: The real tensors of the constants.
+        constants: id of a fake tensor of the network -> its name, and the real tensor.
     """
 
-    def __init__(self, names: dict[int, str], reals: dict[str, Tensor]) -> None:
+    def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()
-        self.graph, self.names, self.reals = Graph(), names, reals
+        self.graph, self.constants = Graph(), constants
         # The tensors are kept, so that no other gets the same id.
         self.known: dict[int, tuple[Value, Tensor]] = {}
-        self.running: list[str] = []
+        # Each writes what a module runs that has not returned yet.
+        self.running = [Writer(self.graph, "the network")]
         # Each layer that needs the whole grid, and its forward without numbers.
         self.layers: list[tuple[RecordedLayer, Callable[..., Tensor]]] = []
+
+    @property
+    def write(self) -> Writer:
+        return self.running[-1]
+
+    @property
+    def path(self) -> str:
+        return self.running[-1].path
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
@@ -73,11 +81,7 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Record an operation that returned tensors.
-
-        Raises:
-            RecordingError: If it writes to the network, or draws random numbers.
-        """
+        """Record an operation that returned tensors."""
         macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = _read_arguments(function, args, kwargs)
         still = self.check_repeatable(function, args, kwargs)
@@ -89,7 +93,7 @@ class Recorder(TorchDispatchMode):
         infos = [_info(each) for each in (outputs if several else (outputs,))]
         result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
         if result is None:
-            node = self.graph.add(str(function), args, kwargs, infos, path=self.where(), macs=macs).node
+            node = self.graph.add(str(function), args, kwargs, infos, path=self.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)
 
@@ -107,10 +111,8 @@ class Recorder(TorchDispatchMode):
         with MacCounter() as counter:
             result = forward(grid, **given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
-        self.note(
-            result,
-            [self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.where(), macs=counter.macs)],
-        )
+        node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.path, macs=counter.macs)
+        self.note(result, [node])
         return result
 
     def check_repeatable(self, function: Any, args: Any, kwargs: Any) -> bool:
@@ -118,9 +120,9 @@ class Recorder(TorchDispatchMode):
         named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
         still = any(named.get(name, self) == number for name, number in _STILL.items())
         if torch.Tag.nondeterministic_seeded in function.tags and not still:
-            raise RecordingError(f"{self.where()} draws random numbers, {function.overloadpacket}")
+            raise RecordingError(f"{self.path} draws random numbers, {function.overloadpacket}")
         if function.overloadpacket in _BATCH_NORMS and named["training"] and named["running_mean"] is not None:
-            raise RecordingError(f"{self.where()} updates its running statistics: it is in training mode")
+            raise RecordingError(f"{self.path} updates its running statistics: it is in training mode")
         return still
 
     def without_writing(self, function: Any, tensor: Tensor) -> Any:
@@ -131,49 +133,33 @@ class Recorder(TorchDispatchMode):
         """
         storage = tensor.untyped_storage()._cdata
         others = [each for _, each in self.known.values() if each is not tensor]
-        name = self.names.get(id(tensor))
-        if name is not None or id(tensor) not in self.known:
-            raise RecordingError(f"{self.where()} writes to {name or 'a tensor of the network'}, {function}")
+        if id(tensor) in self.constants or id(tensor) not in self.known:
+            name, _ = self.constants.get(id(tensor), ("a tensor of the network", None))
+            raise RecordingError(f"{self.path} writes to {name}, {function}")
         if any(each.untyped_storage()._cdata == storage for each in others):
-            raise RecordingError(f"{self.where()} writes to a view of a tensor, {function}")
+            raise RecordingError(f"{self.path} writes to a view of a tensor, {function}")
         packet = getattr(aten, function.overloadpacket.__name__.rstrip("_"), None)
         if packet is None or function._overloadname not in packet.overloads():
-            raise RecordingError(f"{self.where()} writes in place, {function}")
+            raise RecordingError(f"{self.path} writes in place, {function}")
         return getattr(packet, function._overloadname)
-
-    @property
-    def write(self) -> Writer:
-        """Appends our own operations on values."""
-        return Writer(self.graph, self.where())
-
-    def where(self) -> str:
-        """Return the path of the module that runs."""
-        return self.running[-1] if self.running else "the network"
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a tensor is; a constant of the network becomes a node."""
         if id(tensor) in self.known:
             return self.known[id(tensor)][0]
-        name = self.names.get(id(tensor))
-        real = self.reals[name] if name is not None else tensor
-        if name is None:
-            constant = getattr(tensor, "constant", None)
-            real = tensor if constant is None else constant
-            if type(real) not in (Tensor, nn.Parameter):
-                raise RecordingError(f"{self.where()} uses a {type(tensor).__name__} whose origin is unknown")
+        name, real = self.constants.get(id(tensor), (None, getattr(tensor, "constant", None)))
+        real = tensor if real is None else real
+        if name is None and type(real) not in (Tensor, nn.Parameter):
+            raise RecordingError(f"{self.path} uses a {type(tensor).__name__} whose origin is unknown")
         value = self.write.constant(real, name)
         self.known[id(tensor)] = value, tensor
         return value
 
     def number_of(self, tensor: Tensor) -> Any:
-        """Return a number that the network reads from a tensor.
-
-        Raises:
-            RecordingError: If it depends on the volume.
-        """
+        """Return a number that the network reads from a tensor."""
         value = self.value_of(tensor)
         if not self.write.is_known(value):
-            raise RecordingError(f"{self.where()} reads a computed number in Python (item, float, if)")
+            raise RecordingError(f"{self.path} reads a computed number in Python (item, float, if)")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
 
@@ -182,9 +168,7 @@ def _info(output: Any) -> Info:
     return Info(tuple(output.shape), output.dtype) if isinstance(output, Tensor) else Info((), torch.bool)
 
 
-def _read_arguments(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return all arguments in the order of the schema, defaults included, and those that go by name alone."""
     positional, named = [], {}
     for place, argument in enumerate(function._schema.arguments):
@@ -230,12 +214,10 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
 def record_network(
     network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:
-    """Record the operations of a network on volumes of these shapes and dtypes.
-
-    Its parameters, buffers and other tensors are the constants of the graph, under their names in the network.
+    """Record the operations of a network in eval mode, which neither runs nor gets a hook.
 
     Args:
-        network: The network in eval mode; it neither runs nor gets a hook.
+        network: The network; its parameters, buffers and other tensors are the constants of the graph.
         volumes: Shape and dtype of each input, with batch and channels.
         finish: Makes one grid of what the network returns.
 
@@ -244,18 +226,16 @@ def record_network(
         CannotCopyError: If a part of it is scripted, or has no shapes yet.
     """
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
-    names: dict[int, str] = {}
-    reals: dict[str, Tensor] = {}
+    constants: dict[int, tuple[str, Tensor]] = {}
 
     def make(tensor: Tensor) -> Tensor:
         empty = make_empty(tensor)
-        name = known.get(id(tensor), f"tensor {len(reals)}")
-        names[id(empty)], reals[name] = name, tensor
+        constants[id(empty)] = known.get(id(tensor), f"tensor {len(constants)}"), tensor
         return empty
 
     # In inference mode, operations that consist of others are not taken apart.
     with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
-        graph = _record(Recorder(names, reals), fake, network, volumes, finish)
+        graph = _record(_Recorder(constants), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
     sweep(graph)
@@ -263,7 +243,7 @@ def record_network(
 
 
 def _record(
-    recorder: Recorder, fake: nn.Module, network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any]
+    recorder: _Recorder, fake: nn.Module, network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any]
 ) -> Graph:
     """Run the copy of a network while the recorder records, and return the graph, which alone is left of the run."""
     _follow(recorder, fake, network)
@@ -276,36 +256,33 @@ def _record(
         with torch.no_grad(), recorder, _NetworkFunctions():
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise RecordingError(f"{recorder.where()} computes a shape from numbers, {error.func}") from error
+        raise RecordingError(f"{recorder.path} computes a shape from numbers, {error.func}") from error
     except UnsupportedOperatorException as error:
-        raise RecordingError(f"{recorder.where()} runs {error.func}, whose shapes are unknown to torch") from error
+        raise RecordingError(f"{recorder.path} runs {error.func}, whose shapes are unknown to torch") from error
     except RuntimeError as error:
         if "mutating a non-functional tensor" not in str(error):
             raise
-        raise RecordingError(f"{recorder.where()} writes to a tensor of the network") from error
+        raise RecordingError(f"{recorder.path} writes to a tensor of the network") from error
     return graph
 
 
-def _follow(recorder: Recorder, fake: nn.Module, network: nn.Module) -> None:
+def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
     """Let the recorder know the path of each module while it runs, and let layers run as one operation.
 
     A block that folds its attention into its other layers calls it where it has hooks, and all have.
     """
+
+    def end(*_: Any) -> None:
+        recorder.running.pop()
+
     for path, module in fake.named_modules():
-        module.register_forward_pre_hook(partial(_begin, recorder, path or type(fake).__name__))
-        module.register_forward_hook(partial(_end, recorder))
+        writer = Writer(recorder.graph, path or type(fake).__name__)
+        module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
+        module.register_forward_hook(end)
         if isinstance(module, GridAttention) or _is_summarizing(module):
             layer = RecordedLayer(path, network.get_submodule(path))
             vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path)
             recorder.layers.append((layer, partial(type(module).forward, module)))
-
-
-def _begin(recorder: Recorder, path: str, *_: Any) -> None:
-    recorder.running.append(path)
-
-
-def _end(recorder: Recorder, *_: Any) -> None:
-    recorder.running.pop()
 
 
 def _is_summarizing(module: nn.Module) -> bool:
