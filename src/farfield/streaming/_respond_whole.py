@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
+from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
+from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import parse_positions
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import cores, round_up
-from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.passes import MergeTree
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
@@ -295,9 +294,9 @@ class _Response:
         self.tree.add(parts)
 
     def check_size(self, size: int) -> None:
-        """Refuse a summary with a slot for each key that takes more than SUMMARY_SHARE of the free memory."""
+        """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
         free = free_bytes(self.queries.source.device)
-        if size > SUMMARY_SHARE * free:
+        if size > layers.SUMMARY_SHARE * free:
             raise ValueError(
                 f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
                 f"may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "

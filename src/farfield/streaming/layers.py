@@ -20,6 +20,9 @@ from farfield.ops.table import keys, products, queries
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
+# The share of the free memory that a summary which is its grid may take.
+SUMMARY_SHARE = 1 / 2
+
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 def make_streamable(attention: GridAttention) -> GridAttention:
