@@ -172,19 +172,7 @@ def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
 
 
 class _MaskedGrid:
-    """A grid that is read in tiles, with its mask.
-
-    Args:
-        name: "grid" or "context".
-        layer: The attention.
-        array: The grid.
-        mask: Array that is True at its valid positions, or None.
-        layout: Its axes.
-        tile: The argument of `respond_whole`; None for slabs.
-
-    Raises:
-        ShapeError: If the grid's channels or the mask's shape do not fit.
-    """
+    """The "grid" or the "context", read in tiles, with its mask; `tile` is the argument of `respond_whole`."""
 
     def __init__(
         self,
@@ -259,14 +247,7 @@ def _tile_positions(
 
 
 class _Response:
-    """Computes the response of an attention to a grid: passes summarize, and the last one responds.
-
-    Args:
-        layer: The attention.
-        queries: The grid that queries come from.
-        keys: What keys and values come from: the context, or `queries` if there is none.
-        stream: Reads the inputs, writes the output, and saves the progress.
-    """
+    """Passes over a grid and what keys and values come from, which is the grid itself if there is no context."""
 
     def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
         self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream

@@ -184,7 +184,7 @@ def are_numbers(parts: Any) -> bool:
 
 
 def not_finite(
-    name: str, origin: tuple[int, ...], volume: str = "volume", fix: str = "if that is finite, a network in float32"
+    name: str, origin: tuple[int, ...], volume: str = "volume", fix: str = "a network in float32 where that is finite"
 ) -> ValueError:
     """Return the error for a layer, named with the called function, whose input would spread NaN to every position."""
     return ValueError(

@@ -45,14 +45,11 @@ _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operations as nodes of a graph.
-
-    Args:
-        constants: id of a fake tensor of the network -> its name, and the real tensor.
-    """
+    """Records operations as nodes of a graph."""
 
     def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()
+        # id of a fake tensor of the network -> its name, and the real tensor.
         self.graph, self.constants = Graph(), constants
         # The tensors are kept, so that no other gets the same id.
         self.known: dict[int, tuple[Value, Tensor]] = {}
