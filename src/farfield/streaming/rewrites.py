@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as with_numbers
@@ -14,49 +14,14 @@ from farfield.streaming.graph import Info, RecordingError, Value, Writer, run_wh
 
 aten = torch.ops.aten
 
-Rewrite = Callable[..., Value | list[Value] | None]
-_Function = TypeVar("_Function", bound=Rewrite)
-# Operation -> `(writer, info of the output or of each, *arguments of the schema)` -> the value, or values, that the
-# output is; None to record the operation itself.
-REWRITTEN: dict[Any, Rewrite] = {}
-
-
-def _rewrites(*operations: Any) -> Callable[[_Function], _Function]:
-    """Enter a function in the table for some operations."""
-
-    def enter(rewrite: _Function) -> _Function:
-        REWRITTEN.update(dict.fromkeys(operations, rewrite))
-        return rewrite
-
-    return enter
-
 
 # ---- views -----------------------------------------------------------------------------------------------------------
-@_rewrites(aten.alias, aten.detach, aten.lift_fresh, aten.lift)
-def _itself(write: Writer, output: Info, value: Value, *_: Any) -> Value:
-    return value
-
-
-@_rewrites(
-    aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten
-)
 def _view(write: Writer, output: Info, value: Value, *_: Any) -> Value:
     if output.dtype != write.graph.info(value).dtype:
         raise RecordingError(f"{write.path} reads a tensor as another dtype without converting it")
     return write.view(value, output.shape)
 
 
-@_rewrites(aten.expand)
-def _expand(write: Writer, output: Info, value: Value, *_: Any) -> Value:
-    return write.append("expand", (value,), output.shape)
-
-
-@_rewrites(aten.permute)
-def _permute(write: Writer, output: Info, value: Value, order: Sequence[int]) -> Value:
-    return write.permute(value, [dim % len(order) for dim in order])
-
-
-@_rewrites(aten.transpose, aten.t)
 def _transpose(write: Writer, output: Info, value: Value, first: int = 0, second: int = -1) -> Value:
     order = list(range(len(output.shape)))
     if order:
@@ -64,7 +29,6 @@ def _transpose(write: Writer, output: Info, value: Value, first: int = 0, second
     return write.permute(value, order)
 
 
-@_rewrites(aten.rot90)
 def _rot90(write: Writer, output: Info, value: Value, turns: int, dims: Sequence[int]) -> Value:
     """Quarter turns: flips and an exchange of two dimensions."""
     flipped = {0: [], 1: [dims[1]], 2: list(dims), 3: [dims[0]]}[turns % 4]
@@ -81,7 +45,6 @@ def _shuffle(write: Writer, output: Info, value: Value, fine: Sequence[int], ord
     return write.view(value, output.shape)
 
 
-@_rewrites(aten.pixel_shuffle)
 def _pixel_shuffle(write: Writer, output: Info, value: Value, factor: int) -> Value:
     """Channels become positions: (…, C r², H, W) -> (…, C, H r, W r)."""
     *batch, channels, height, width = write.shape(value)
@@ -89,7 +52,6 @@ def _pixel_shuffle(write: Writer, output: Info, value: Value, factor: int) -> Va
     return _shuffle(write, output, value, fine, (0, 3, 1, 4, 2))
 
 
-@_rewrites(aten.pixel_unshuffle)
 def _pixel_unshuffle(write: Writer, output: Info, value: Value, factor: int) -> Value:
     """Positions become channels: (…, C, H r, W r) -> (…, C r², H, W)."""
     *batch, channels, height, width = write.shape(value)
@@ -97,7 +59,6 @@ def _pixel_unshuffle(write: Writer, output: Info, value: Value, factor: int) -> 
     return _shuffle(write, output, value, fine, (0, 2, 4, 1, 3))
 
 
-@_rewrites(aten.channel_shuffle, aten.native_channel_shuffle)
 def _channel_shuffle(write: Writer, output: Info, value: Value, groups: int) -> Value:
     """Groups of channels one within the other."""
     batch, channels, *size = write.shape(value)
@@ -106,14 +67,12 @@ def _channel_shuffle(write: Writer, output: Info, value: Value, groups: int) -> 
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-@_rewrites(aten.slice)
 def _slice(write: Writer, output: Info, value: Value, dim: int, start: Any, stop: Any, step: int) -> Value:
     dim %= len(output.shape)
     first, *_ = slice(start, stop).indices(write.shape(value)[dim])
     return write.append("slice", (value, dim, first, step), output.shape)
 
 
-@_rewrites(aten.select)
 def _select(write: Writer, output: Info, value: Value, dim: int, index: int) -> Value:
     shape = write.shape(value)
     dim %= len(shape)
@@ -121,12 +80,6 @@ def _select(write: Writer, output: Info, value: Value, dim: int, index: int) -> 
     return write.view(write.part(value, dim, index, index + 1), output.shape)
 
 
-@_rewrites(aten.unbind)
-def _unbind(write: Writer, outputs: Sequence[Info], value: Value, dim: int) -> list[Value]:
-    return [_select(write, output, value, dim, index) for index, output in enumerate(outputs)]
-
-
-@_rewrites(aten.split, aten.split_with_sizes)
 def _split(write: Writer, outputs: Sequence[Info], value: Value, _: Any, dim: int) -> list[Value]:
     dim, stop, parts = dim % len(write.shape(value)), 0, []
     for output in outputs:
@@ -141,7 +94,6 @@ def _take(write: Writer, value: Value, dim: int, index: Value) -> Value:
         return write.take(value, dim, positions.tolist())
 
 
-@_rewrites(aten.index_select)
 def _index_select(write: Writer, output: Info, value: Value, dim: int, index: Value) -> Value | None:
     """Positions that are known, of a tensor that is not."""
     if not output.shape or not write.is_known(index) or write.is_known(value):
@@ -149,7 +101,6 @@ def _index_select(write: Writer, output: Info, value: Value, dim: int, index: Va
     return _take(write, value, dim % len(output.shape), index)
 
 
-@_rewrites(aten.index, aten._unsafe_index)
 def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | None]) -> Value | None:
     """Known positions along one dimension, or along several of which each index runs along its own dimension."""
     given = [(dim, each) for dim, each in enumerate(indices) if each is not None]
@@ -167,7 +118,6 @@ def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | 
 
 
 # ---- several values as one -------------------------------------------------------------------------------------------
-@_rewrites(aten.roll)
 def _roll(write: Writer, output: Info, value: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
     """The end before the beginning, along each dimension."""
     if not dims:
@@ -180,7 +130,6 @@ def _roll(write: Writer, output: Info, value: Value, shifts: Sequence[int], dims
     return write.view(value, output.shape)
 
 
-@_rewrites(aten.stack)
 def _stack(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Value:
     """A concatenation along a new dimension."""
     dim, shape = dim % len(output.shape), list(output.shape)
@@ -188,7 +137,6 @@ def _stack(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Va
     return write.join([write.view(each, shape) for each in values], dim)
 
 
-@_rewrites(aten.repeat)
 def _repeat(write: Writer, output: Info, value: Value, times: Sequence[int]) -> Value:
     """Each dimension expanded by a new one before it, and both viewed as one."""
     shape = write.shape(value)
@@ -204,7 +152,6 @@ def _put(write: Writer, value: Value, source: Value, dim: int, start: int, stop:
     return write.join(parts, dim)
 
 
-@_rewrites(aten.select_scatter)
 def _select_scatter(write: Writer, output: Info, value: Value, source: Value, dim: int, index: int) -> Value:
     shape = list(output.shape)
     dim %= len(shape)
@@ -213,7 +160,6 @@ def _select_scatter(write: Writer, output: Info, value: Value, source: Value, di
     return _put(write, value, write.view(source, shape), dim, index, index + 1)
 
 
-@_rewrites(aten.slice_scatter)
 def _slice_scatter(
     write: Writer, output: Info, value: Value, source: Value, dim: int, start: Any, stop: Any, step: int
 ) -> Value:
@@ -231,7 +177,6 @@ def _slice_scatter(
     return write.where(write.constant(mask), write.take(source, dim, nearest), value)
 
 
-@_rewrites(aten.index_put)
 def _index_put(
     write: Writer, output: Info, value: Value, indices: Sequence[Value | None], number: Value, accumulate: bool, *_: Any
 ) -> Value | None:
@@ -253,7 +198,6 @@ def _count_windows(size: Sequence[int], windows: Sequence[Sequence[int]]) -> lis
     return [(length + 2 * pad - gap * (width - 1) - 1) // step + 1 for length, width, gap, pad, step in each]
 
 
-@_rewrites(aten.im2col)
 def _unfold(write: Writer, output: Info, value: Value, *windows: Sequence[int]) -> Value | None:
     """Windows of two spatial dimensions, whose positions become one dimension."""
     shape = write.shape(value)
@@ -263,7 +207,6 @@ def _unfold(write: Writer, output: Info, value: Value, *windows: Sequence[int]) 
     return write.view(write.append("windows", (value, *windows), (*output.shape[:2], *size)), output.shape)
 
 
-@_rewrites(aten.col2im)
 def _fold(write: Writer, output: Info, value: Value, result: Sequence[int], *windows: Sequence[int]) -> Value | None:
     """Windows added up."""
     shape = write.shape(value)
@@ -273,7 +216,6 @@ def _fold(write: Writer, output: Info, value: Value, result: Sequence[int], *win
     return write.append("fold", (value, result, *windows), output.shape)
 
 
-@_rewrites(aten.max_unpool2d, aten.max_unpool3d)
 def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: Sequence[int], *_: Any) -> Value:
     """Numbers written to where maxima came from: the windows are those of the pooling.
 
@@ -299,7 +241,6 @@ def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: S
 
 
 # ---- other numbers ---------------------------------------------------------------------------------------------------
-@_rewrites(aten.copy)
 def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Value:
     """The second tensor in the shape and dtype of the first."""
     if write.shape(value) != output.shape:
@@ -310,22 +251,43 @@ def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Valu
     return value
 
 
-@_rewrites(aten.full, aten.full_like, aten.new_full)
-def _full(write: Writer, output: Info, *given: Any) -> Value:
-    return write.append("full", given[-1:], *output)
-
-
-@_rewrites(aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like)
-def _zeros(write: Writer, output: Info, *_: Any) -> Value:
-    return _full(write, output, 0)
-
-
-@_rewrites(aten.new_ones, aten.ones_like, aten.ones)
-def _ones(write: Writer, output: Info, *_: Any) -> Value:
-    return _full(write, output, 1)
-
-
-@_rewrites(aten.native_dropout)
-def _dropout(write: Writer, outputs: Sequence[Info], value: Value, *_: Any) -> list[Value]:
-    """The tensor as it is, and what of it is kept: all."""
-    return [value, write.append("full", (True,), *outputs[1])]
+_VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten)
+_ZEROS = (aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like)
+_ONES = (aten.new_ones, aten.ones_like, aten.ones)
+_FULL = (aten.full, aten.full_like, aten.new_full)
+# Operation -> `(writer, info of the output or of each, *arguments of the schema)` -> the value, or values, that the
+# output is; None to record the operation itself.
+REWRITTEN: dict[Any, Callable[..., Value | list[Value] | None]] = {
+    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh, aten.lift), lambda write, output, value, *_: value),
+    **dict.fromkeys(_VIEWS, _view),
+    aten.expand: lambda write, output, value, *_: write.append("expand", (value,), output.shape),
+    aten.permute: lambda write, output, value, order: write.permute(value, [dim % len(order) for dim in order]),
+    **dict.fromkeys((aten.transpose, aten.t), _transpose),
+    aten.rot90: _rot90,
+    aten.pixel_shuffle: _pixel_shuffle,
+    aten.pixel_unshuffle: _pixel_unshuffle,
+    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), _channel_shuffle),
+    aten.slice: _slice,
+    aten.select: _select,
+    aten.unbind: lambda write, outputs, value, dim: [
+        _select(write, output, value, dim, index) for index, output in enumerate(outputs)
+    ],
+    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
+    aten.index_select: _index_select,
+    **dict.fromkeys((aten.index, aten._unsafe_index), _index),
+    aten.roll: _roll,
+    aten.stack: _stack,
+    aten.repeat: _repeat,
+    aten.select_scatter: _select_scatter,
+    aten.slice_scatter: _slice_scatter,
+    aten.index_put: _index_put,
+    aten.im2col: _unfold,
+    aten.col2im: _fold,
+    **dict.fromkeys((aten.max_unpool2d, aten.max_unpool3d), _max_unpool),
+    aten.copy: _copy,
+    # The tensor as it is, and what of it is kept: all.
+    aten.native_dropout: lambda write, outputs, value, *_: [value, write.append("full", (True,), *outputs[1])],
+    **dict.fromkeys(_ZEROS, lambda write, output, *_: write.append("full", (0,), *output)),
+    **dict.fromkeys(_ONES, lambda write, output, *_: write.append("full", (1,), *output)),
+    **dict.fromkeys(_FULL, lambda write, output, *given: write.append("full", given[-1:], *output)),
+}
