@@ -529,9 +529,8 @@ def test_along_an_axis_that_is_not_cut_it_runs() -> None:
     with pytest.raises(GraphError, match="fix: tile with None for that axis"):
         predict_whole(net, volume, tile=(7, 5), quiet=True)
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.from_numpy(predict_whole(net, volume, tile=(None, 5), quiet=True)), net(volume)
-        )
+        want = net(volume)
+    assert relative(predict_whole(net, volume, tile=(None, 5), quiet=True), want) < 1e-6
 
 
 def test_an_operation_without_a_rule_is_refused() -> None:

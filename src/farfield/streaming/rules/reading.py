@@ -199,7 +199,6 @@ class _Taps(NamedTuple):
 
 
 def _tapped(find: Callable[[OperationCall], Mapping[int, _Taps]]) -> Rule:
-
     def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
         result, taps = tensors[0], find(call)
         # The last dimension first, as torch sums.
@@ -243,18 +242,11 @@ def _pad_taps(call: OperationCall) -> Readers:
 
 # ---- resampling ------------------------------------------------------------------------------------------------------
 class _Axis(NamedTuple):
-    """An axis that is resampled.
-
-    Attributes:
-        length: Its length.
-        result: Its new length.
-        scale: The factor that was given; None where the size was.
-        dtype: In which torch computes places: float64 for volumes in it, float32 for others.
-    """
-
     length: int
     result: int
+    # The factor that was given; None where the size was.
     scale: float | None
+    # In which torch computes places: float64 for volumes in it, float32 for others.
     dtype: torch.dtype
 
 
