@@ -113,19 +113,14 @@ def each_window(call: OperationCall, windows: Windows, box: Box) -> Iterator[tup
         yield window, span, length_of(call.operands[0].layout[dim])
 
 
-def find_padding(call: OperationCall, windows: Windows, box: Box) -> list[Span]:
-    """Return how many positions windows reach beyond the whole before and behind it."""
-    pads = []
+def find_padding(call: OperationCall, windows: Windows, box: Box) -> list[int]:
+    """Return how many positions windows reach beyond the whole before and behind it, of the last dimension first."""
+    pads: list[int] = []
     for window, span, length in each_window(call, windows, box):
         wanted = window.reach(span)
         have = clip(wanted, length)
-        pads.append((have[0] - wanted[0], wanted[1] - have[1]))
+        pads[:0] = [have[0] - wanted[0], wanted[1] - have[1]]
     return pads
-
-
-def pad_box(call: OperationCall, windows: Windows, box: Box, tensor: Tensor, value: float) -> Tensor:
-    """Pad what was read where windows reach beyond the whole."""
-    return pad_constant(tensor, [each for pair in reversed(find_padding(call, windows, box)) for each in pair], value)
 
 
 def pad_constant(tensor: Tensor, pads: Sequence[int], value: float) -> Tensor:
@@ -167,7 +162,7 @@ def _padded(call: OperationCall) -> Windows:
 
 
 def _run_pad(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    return pad_box(call, _padded(call), box, tensors[0], call.args[2])
+    return pad_constant(tensors[0], find_padding(call, _padded(call), box), call.args[2])
 
 
 # ---- positions that are read from others -----------------------------------------------------------------------------
@@ -241,13 +236,9 @@ def _pad_taps(call: OperationCall) -> Readers:
 
 
 # ---- resampling ------------------------------------------------------------------------------------------------------
-class _Axis(NamedTuple):
-    length: int
-    result: int
-    # The factor that was given; None where the size was.
-    scale: float | None
-    # In which torch computes places: float64 for volumes in it, float32 for others.
-    dtype: torch.dtype
+# An axis that is resampled: its length, its new length, the factor that was given, None where the size was, and the
+# dtype in which torch computes places: float64 for volumes in it, float32 for others.
+_Axis = tuple[int, int, float | None, torch.dtype]
 
 
 @functools.lru_cache(256)
@@ -257,10 +248,10 @@ def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> _Taps:
     Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on whether
     height and width together are more than 128 (`wide`).
     """
-    ramp = torch.arange(axis.length, dtype=axis.dtype).view(1, 1, *[1] * (dims - 1), axis.length)
-    size = [*([129 if wide else 1] * (dims - 1)), axis.result]
-    result = find_operation(op)(ramp, size, *[None] * (dims - 1), axis.scale)
-    return _Taps(result[(0, 0, *[0] * (dims - 1))].long()[None])
+    length, result, scale, dtype = axis
+    ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
+    places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
+    return _Taps(places[(0, 0, *[0] * (dims - 1))].long()[None])
 
 
 @functools.lru_cache(256)
@@ -296,7 +287,7 @@ def _upsample_taps(call: OperationCall) -> Readers:
     # A factor for each dimension, or None where the size was given.
     scales = call.args[2 if nearest else 3 :]
     dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
-    axes = [_Axis(*each, dtype) for each in zip(lengths, results, scales, strict=True)]
+    axes = [(*each, dtype) for each in zip(lengths, results, scales, strict=True)]
     if nearest:
         wide = count == 2 and sum(results) > 128
         return at_last(call, [_nearest_taps(call.op, axis, count, wide) for axis in axes])

@@ -22,7 +22,6 @@ from farfield.streaming.rules.reading import (
     clip,
     each_window,
     find_padding,
-    pad_box,
     pad_constant,
     reading,
     spatial_dims,
@@ -64,27 +63,22 @@ def _repeat(number: Any, count: int) -> list[int]:
     return [int(each) for each in (numbers * count if len(numbers) == 1 else numbers)]
 
 
-def _is_even(pads: Sequence[Span]) -> bool:
-    """Whether the operation can pad itself with zeros: as many before as behind."""
-    return all(before == after >= 0 for before, after in pads)
-
-
 def _read_padded(call: OperationCall, windows: Windows, box: Box, tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Pad what was read with zeros where it must be; return the padding that is left to the operation."""
+    """Pad what was read with zeros; return the padding that is left to the operation, which pads both ends equally."""
     pads = find_padding(call, windows, box)
-    if _is_even(pads):
-        return tensor, [before for before, _ in pads]
-    return pad_box(call, windows, box, tensor, 0.0), [0] * len(pads)
+    if pads[::2] == pads[1::2] and min(pads) >= 0:
+        return tensor, pads[::-2]
+    return pad_constant(tensor, pads, 0.0), [0] * len(windows)
 
 
 def _find_written(call: OperationCall, windows: Windows, box: Box) -> tuple[list[int], list[int]]:
     """Return where a box begins in what transposed windows write of the positions that it reads, and its lengths."""
-    written = []
+    starts, lengths = [], []
     for window, span, length in each_window(call, windows, box):
         first, last = window.reach(window.read(span, length) if window.moves else span)
-        written.append((span[0] - first, last - first))
-    starts, lengths = zip(*written, strict=True)
-    return list(starts), list(lengths)
+        starts.append(span[0] - first)
+        lengths.append(last - first)
+    return starts, lengths
 
 
 def _take_channels(result: Tensor, box: Box) -> Tensor:
@@ -130,10 +124,12 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
 def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
     """The input, where it is copied to pad it; a transposed convolution pads nothing."""
     windows = _find_windows(call)
-    if call.args[6] or _is_even(find_padding(call, windows, box)):
+    pads = find_padding(call, windows, box)
+    if call.args[6] or (pads[::2] == pads[1::2] and min(pads) >= 0):
         return 0
     reached = [window.reach(span) for window, span, _ in each_window(call, windows, box)]
-    return box_shape(box)[0] * call.operands[0].shape[1] * math.prod(last - first for first, last in reached)
+    channels = length_of(call.operands[0].layout[1])
+    return box_shape(box)[0] * channels * math.prod(last - first for first, last in reached)
 
 
 # ---- unfolding, folding, unpooling -----------------------------------------------------------------------------------
@@ -276,7 +272,7 @@ def _run_max_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[
     """Take maxima; indices are those in the whole."""
     windows, shape = _pool_windows(call), call.operands[0].shape
     least = -math.inf if tensors[0].is_floating_point() else torch.iinfo(tensors[0].dtype).min
-    grid = pad_box(call, windows, box, tensors[0], least)
+    grid = pad_constant(tensors[0], find_padding(call, windows, box), least)
     kernel, stride, _, dilation, *_ = (list(each) for each in zip(*windows.values(), strict=True))
     values, index = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), dilation)
     if output == 0:
@@ -295,7 +291,7 @@ def _run_average_pool(call: OperationCall, output: int, box: Box, tensors: Seque
     """Average; windows at the border count as torch counts them."""
     windows = _pool_windows(call)
     kernel, stride, *_ = (list(each) for each in zip(*windows.values(), strict=True))
-    grid = pad_box(call, windows, box, tensors[0], 0.0)
+    grid = pad_constant(tensors[0], find_padding(call, windows, box), 0.0)
     total = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), False, True, 1)
     return total / _divisors(call, box).to(total)
 
