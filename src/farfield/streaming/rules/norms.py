@@ -11,6 +11,7 @@ from torch import Tensor
 
 from farfield.streaming.operations import find_operation
 from farfield.streaming.rules.rule import (
+    FIX,
     Dims,
     OperationCall,
     Parts,
@@ -88,7 +89,7 @@ def _reduce_norm(call: OperationCall) -> Reduction | None:
     groups, split = given.groups, layout
     if groups is not None:
         if is_cut(layout[1]):
-            raise RuleError("its groups of channels run along an axis that is cut")
+            raise RuleError(f"its groups of channels run along an axis that is cut; {FIX}")
         split = (layout[0], (Piece(groups),), (Piece(length_of(layout[1]) // groups),), *layout[2:])
     kept = tuple((Piece(1),) if dim in given.dims else own for dim, own in enumerate(split))
 

@@ -34,7 +34,7 @@ class RuleError(ValueError):
     """An operation cannot run on a part of the volume."""
 
 
-IS_CUT = "it works along an axis that is cut; fix: tile with None for that axis"
+FIX = "fix: tile with None for that axis"
 SEVERAL_AXES = "its positions are those of several axes"
 
 
@@ -128,7 +128,7 @@ class Reduction(NamedTuple):
         return (*box[:first], *moved)
 
 
-class Sums(NamedTuple):
+class Merging(NamedTuple):
     """Numbers in float64 that tiles give and that merge: what each begins with, and how two of them merge."""
 
     start: tuple[float, ...]
@@ -140,13 +140,13 @@ def each_by(combine: Callable[[Any, Any], Any]) -> Callable[[Parts, Parts], Part
     return lambda first, second: tuple(map(combine, first, second))
 
 
-ADDED = Sums((0.0,), each_by(torch.add))
+ADDED = Merging((0.0,), each_by(torch.add))
 
 
 def reduce_arrays(
     operands: tuple[int, ...],
     layout: Layout,
-    sums: Sums,
+    merging: Merging,
     summarize: Callable[[Core, Sequence[Tensor]], Parts],
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor],
     part_box: Callable[[Box], Box] = lambda box: box,
@@ -164,7 +164,7 @@ def reduce_arrays(
         if not axes_of(layout):
             return own
         shape = shape_of(layout)
-        placed = [torch.full(shape, number, dtype=torch.float64, device=own[0].device) for number in sums.start]
+        placed = [torch.full(shape, number, dtype=torch.float64, device=own[0].device) for number in merging.start]
         for each, part in zip(placed, own, strict=True):
             write_box(each, layout, core(layout), part)
         return tuple(placed)
@@ -173,7 +173,7 @@ def reduce_arrays(
         needed = part_box(box)
         return finish(call, output, box, tensors, tuple(read_box(part, whole, needed) for part in parts))
 
-    return Reduction(operands, place, sums.merge, take, reads)
+    return Reduction(operands, place, merging.merge, take, reads)
 
 
 class Rule(NamedTuple):
@@ -290,10 +290,10 @@ def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *
         dims = find(call)
         first = zip(call.operands[0].layout, dims[0], strict=True) if dims else ()
         if not gathers and any(place is None and is_cut(dim) for dim, place in first):
-            raise RuleError(IS_CUT)
+            raise RuleError(f"it works along an axis that is cut; {FIX}")
         layouts = [label_output(call, dims, info.shape) for info in call.infos]
         if call.shape and not layouts[0]:
-            raise RuleError("its operands have other lengths along an axis that is cut")
+            raise RuleError(f"its operands have other lengths along an axis that is cut; {FIX}")
         return layouts
 
     def needs(call: OperationCall, output: int, box: Box) -> list[Box]:

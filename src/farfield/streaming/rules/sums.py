@@ -16,11 +16,11 @@ from farfield.streaming.rules.rule import (
     ADDED,
     Core,
     Dims,
+    Merging,
     OperationCall,
     Parts,
     Reduction,
     Rule,
-    Sums,
     aligned,
     all_but,
     each_by,
@@ -65,10 +65,10 @@ def _larger_peaks(first: Parts, second: Parts) -> Parts:
     return torch.where(better, other, value), torch.where(better, other_index, index)
 
 
-LARGEST, SMALLEST = Sums((-math.inf,), each_by(torch.maximum)), Sums((math.inf,), each_by(torch.minimum))
-MOMENTS, EXPONENTIALS = Sums((0.0,) * 3, merge_moments), Sums((-math.inf, 0.0), _merge_exponentials)
+LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math.inf,), each_by(torch.minimum))
+MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
 # The largest number and its place.
-PEAKS = Sums((-math.inf, math.inf), _larger_peaks)
+PEAKS = Merging((-math.inf, math.inf), _larger_peaks)
 
 
 # ---- what a tile gives -----------------------------------------------------------------------------------------------
@@ -135,12 +135,12 @@ class _Summing(NamedTuple):
     """How a reduction sums: from a part of the grid to parts, and from all parts to the result.
 
     Attributes:
-        sums: How parts merge.
+        merging: How parts merge.
         summarize: `(tensor, dims)` -> parts, with dimensions kept.
         finish: `(call, parts, count)` -> the result; `count` is the number of positions reduced.
     """
 
-    sums: Sums
+    merging: Merging
     summarize: Callable[[Tensor, Sequence[int]], Parts]
     finish: Callable[[OperationCall, Parts, int], Any] = lambda call, parts, count: parts[0]
 
@@ -169,9 +169,9 @@ def _sums_of_norm(call: OperationCall) -> _Summing:
 SUM = _Summing(ADDED, _sum_up)
 COUNT = _Summing(ADDED, lambda x, dims: _sum_up(_holds(x), dims))
 ANY = _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims))
-ALL = _Summing(Sums((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims))
+ALL = _Summing(Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims))
 EXTREMES = _Summing(
-    Sums((-math.inf,) * 2, each_by(torch.maximum)),
+    Merging((-math.inf,) * 2, each_by(torch.maximum)),
     lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
     lambda call, parts, count: (-parts[0], parts[1]),
 )
@@ -179,7 +179,7 @@ EXTREMES = _Summing(
 
 def _reduce_dims(
     call: OperationCall,
-    sums: Sums,
+    merging: Merging,
     summarize: Callable[[Core, Tensor], Parts],
     finish: Callable[[OperationCall, Sequence[Tensor], Parts], Any],
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
@@ -198,7 +198,7 @@ def _reduce_dims(
         result = result[output] if isinstance(result, tuple) else result
         return result.to(own.infos[output].dtype).reshape(box_shape(box))
 
-    return reduce_arrays((0,), kept, sums, lambda core, x: summarize(core, x[0]), finish_box, part_box, reads)
+    return reduce_arrays((0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, part_box, reads)
 
 
 def _kept(call: OperationCall) -> Dims:
@@ -213,7 +213,7 @@ def _summed(find: Callable[[OperationCall], _Summing]) -> Rule:
         count = math.prod(length_of(call.operands[0].layout[dim]) for dim in dims)
         return _reduce_dims(
             call,
-            summing.sums,
+            summing.merging,
             lambda core, tensor: summing.summarize(tensor, dims),
             lambda own, tensors, parts: summing.finish(own, parts, count),
         )
@@ -268,7 +268,7 @@ SUMS: dict[str, _Summing] = {
     "sum.dim_IntList sum.default": SUM,
     "nansum": _Summing(ADDED, lambda x, dims: _sum_up(x.nan_to_num(0.0, math.inf, -math.inf), dims)),
     "mean.dim mean.default": _Summing(ADDED, _sum_up, lambda call, parts, count: parts[0] / count),
-    "prod.dim_int prod.default": _Summing(Sums((1.0,), each_by(torch.mul)), _multiply_up),
+    "prod.dim_int prod.default": _Summing(Merging((1.0,), each_by(torch.mul)), _multiply_up),
     "count_nonzero.dim_IntList count_nonzero.default": COUNT,
     "amax max": _Summing(LARGEST, _find_largest),
     "amin min": _Summing(SMALLEST, _find_smallest),
