@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.norms import NORM_RULES
 from farfield.streaming.rules.reading import READING_RULES

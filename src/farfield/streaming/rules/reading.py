@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import SEVERAL_AXES, OperationCall, Rule, RuleError, Run, named, relabel, single
 from farfield.streaming.spans import Box, Layout, Span, box_shape, constant_layout, length_of, whole_box, whole_dim
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import Info, find_operation, map_values
+from farfield.streaming.graph import Info, find_operation, map_values
 from farfield.streaming.spans import (
     Box,
     Dim,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.reading import (
     Window,
     Windows,
