@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
+from farfield._fingerprint import fingerprint
 from farfield.streaming import Tiles, _plan_whole, predict_whole, resume, store
-from farfield.streaming.fingerprint import fingerprint
 from helpers import faults
 from helpers.streamed_nets import SoftmaxBetween, settled
 

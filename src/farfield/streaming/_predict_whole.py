@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._fingerprint import fingerprint
+from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming._plan_whole import check_plan, find_plan
+from farfield.streaming.adapt import Reduction, name_volumes
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.plan import GraphPlan
-from farfield.streaming.reduction import Reduction
-from farfield.streaming.resume import compute_identity, saved_plan, warn
+from farfield.streaming.resume import Progress, compute_identity, saved_plan, warn
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.several_inputs import name_volumes
 from farfield.streaming.spans import Box
 from farfield.streaming.store import Store
 from farfield.streaming.streaming_plan import StreamingPlan
@@ -156,7 +155,10 @@ def predict_whole(
     sources = _read_volumes(planned, model, volumes)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    stream = _open_stream(planned, output, _identify(planned, known_model, volumes, path), sources, overwrite)
+    named = "" if path is None else str(out)
+    progress = _open_progress(planned, output, named, known_model, volumes, overwrite)
+    tiled = {name: TiledVolume(source, planned.cores) for name, source in sources.items()}
+    stream = Stream("predict_whole", output, progress, [], tiled)
     folder = output.folder if isinstance(output, FileOutput) else None
     with closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store, _outside_inference(device):
         result = _run_passes(planned, graph, store, stream, quiet)
@@ -188,26 +190,22 @@ def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) 
     return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
 
 
-def _identify(plan: StreamingPlan, model: str, volumes: Mapping[str, Any], path: Path | None) -> dict[str, str]:
-    """Return what must be the same for a call to resume."""
-    settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, "" if path is None else str(path))
-    return compute_identity(model, volumes, settings) | {
+def _open_progress(
+    plan: StreamingPlan,
+    output: FileOutput | ArrayOutput,
+    path: str,
+    model: str,
+    volumes: Mapping[str, Any],
+    overwrite: bool,
+) -> Progress:
+    """Begin or resume the progress of a plan for a model with this fingerprint."""
+    settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, path)
+    identity = compute_identity(model, volumes, settings) | {
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
         # Summaries and stored values are known by their node, and another version may record other nodes.
         "version of torch": torch.__version__,
     }
-
-
-def _open_stream(
-    plan: StreamingPlan,
-    output: FileOutput | ArrayOutput,
-    identity: dict[str, str],
-    sources: dict[str, VolumeSource],
-    overwrite: bool,
-) -> Stream:
-    progress = make_progress("predict_whole", output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
-    tiled = {name: TiledVolume(source, plan.cores) for name, source in sources.items()}
-    return Stream("predict_whole", output, progress, [], tiled)
+    return make_progress("predict_whole", output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
 
 
 def _run_passes(plan: StreamingPlan, graph: GraphPlan, store: Store, stream: Stream, quiet: bool) -> Any:
