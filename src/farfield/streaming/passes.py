@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from farfield.streaming.layers import are_numbers, pack_parts, unpack_parts
-from farfield.streaming.operations import Value
+from farfield.streaming.graph import Value
+from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
 from farfield.streaming.store import Store
-from farfield.streaming.summaries import not_finite
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
@@ -23,46 +22,57 @@ ReadVolume = Callable[[int, int, int, Box], Tensor]
 WriteOutput = Callable[[int, Box, Tensor], None]
 
 
-class Sums(dict[int, Parts]):
-    """The parts of all tiles of each reduction of a plan, merged when they are first read.
+class MergeTree:
+    """Merges the parts of tiles in a binary tree over their number, so that the result follows from the tiles alone."""
 
-    Tiles merge in a binary tree over their number, so that the result follows from the tiles alone.
-    """
+    def __init__(self, merge: Callable[[Parts, Parts], Parts]) -> None:
+        self.merge = merge
+        # (number of merges above a tile, parts) of runs of tiles in order: at most one of each height.
+        self.runs: list[tuple[int, Parts]] = []
+
+    def add(self, parts: Parts) -> None:
+        """Add the parts of the next tile."""
+        height = 0
+        while self.runs and self.runs[-1][0] == height:
+            parts, height = self.merge(self.runs.pop()[1], parts), height + 1
+        self.runs.append((height, parts))
+
+    def whole(self) -> Parts:
+        """Return the parts of all tiles."""
+        *earlier, (_, parts) = self.runs
+        for _, each in reversed(earlier):
+            parts = self.merge(each, parts)
+        return parts
+
+
+class Sums(dict[int, Parts]):
+    """The parts of all tiles of each reduction of a plan, merged when they are first read."""
 
     def __init__(self, plan: GraphPlan) -> None:
         self.reductions, self.nodes = plan.labelled.reductions, plan.labelled.graph.nodes
-        # (number of merges above a tile, parts) of runs of tiles in order: at most one of each height.
-        self.runs: dict[int, list[tuple[int, Parts]]] = {}
+        self.trees: dict[int, MergeTree] = {}
 
     def __missing__(self, index: int) -> Parts:
-        *earlier, (_, parts) = self.runs[index]
-        for _, each in reversed(earlier):
-            parts = self.reductions[index].merge(each, parts)
-        self[index] = parts
-        return parts
+        self[index] = self.trees[index].whole()
+        return self[index]
 
     def add(self, index: int, parts: Parts, tile: Sequence[Span]) -> None:
         """Add the parts of the next tile to those of a reduction; refuse NaN, which would spread to every position."""
         if not are_numbers(parts):
             raise _not_finite_in(self.nodes[index].path, tile)
-        runs, height = self.runs.setdefault(index, []), 0
-        while runs and runs[-1][0] == height:
-            parts, height = self.reductions[index].merge(runs.pop()[1], parts), height + 1
-        runs.append((height, parts))
+        self.trees.setdefault(index, MergeTree(self.reductions[index].merge)).add(parts)
         self.pop(index, None)
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {
-            str(index): [[height, pack_parts(parts)] for height, parts in runs] for index, runs in self.runs.items()
-        }
+        return {str(index): list(tree.runs) for index, tree in self.trees.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
         self.clear()
-        self.runs = {
-            int(name): [(height, unpack_parts(parts)) for height, parts in runs] for name, runs in state.items()
-        }
+        self.trees = {int(name): MergeTree(self.reductions[int(name)].merge) for name in state}
+        for name, runs in state.items():
+            self.trees[int(name)].runs = [(height, tuple(parts)) for height, parts in runs]
 
 
 class TiledRun:

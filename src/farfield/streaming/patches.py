@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from farfield.streaming.geometry import Halo, enlarge_region, round_up
+from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.plan import GraphPass, GraphPlan, PassCost
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import summarize_tile

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from farfield.streaming.geometry import Halo, axis_spans, cores, cut_axes
+from farfield.streaming.graph import Value
 from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Value
 from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
 from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, hull, is_empty
 

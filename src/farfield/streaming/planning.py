@@ -31,8 +31,9 @@ from farfield.streaming.adapt import (
 from farfield.streaming.arguments import Tiles, refuse_axes, refuse_training, spatial_dims_of, split_padding
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
 from farfield.streaming.geometry import AxisScale, Halo, cut_axes, round_up
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
-from farfield.streaming.operations import Graph, Value
+from farfield.streaming.layers import SUMMARY_SHARE, has_grid_summary, summary_bytes
 from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
 from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.recordings import Recordings
@@ -40,7 +41,6 @@ from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Scales, cuttable, find_scales, scales_of
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import PlannedOutput, PlannedPass, StreamingPlan
-from farfield.streaming.summaries import SUMMARY_SHARE, has_grid_summary, summary_bytes
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -385,7 +385,7 @@ def refuse_large_summaries(caller: str, labelled: LabelledGraph, network: nn.Mod
         info = labelled.graph.info(node.inputs[0])
         with without_numbers(), copied(module, make_empty, discard=True) as fake:
             grid = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-            size = summary_bytes(cast(GridAttention, fake).summarize(grid), None)
+            size = summary_bytes(cast(GridAttention, fake).summarize(grid))
         if size > SUMMARY_SHARE * free:
             raise ValueError(
                 f"{caller}: the summary of {module.operator_name} at {node.path} is its grid, {size:,} bytes, and may "

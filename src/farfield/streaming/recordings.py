@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from farfield.nn.devices import dtype_of
 from farfield.nn.network_copy import CannotCopyError
-from farfield.streaming.adapt import Outputs, Reduction, one_grid, record_network
+from farfield.streaming.adapt import Outputs, Reduction, one_grid
+from farfield.streaming.graph import Graph, Info, RecordingError
 from farfield.streaming.labels import GraphError, label_graph
-from farfield.streaming.operations import Graph, Info, RecordingError
+from farfield.streaming.record import record_network
 from farfield.streaming.scales import Scales, scales_of
 
 # A length that strides divide, and windows of common models.

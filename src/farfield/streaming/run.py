@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.spans import (
     Box,

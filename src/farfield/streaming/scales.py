@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.run import find_needs
 from farfield.streaming.spans import Box, Layout, Piece, Span
 

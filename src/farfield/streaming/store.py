@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest as checksum
 
-from farfield.streaming.operations import Info, Value
+from farfield.streaming.graph import Info, Value
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
 from farfield.volumes.source import release

@@ -12,9 +12,8 @@ from torch import nn
 
 from farfield.streaming.adapt import Outputs
 from farfield.streaming.geometry import AxisScale, Halo, cores, cut_axes
+from farfield.streaming.graph import Graph, RecordedLayer, Value
 from farfield.streaming.labels import label_graph
-from farfield.streaming.layers import RecordedLayer
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan, attention_only, see_tiles
 from farfield.streaming.plan import GraphPlan, make_graph_plan
 from farfield.streaming.scales import find_scales
