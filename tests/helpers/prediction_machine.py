@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
+from farfield._fingerprint import fingerprint
 from farfield.streaming import Tiles, _plan_whole, predict_whole, resume, store
 from helpers import faults
 from helpers.streamed_nets import SoftmaxBetween, settled
@@ -66,13 +67,16 @@ class Ending(NamedTuple):
 
 @contextmanager
 def plans_made_once() -> Iterator[None]:
-    """Make the plan of each network and tile once, which takes most of the time."""
+    """Make the plan of each network and tile once, which takes most of the time.
+
+    A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have the address of this.
+    """
     plan, plans = _plan_whole.make_plan, {}
 
     def cached(caller: str, model: nn.Module, shapes: Any, tiles: Tiles, pad: Any, reduce: Any, *where: Any) -> Any:
         saved = where[-1]
         for kept in (None, saved):  # what is saved is most often what would be planned
-            key = (id(model), tuple(map(tuple, shapes)), tiles, pad, reduce, kept)
+            key = (fingerprint(model), tuple(map(tuple, shapes)), tiles, pad, reduce, kept)
             found = plans.get(key)
             if found and saved in (None, (found.tile, found.stored, found.on_disk)):
                 return found

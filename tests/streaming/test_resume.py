@@ -126,8 +126,9 @@ def test_a_file_that_lost_what_was_written_is_made_anew(
     copy = out.with_name("copy")
     before = copy.read_bytes() if copy.exists() else b""
     text = f'predict_whole: "{growing(out)}" does not hold any more what was written to it; it is made anew, and its 4'
-    with pytest.warns(UserWarning, match=re.escape(text)):
+    with pytest.warns(UserWarning, match=re.escape(text)) as told:
         got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    assert [each.filename for each in told] == [__file__]
     np.testing.assert_array_equal(got, want)
     assert not out.is_symlink()
     assert (copy.read_bytes() if copy.exists() else b"") == before

@@ -493,8 +493,9 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
         content = bytearray((file := max(tmp_path.rglob("*.value"))).read_bytes())
         content[100] ^= 1
         file.write_bytes(content)
-        with pytest.warns(UserWarning, match="does not hold any more what passes stored"):
+        with pytest.warns(UserWarning, match="does not hold any more what passes stored") as told:
             got = predict_whole(net, VOLUMES[2].numpy(), plan=plan, out=out, quiet=True)
+        assert [each.filename for each in told] == [__file__]
     else:
         got = predict_whole(net, VOLUMES[2].numpy(), plan=plan, out=out, quiet=True)
     # Tiles that were stored are not computed again.
