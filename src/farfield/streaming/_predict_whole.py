@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import check_plan, find_plan
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.fingerprint import fingerprint
+from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import run_plan
 from farfield.streaming.reduction import Reduction
 from farfield.streaming.resume import saved_plan
 from farfield.streaming.several_inputs import name_volumes
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.sink import check_path
 
@@ -134,7 +134,7 @@ def predict_whole(
     saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
         planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:

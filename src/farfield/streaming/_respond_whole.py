@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from farfield.ops.slots import Summary
 from farfield.streaming.arguments import parse_positions
 from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
-from farfield.streaming.geometry import cores, count_positions, round_up
 from farfield.streaming.network_axes import device_of, dtype_of
+from farfield.streaming.plan import cores, round_up_tile
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
@@ -241,17 +242,11 @@ def tile_positions(
     spatial_dims = source.layout.spatial_dims
     windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
     if tile is not None:
-        requested = (tile,) * source.layout.spatial_dims if isinstance(tile, int) else tile
-        positions = [length if own is None else own for own, length in zip(requested, source.size, strict=True)]
-    else:
-        positions = list(source.size)
-        room = TILE // (source.batch * source.channels * source.dtype.itemsize)
-        for axis in range(len(positions)):
-            others = count_positions(tuple((0, length) for length in positions[:axis] + positions[axis + 1 :]))
-            positions[axis] = min(positions[axis], max(1, room // others))
-    return tuple(
-        min(length, round_up(own, window)) for own, length, window in zip(positions, source.size, windows, strict=True)
-    )
+        return round_up_tile(tile, source.size, windows)
+    positions, room = list(source.size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+    for axis, length in enumerate(source.size):
+        positions[axis] = min(length, max(1, room // math.prod(positions[:axis] + positions[axis + 1 :])))
+    return round_up_tile(positions, source.size, windows)
 
 
 class Response:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farfield.nn.leftovers import sweep
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import without_numbers
-from farfield.streaming.layers import layers_recorded
+from farfield.streaming.layers import is_layer, layers_recorded
 from farfield.streaming.operations import Graph, Info
 from farfield.streaming.record import Recorder, record_graph
 from farfield.streaming.reduction import Reduction, call_reduction, reduce_channels
@@ -72,7 +72,11 @@ def run_named(fake: nn.Module, network: nn.Module, finish: Finish, recorder: Rec
         recorder.running.pop()
 
     with ExitStack() as stack:
+        within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if is_layer(module))
         for path, module in fake.named_modules():
+            # A layer that is one node runs as in a tile: its projections have no hooks, and may be folded.
+            if path and path.startswith(within):
+                continue
             stack.enter_context(module.register_forward_pre_hook(partial(begin, path or type(fake).__name__)))
             stack.enter_context(module.register_forward_hook(end))
         stack.enter_context(layers_recorded(recorder, fake, network))

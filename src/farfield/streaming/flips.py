@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.geometry import Halo
 from farfield.streaming.several_outputs import outputs_joined
 
 
@@ -105,10 +104,3 @@ def mean_of(grids: Iterable[Tensor]) -> Tensor:
     for grid in remaining:
         total, count = total + grid.to(wide), count + 1
     return (total / count).to(first.dtype)
-
-
-def symmetric(halo: Halo, axes: Sequence[int]) -> Halo:
-    """Return a halo that is the same before and after along some axes: a flipped tile then reads the same region."""
-    both = [max(pair) for pair in zip(*halo, strict=True)]
-    before, after = (tuple(both[axis] if axis in axes else side[axis] for axis in range(len(side))) for side in halo)
-    return Halo(before, after)

@@ -18,7 +18,7 @@ from farfield.streaming.operations import RecordingError
 from farfield.streaming.record import Recorder
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
-from farfield.streaming.summaries import convert_summary, make_streamable
+from farfield.streaming.summaries import convert_summary, has_grid_summary, make_streamable, summary_bytes
 
 
 @dataclass
@@ -28,19 +28,28 @@ class RecordedLayer:
     Attributes:
         path: Its path in the network.
         module: The layer; None in a plan that was saved and not bound to a network yet.
+        summing: Its MACs while the whole grid is summarized; the others are those of responses.
+        summary_bytes: The bytes of its summary, if that has a slot for each key.
     """
 
     path: str
     module: Any = None
+    summing: int = 0
+    summary_bytes: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Save the path alone: the layer is that of the network that the plan runs."""
-        return {"path": self.path, "module": None}
+        """Save all but the layer, which is that of the network that the plan runs."""
+        return vars(self) | {"module": None}
 
 
 def is_summarizing(module: nn.Module) -> bool:
     """Whether a module of the user runs in tiles by its methods `summarize` and `respond`."""
     return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is recorded as one node."""
+    return isinstance(module, GridAttention) or is_summarizing(module)
 
 
 @contextmanager
@@ -51,7 +60,7 @@ def layers_recorded(recorder: Recorder, fake: nn.Module, real: nn.Module) -> Ite
     """
     with ExitStack() as stack:
         for path, module in fake.named_modules():
-            if not isinstance(module, GridAttention) and not is_summarizing(module):
+            if not is_layer(module):
                 continue
             layer = RecordedLayer(path, real.get_submodule(path))
             stack.callback(vars(module).pop, "forward", None)
@@ -82,6 +91,12 @@ def record_layer(
     options = {} if mask is None else {"mask": mask}
     with recorder.counted() as macs:
         result = forward(module, grid, **options)
+    with recorder.counted() as summing:
+        attention: Any = make_streamable(module) if isinstance(module, GridAttention) else module
+        summary = attention.summarize(grid, **options)
+    layer.summing = min(sum(summing), sum(macs))
+    if isinstance(module, GridAttention) and has_grid_summary(module):
+        layer.summary_bytes = summary_bytes(summary, None)
     return recorder.returned(
         "layer", (layer, *values), sum(macs), lambda: grid.new_empty(result.shape, dtype=result.dtype)
     )
