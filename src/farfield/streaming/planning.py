@@ -11,35 +11,41 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._fingerprint import fingerprint
+from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import one_grid, record_network
-from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.flips import MeanOverFlips, check_axes
-from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
-from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
-from farfield.streaming.network_axes import (
-    device_of,
-    dtype_of,
+from farfield.streaming.adapt import (
+    Outputs,
+    Reduction,
+    ReductionError,
+    check_arguments,
+    check_reduction,
+    one_grid,
+    parse_layouts,
+    record_network,
+)
+from farfield.streaming.arguments import (
+    Tiles,
+    parse_tiles,
     refuse_axes,
     refuse_training,
     spatial_dims_of,
     split_padding,
 )
+from farfield.streaming.flips import MeanOverFlips, check_axes
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
 from farfield.streaming.operations import Info, RecordingError, Value
 from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, cut_axes, find_stored, fit_stored, make_graph_plan, round_up_tile
-from farfield.streaming.reduction import Reduction, ReductionError, check_reduction
 from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
-from farfield.streaming.several_inputs import check_arguments, parse_layouts
-from farfield.streaming.several_outputs import Outputs
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure
+from farfield.streaming.summaries import SUMMARY_SHARE
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -84,7 +90,7 @@ def plan_whole(
         Seconds at most, and no memory that grows with the volume.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> from farfield.nn import GridAttention
         >>> from farfield.streaming import plan_whole
         >>> attention = GridAttention(8, "siamese")
@@ -129,8 +135,8 @@ class Planner:
     reduce: Reduction
     path: Path | None = None
     saved: Saved | None = None
-    outputs: Outputs = field(default_factory=Outputs)
-    recordings: dict[tuple[int, tuple[int, ...]], Recording] = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=Outputs, init=False)
+    recordings: dict[tuple[int, tuple[int, ...]], Recording] = field(default_factory=dict, init=False)
 
     def plan(self) -> StreamingPlan:
         """Make the plan."""
@@ -209,14 +215,20 @@ class Planner:
             return self.recordings[batch, size]
         dtype = dtype_of(self.model)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
-        finish = one_grid(self.caller, self.model, volumes, self.reduce, self.outputs)
+
+        def finish(output: Any) -> Tensor:
+            grid, self.outputs = one_grid(self.caller, self.model, volumes[0].shape, output, self.reduce)
+            return grid
+
         try:
             graph = record_network(self.model, volumes, finish)
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            if str(error).startswith((f"{self.caller}: ", "MeanOverFlips: ")):
+            if str(error).startswith(f"{self.caller}: "):
                 raise
+            if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
+                raise type(error)(str(error).replace("MeanOverFlips", self.caller, 1)) from error
             raise ValueError(
                 f"{self.caller}: {type(self.model).__name__} does not take a grid of size {size}: {error}"
             ) from error

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield.streaming.fingerprint import ADDRESS, fingerprint
+from farfield._fingerprint import ADDRESS, fingerprint
+from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
 from farfield.streaming.labels import label_graph
 from farfield.streaming.layers import RecordedLayer
 from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan
 from farfield.streaming.plan import GraphPlan, Halo, PlannedPass
-from farfield.streaming.reduction import Reduction
-from farfield.streaming.several_inputs import parse_layouts
-from farfield.streaming.several_outputs import Outputs
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
