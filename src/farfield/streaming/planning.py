@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from farfield.streaming.arguments import (
     split_padding,
 )
 from farfield.streaming.flips import MeanOverFlips, check_axes
-from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.operations import Info, RecordingError, Value
 from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, cut_axes, find_stored, fit_stored, make_graph_plan, round_up_tile
@@ -104,15 +105,9 @@ def plan_whole(
     several = isinstance(shape, tuple | list) and bool(shape) and not any(isinstance(each, int) for each in shape)
     shapes: list[Any] = list(shape) if several else [shape]
     for each in shapes:
-        if hasattr(each, "shape"):
-            raise TypeError(
-                f"plan_whole: shape must be numbers, got a volume of shape {tuple(each.shape)}; "
-                "fix: plan_whole(model, volume.shape)."
-            )
         if not isinstance(each, Sequence) or isinstance(each, str):
-            raise TypeError(
-                f"plan_whole: shape must be numbers, got {each!r:.60}; fix: plan_whole(model, volume.shape)."
-            )
+            given = f"a volume of shape {tuple(each.shape)}" if hasattr(each, "shape") else f"{each!r:.60}"
+            raise TypeError(f"plan_whole: shape must be numbers, got {given}; fix: plan_whole(model, volume.shape).")
     return Planner("plan_whole", model, shapes, parse_tiles("plan_whole", tile), pad, reduce).plan()
 
 
@@ -159,7 +154,7 @@ class Planner:
         strides = probe.strides if probe and self.pad else (1,) * len(self.size)
         padding = tuple(split_padding(*each, self.pad) for each in zip(self.size, strides, strict=True))
         size = tuple(length + sum(positions) for length, positions in zip(self.size, padding, strict=True))
-        mixed = few > 1 and (probe is None or _mixes_samples(probe))
+        mixed = few > 1 and (probe is None or probe.mixes_samples)
         batch, samples = (self.batch, 1) if mixed else (1, self.batch)
         recording = self._record_whole(batch, size, probe)
         plan, on_disk = self._plan_saved(recording) or self._choose_tiles(recording)
@@ -260,18 +255,14 @@ class Planner:
 
     def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> GraphPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
-
-        def record(size: tuple[int, ...]) -> Recording:
-            try:
-                return self._record(batch, size)
-            except GraphError:
-                raise
-            except ValueError as error:
-                raise ValueError(
-                    f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
-                ) from error
-
-        patches = make_patch_plan(plan.labelled, plan.tile, recording.strides, record)
+        try:
+            patches = make_patch_plan(plan.labelled, plan.tile, recording.strides, partial(self._record, batch))
+        except GraphError:
+            raise
+        except ValueError as error:
+            raise ValueError(
+                f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
+            ) from error
         if patches.attention and isinstance(self.model, MeanOverFlips):
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
@@ -332,14 +323,12 @@ class Planner:
         """Return the bytes of a tile and of stored values, and whether these are on disk: where it has enough room."""
         graph, disk = labelled.graph, self.tiles.disk
         wanted = sum(graph.info(value).bytes for value in find_stored(labelled))
-        of_tile, of_stored, on_disk = (memory // 2, memory // 2, False) if wanted else (memory, 0, False)
-        if disk:
-            of_tile, of_stored, on_disk = memory, disk, True
-        elif wanted and self.path is not None and disk is None:
+        on_disk, of_stored = bool(disk), disk or (memory // 2 if wanted else 0)
+        if wanted and self.path is not None and disk is None:
             # On disk a value outlives a process that is killed.
             room = int(DISK_SHARE * shutil.disk_usage(self.path.absolute().parent).free)
             if room >= min(wanted, memory // 2):
-                of_tile, of_stored, on_disk = memory, room, True
+                on_disk, of_stored = True, room
         least = sum(graph.info(value).bytes for value in labelled.gathered)
         if least > of_stored:
             names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
@@ -349,7 +338,7 @@ class Planner:
                 f"and may take {of_stored:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that "
                 "compresses, such as factorized_gaussian."
             )
-        return of_tile, of_stored, on_disk
+        return memory if on_disk else memory - of_stored, of_stored, on_disk
 
     def _refuse_large_summaries(self, labelled: LabelledGraph) -> None:
         """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory."""
@@ -403,14 +392,3 @@ class Planner:
         written = tuple(stop - start for dim in box[2:] for start, stop in dim)
         shape = (info.shape[0] * samples, *info.shape[1:])
         return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written)
-
-
-def _mixes_samples(recording: Recording) -> bool:
-    """Whether the output of a sample depends on others."""
-    graph = recording.graph
-    try:
-        labelled = label_graph(graph, graph.info(graph.inputs[0]).shape, [0], first=0)
-    except GraphError:
-        return True
-    kept = labelled.layouts[graph.output][0]
-    return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]

@@ -88,6 +88,16 @@ class Recording:
         layout = self.label(self.cuttable).layouts[self.graph.output]
         return {dim[0].axis: place for place, dim in enumerate(layout) if len(dim) == 1 and dim[0].axis is not None}
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the output of a sample depends on others; of a network that was recorded on several."""
+        try:
+            labelled = label_graph(self.graph, self.graph.info(self.graph.inputs[0]).shape, [0], first=0)
+        except GraphError:
+            return True
+        kept = labelled.layouts[self.graph.output][0]
+        return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
+
 
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     """Return the scales of each value along the axes that it runs along, where it has even steps."""
