@@ -370,14 +370,15 @@ class Planner:
         there = recording.output_axes | own
         along: list[AxisScale | None] = []
         for axis, length in enumerate(size):
-            # Labels do not tell an axis along which the network cannot be cut, nor one of length 1.
-            same = len(layout) == len(size) + 2 and axis not in labelled.cut and axis + 2 not in there.values()
+            # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
+            known = axis not in labelled.cut or axis in scales
+            same = known and len(layout) == len(size) + 2 and axis + 2 not in there.values()
             place = there.get(axis, axis + 2 if same else None)
             if place is None:
                 along.append(None)
                 continue
-            known = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
-            along.append(AxisScale(place, known))
+            ratio = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
+            along.append(AxisScale(place, ratio))
         kept = [(0, length) for length in info.shape[2:]]
         for scale, (before, after) in zip(along, padding, strict=True):
             if scale is not None:
