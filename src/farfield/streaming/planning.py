@@ -100,7 +100,7 @@ def plan_whole(
         >>> len(plan.cores), len(plan.passes), plan.passes[0].summarizes, plan.passes[0].halo.before
         (16, 2, ('1',), (1, 1))
         >>> plan.stored_bytes, plan.disk_bytes, round(plan.recomputed, 2)
-        (32000000, 0, 1.01)
+        (32000000, 0, 1.0)
     """
     several = isinstance(shape, tuple | list) and bool(shape) and not any(isinstance(each, int) for each in shape)
     shapes: list[Any] = list(shape) if several else [shape]
