@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.streaming.graph import RecordingError, run_whole
 from farfield.streaming.labels import GraphError
-from farfield.streaming.operations import RecordingError, run_whole
 from farfield.streaming.rules.rule import RuleError
 from helpers.recorded import plain_attention, run_in_tiles
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import adapt
+from farfield.streaming import record
+from farfield.streaming.graph import Graph, Info, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
-from farfield.streaming.operations import Graph, Info, Value
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.spans import Box, write_box
@@ -20,7 +20,7 @@ from farfield.streaming.store import Store
 
 def record_network(net: nn.Module, *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> Graph:
     """Record a network on volumes of these shapes and one dtype."""
-    return adapt.record_network(net, [Info(tuple(shape), dtype) for shape in shapes])
+    return record.record_network(net, [Info(tuple(shape), dtype) for shape in shapes])
 
 
 class Tiled(NamedTuple):

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
-from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, local
 from farfield.streaming.spans import (

@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from farfield.streaming.layers import are_numbers, pack_parts, unpack_parts
-from farfield.streaming.operations import Value
+from farfield.streaming.graph import Value
+from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
 from farfield.streaming.store import Store
-from farfield.streaming.summaries import not_finite
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
@@ -98,17 +97,14 @@ class Sums(Mapping[int, Parts]):
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {
-            str(index): [[height, pack_parts(parts)] for height, parts in tree.runs]
-            for index, tree in self.trees.items()
-        }
+        return {str(index): list(tree.runs) for index, tree in self.trees.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
         self.trees, self.merged = {}, {}
         for name, runs in state.items():
             tree = self.trees[int(name)] = MergeTree(self.reductions[int(name)].merge)
-            tree.runs = [(height, unpack_parts(parts)) for height, parts in runs]
+            tree.runs = [(height, tuple(parts)) for height, parts in runs]
 
 
 class TiledRun:

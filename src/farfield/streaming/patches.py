@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from farfield.streaming.graph import Graph, Value, map_values, run_node
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.operations import Graph, Value, map_values, run_node
 from farfield.streaming.plan import GraphPlan, Halo, PlannedPass, make_graph_plan, round_up, summing_macs
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import summarize_tile

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Node, Value
 from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
 from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, hull, is_empty
 

@@ -27,7 +27,6 @@ from farfield.streaming.adapt import (
     check_reduction,
     one_grid,
     parse_layouts,
-    record_network,
 )
 from farfield.streaming.arguments import (
     Tiles,
@@ -38,15 +37,16 @@ from farfield.streaming.arguments import (
     split_padding,
 )
 from farfield.streaming.flips import MeanOverFlips, check_axes
+from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.operations import Info, RecordingError, Value
+from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, cut_axes, find_stored, fit_stored, make_graph_plan, round_up_tile
+from farfield.streaming.record import record_network
 from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure
-from farfield.streaming.summaries import SUMMARY_SHARE
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.

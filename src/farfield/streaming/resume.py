@@ -24,7 +24,7 @@ from farfield.volumes.unfinished import FULL_DISK, STATE, unfinished_folder, was
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 # Version of the content of the file; a file of another version is refused.
-VERSION = 4
+VERSION = 5
 # Attributes of `Progress` that are saved, and their types in JSON.
 FIELDS = {
     "identity": dict,

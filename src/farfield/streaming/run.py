@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from farfield.streaming.graph import Value
 from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Value
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.spans import (
     Box,

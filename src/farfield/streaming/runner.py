@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from farfield.streaming.resume import Progress, Written, begin
-from farfield.streaming.summaries import Resumable
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, to_numpy
@@ -55,7 +54,7 @@ class Stream:
         caller: str,
         output: FileOutput | ArrayOutput,
         progress: Progress,
-        merged: Sequence[Resumable],
+        merged: Sequence[Any],
         volumes: dict[str, TiledVolume],
     ) -> None:
         self.caller, self.output, self.progress, self.merged, self.volumes = caller, output, progress, merged, volumes

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, box_at, label_graph
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.run import find_needs
 from farfield.streaming.spans import Box, Layout, Span
 

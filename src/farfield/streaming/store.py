@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import Info, Value
+from farfield.streaming.graph import Info, Value
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.spans import (
     Box,

@@ -15,9 +15,8 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
 from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
+from farfield.streaming.graph import Graph, RecordedLayer, Value
 from farfield.streaming.labels import label_graph
-from farfield.streaming.layers import RecordedLayer
-from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan
 from farfield.streaming.plan import GraphPlan, Halo, PlannedPass
 from farfield.volumes.source import AxisLayout, Region, Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.along import ALONG_RULES
 from farfield.streaming.rules.exponentials import SOFTMAX_RULES
 from farfield.streaming.rules.layouts import LAYOUT_RULES

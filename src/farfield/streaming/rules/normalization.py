@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
     OperationCall,
     Parts,

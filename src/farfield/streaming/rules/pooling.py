@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, add, reduce_arrays, single
 from farfield.streaming.rules.windows import Window, clip, label_each, read_padded, refuse_moves, repeat, spatial_dims
 from farfield.streaming.spans import Box, Layout, Piece, Span, is_cut, length_of

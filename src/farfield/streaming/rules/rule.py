@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import Info, find_operation
+from farfield.streaming.graph import Info, find_operation
 from farfield.streaming.spans import (
     Box,
     Dim,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import find_operation
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import OperationCall, Rule, relabel, single
 from farfield.streaming.rules.windows import clip, label_each, pad_constant, spatial_dims
 from farfield.streaming.spans import Box, Layout, Span, box_shape, length_of
