@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +139,7 @@ def values_in(part: Any) -> list[Value]:
     return found
 
 
+@functools.cache
 def find_operation(name: str) -> Any:
     """Return an operation of torch by its name, "aten.add.Tensor"."""
     namespace, packet, overload = name.split(".")
