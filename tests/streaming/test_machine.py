@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from farfield.streaming import _plan_whole
 from farfield.streaming.arguments import parse_tiles
+from farfield.streaming.planning import Planner
 from helpers import faults
 from helpers.prediction_machine import TILES, VOLUME, Key, Predictions, networks, plans_made_once
 
@@ -35,7 +35,7 @@ def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:
 
     def plan(weights: int) -> object:
         model = copy.deepcopy(networks()[weights])
-        return _plan_whole.make_plan("predict_whole", model, [VOLUME.shape], parse_tiles("", (4, 4)), *[None] * 4)
+        return Planner("predict_whole", model, [VOLUME.shape], parse_tiles("", (4, 4)), None, None).plan()
 
     plans = [[plan(weights) for weights in range(3)] for _ in range(3)]
     assert len({id(own) for own in plans[0]}) == 3

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import check_plan, find_plan
 from farfield.streaming.adapt import Reduction, name_volumes
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.plan import GraphPlan
+from farfield.streaming.planning import Planner
 from farfield.streaming.resume import Progress, compute_identity, saved_plan, warn
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.streaming.spans import Box
 from farfield.streaming.store import Store
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
@@ -146,7 +146,7 @@ def predict_whole(
     saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
         planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:

@@ -18,8 +18,8 @@ from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import parse_positions
-from farfield.streaming.geometry import cores, round_up
 from farfield.streaming.passes import MergeTree
+from farfield.streaming.plan import cores, round_up_tile
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
 from farfield.volumes.aliasing import refuse_aliasing
@@ -233,17 +233,11 @@ def _tile_positions(
     spatial_dims, pool = source.layout.spatial_dims, layer.operator.keys_from.gather
     windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
     if tile is not None:
-        requested = (tile,) * spatial_dims if isinstance(tile, int) else tile
-        positions = [length if own is None else own for own, length in zip(requested, source.size, strict=True)]
-    else:
-        positions = list(source.size)
-        room = TILE // (source.batch * source.channels * source.dtype.itemsize)
-        for axis in range(spatial_dims):
-            others = math.prod(positions[:axis] + positions[axis + 1 :])
-            positions[axis] = min(positions[axis], max(1, room // others))
-    return tuple(
-        min(length, round_up(own, window)) for own, length, window in zip(positions, source.size, windows, strict=True)
-    )
+        return round_up_tile(tile, source.size, windows)
+    positions, room = list(source.size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+    for axis, length in enumerate(source.size):
+        positions[axis] = min(length, max(1, room // math.prod(positions[:axis] + positions[axis + 1 :])))
+    return round_up_tile(positions, source.size, windows)
 
 
 class _Response:

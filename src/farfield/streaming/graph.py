@@ -38,14 +38,23 @@ class Info(NamedTuple):
 
 @dataclass
 class RecordedLayer:
-    """A layer that needs the whole grid: its path, and the module, None in a saved plan without a network."""
+    """A call of a layer that needs the whole grid.
+
+    Attributes:
+        path: The layer's path in the network.
+        module: The layer; None in a saved plan without a network.
+        summing: Its MACs while the whole grid is summarized; the others are those of responses.
+        summary_bytes: The bytes of its summary, if that has a slot for each key.
+    """
 
     path: str
     module: Any = None
+    summing: int = 0
+    summary_bytes: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Save the path alone: the layer is that of the network that the plan runs."""
-        return {"path": self.path, "module": None}
+        """Save all but the layer, which is that of the network that the plan runs."""
+        return vars(self) | {"module": None}
 
 
 class Node(NamedTuple):

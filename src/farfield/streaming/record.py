@@ -8,6 +8,7 @@ own, and a layer that needs the whole grid is one node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
 from farfield.streaming.graph import Graph, Info, RecordedLayer, RecordingError, Value, Writer, map_values, run_whole
+from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rewrites import REWRITTEN, with_numbers
 
 aten = torch.ops.aten
@@ -56,7 +58,7 @@ class _Recorder(TorchDispatchMode):
         # Each writes what a module runs that has not returned yet.
         self.running = [Writer(self.graph, "the network")]
         # Each layer that needs the whole grid, and its forward without numbers.
-        self.layers: list[tuple[RecordedLayer, Callable[..., Tensor]]] = []
+        self.layers: list[tuple[RecordedLayer, partial[Tensor]]] = []
 
     @property
     def write(self) -> Writer:
@@ -107,6 +109,7 @@ class _Recorder(TorchDispatchMode):
         values = [self.value_of(each) for each in (grid, *given.values())]
         with MacCounter() as counter:
             result = forward(grid, **given)
+        layer = _with_summary(layer, forward.args[0], grid, given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
         node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.path, macs=counter.macs)
         self.note(result, [node])
@@ -159,6 +162,15 @@ class _Recorder(TorchDispatchMode):
             raise RecordingError(f"{self.path} reads a computed number in Python (item, float, if)")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
+
+
+def _with_summary(layer: RecordedLayer, module: Any, grid: Tensor, given: dict[str, Any]) -> RecordedLayer:
+    """Return a layer that knows the MACs of its summary, and its bytes if it has a slot for each key."""
+    attention = isinstance(module, GridAttention)
+    with MacCounter() as counter:
+        summary = (make_streamable(module) if attention else module).summarize(grid, **given)
+    kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
+    return replace(layer, summing=counter.macs, summary_bytes=kept)
 
 
 def _info(output: Any) -> Info:
@@ -272,18 +284,24 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
     def end(*_: Any) -> None:
         recorder.running.pop()
 
+    within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if _is_layer(module))
     for path, module in fake.named_modules():
+        # A layer that is one node runs as in a tile: its projections have no hooks, and may be folded.
+        if path and path.startswith(within):
+            continue
         writer = Writer(recorder.graph, path or type(fake).__name__)
         module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
         module.register_forward_hook(end)
-        if isinstance(module, GridAttention) or _is_summarizing(module):
+        if _is_layer(module):
             layer = RecordedLayer(path, network.get_submodule(path))
             vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path)
             recorder.layers.append((layer, partial(type(module).forward, module)))
 
 
-def _is_summarizing(module: nn.Module) -> bool:
-    """Whether a module of the user runs in tiles by its methods `summarize` and `respond`."""
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is an attention, or one of the user that runs in tiles by its methods."""
+    if isinstance(module, GridAttention):
+        return True
     return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
 
 

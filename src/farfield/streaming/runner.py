@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from farfield.streaming.geometry import index_within
 from farfield.streaming.resume import Progress, Saved, Written, begin, warn
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
@@ -103,7 +102,10 @@ class Stream:
         grid, own = volume.source.read(region, sample), volume.tiles[index]
         if any(start < first or stop > last for (start, stop), (first, last) in zip(own, region, strict=True)):
             return grid
-        new_sum = checksum(grid[index_within(own, region)])
+        inside: Any = [
+            slice(start - first, stop - first) for (start, stop), (first, _) in zip(own, region, strict=True)
+        ]
+        new_sum = checksum(grid[(..., *inside)])
         key = str(index) if sample is None else f"{sample} {index}"
         if self.progress.checksums.setdefault(name, {}).setdefault(key, new_sum) != new_sum:
             raise ValueError(
