@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farfield.streaming import passes, resume
+from farfield.streaming import passes, progress
 
 
 class StopError(Exception):
@@ -27,7 +27,7 @@ def stopping(tasks: int) -> Iterator[None]:
         run(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume, "SHARE", 0)
+        patch.setattr(progress, "SHARE", 0)
         patch.setattr(passes.TiledRun, "run_task", counted)
         with pytest.raises(StopError):
             yield

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import parse_positions
-from farfield.streaming.passes import MergeTree
+from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
 from farfield.streaming.plan import cores, round_up_tile
-from farfield.streaming.resume import compute_identity, saved_plan
-from farfield.streaming.runner import Stream, TiledVolume, make_progress
+from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -112,29 +111,23 @@ def respond_whole(
         known_layer = fingerprint(layer)
         saved = saved_plan("respond_whole", path, None, known_layer, given)
         tile = saved.tile if tile is None and saved is not None else tile
-    queries = _MaskedGrid("grid", layer, grid, mask, _find_layout(layer, grid, tile), tile)
-    keys = queries
+    queries = _open_grid("grid", layer, grid, mask, _find_layout(layer, grid, tile), tile)
+    layout, keys = queries.source.layout, queries
     if context is not None:
-        layout = parse_layout(
-            "respond_whole", context.shape, len(context.shape) - (len(grid.shape) - queries.layout.spatial_dims)
-        )
-        keys = _MaskedGrid("context", layer, context, context_mask, layout, None)
+        leading = len(grid.shape) - layout.spatial_dims
+        keys_layout = parse_layout("respond_whole", context.shape, len(context.shape) - leading)
+        keys = _open_grid("context", layer, context, context_mask, keys_layout, None)
         if keys.source.batch != queries.source.batch:
-            raise shape_error(
-                "respond_whole",
-                "grid and context must have the same batch.",
-                "repeat the smaller one.",
-                grid=grid,
-                context=context,
-            )
+            problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
+            raise shape_error("respond_whole", problem, fix, grid=grid, context=context)
     channels = layer.value_channels if layer.output is None else layer.channels
-    shape = queries.layout.shape(queries.source.batch, channels, queries.source.size)
-    metadata = describe_output(known, queries.layout, queries.source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), queries.positions, metadata)
+    shape = layout.shape(queries.source.batch, channels, queries.source.size)
+    metadata = describe_output(known, layout, queries.source.channels, channels)
+    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), queries.tile, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (queries.positions, keys.positions, str(path)))
-    progress = make_progress("respond_whole", output, identity, queries.positions, None)
-    stream = Stream("respond_whole", output, progress, [], {**queries.tiled_volumes(), **keys.tiled_volumes()})
+    identity = compute_identity(known_layer, given, (queries.tile, keys.tile, str(path)))
+    volumes = {**queries.volumes(), **keys.volumes()}
+    stream = Stream("respond_whole", output, identity, Saved(queries.tile), volumes, None)
     return _Response(layer, queries, keys, stream).run(quiet)
 
 
@@ -171,73 +164,75 @@ def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     )
 
 
-class _MaskedGrid:
-    """The "grid" or the "context", read in tiles, with its mask; `tile` is the argument of `respond_whole`."""
+class _MaskedGrid(NamedTuple):
+    """The "grid" or the "context", and its mask; `tile` is the size of the tiles by which they are read."""
 
-    def __init__(
-        self,
-        name: str,
-        layer: GridAttention,
-        array: Any,
-        mask: Any,
-        layout: AxisLayout,
-        tile: int | Sequence[int | None] | None,
-    ) -> None:
-        self.layout, self.name = layout, name
-        self.source = VolumeSource(array, layout, device_of(layer), dtype_of(layer), caller="respond_whole")
-        if self.source.channels != layer.channels:
-            raise ShapeError(
-                f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
-                f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
-                f"spatial dim of the grid, or a {name} of {layer.channels} channels."
-            )
-        self.mask = None if mask is None else self.make_mask(mask, (*array.shape[: layout.batch], *self.source.size))
-        self.positions = _tile_positions(layer, self.source, tile)
-        self.tiles = cores(self.source.size, self.positions)
+    name: str
+    source: VolumeSource
+    mask: VolumeSource | None
+    tile: tuple[int, ...]
+    tiles: list[Region]
 
-    def make_mask(self, mask: Any, expected: tuple[int, ...]) -> VolumeSource:
-        """Return what reads the mask, which must have the expected shape."""
-        dtype = str(getattr(mask, "dtype", ""))
-        if "float" in dtype:
-            raise TypeError(
-                f"respond_whole: the mask of {self.name} must be boolean, True where a position is valid, got {dtype}; "
-                f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
-            )
-        if tuple(mask.shape) != expected:
-            raise ShapeError(
-                f"respond_whole: the mask of {self.name} must have shape {expected}, got {tuple(mask.shape)}; "
-                f"fix: one value per position, without channels."
-            )
-        layout = AxisLayout(self.layout.batch, False, self.layout.spatial_dims)
-        return VolumeSource(mask, layout, self.source.device, torch.bool, caller="respond_whole")
-
-    def tiled_volumes(self) -> dict[str, TiledVolume]:
-        """Return the grid and its mask, by name."""
+    def volumes(self) -> dict[str, tuple[VolumeSource, list[Region]]]:
+        """Return the grid and its mask with their tiles, by name."""
         sources = {self.name: self.source, f"mask of the {self.name}": self.mask}
-        return {name: TiledVolume(source, self.tiles) for name, source in sources.items() if source is not None}
+        return {name: (source, self.tiles) for name, source in sources.items() if source is not None}
 
-    def read(self, stream: Stream, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
+    def read(self, stream: Stream, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
+        core = self.tiles[index]
         mask = None if self.mask is None else stream.read(f"mask of the {self.name}", index, core)[:, 0]
         place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": self.source.size}
         return stream.read(self.name, index, core), place
 
 
-def _tile_positions(
-    layer: GridAttention, source: VolumeSource, tile: int | Sequence[int | None] | None
-) -> tuple[int, ...]:
-    """Return the size of the tiles, rounded up to the windows of pooled keys.
+def _open_grid(
+    name: str,
+    layer: GridAttention,
+    array: Any,
+    mask: Any,
+    layout: AxisLayout,
+    tile: int | Sequence[int | None] | None,
+) -> _MaskedGrid:
+    """Return a grid with its mask; by default in slabs of the first axis, and shorter where one index is beyond TILE.
 
-    By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
+    Tiles are rounded up to the windows of pooled keys.
     """
-    spatial_dims, pool = source.layout.spatial_dims, layer.operator.keys_from.gather
-    windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
-    if tile is not None:
-        return round_up_tile(tile, source.size, windows)
-    positions, room = list(source.size), TILE // (source.batch * source.channels * source.dtype.itemsize)
-    for axis, length in enumerate(source.size):
-        positions[axis] = min(length, max(1, room // math.prod(positions[:axis] + positions[axis + 1 :])))
-    return round_up_tile(positions, source.size, windows)
+    device = device_of(layer)
+    source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
+    if source.channels != layer.channels:
+        raise ShapeError(
+            f"respond_whole: {name} must have the layer's {layer.channels} channels, got {source.channels} in "
+            f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
+            f"spatial dim of the grid, or a {name} of {layer.channels} channels."
+        )
+    reader = None
+    if mask is not None:
+        _check_mask(name, mask, (*array.shape[: layout.batch], *source.size))
+        reader = VolumeSource(mask, layout._replace(channels=False), device, torch.bool, caller="respond_whole")
+    size, pool = source.size, layer.operator.keys_from.gather
+    if tile is None:
+        slab, room = list(size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+        for axis, length in enumerate(size):
+            slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
+        tile = slab
+    windows = pool.windows(len(size)) if isinstance(pool, Pool) else (1,) * len(size)
+    positions = round_up_tile(tile, size, windows)
+    return _MaskedGrid(name, source, reader, positions, cores(size, positions))
+
+
+def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
+    dtype = str(getattr(mask, "dtype", ""))
+    if "float" in dtype:
+        raise TypeError(
+            f"respond_whole: the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
+            f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
+        )
+    if tuple(mask.shape) != expected:
+        raise ShapeError(
+            f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
+            f"fix: one value per position, without channels."
+        )
 
 
 class _Response:
@@ -245,28 +240,28 @@ class _Response:
 
     def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
         self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream
-        self.tree = MergeTree(layers.merge_attention)
+        self.runs: Runs = []
         self.whole: Any = None
 
     def run(self, quiet: bool) -> Any:
         """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
         together = self.keys is self.queries
-        passes = [(self.keys.name, partial(self.summarize, self.keys, True, together))]
+        summaries = [(self.keys, True, together)]
         if not together and not self.attention.operator.queries_from.side_by_side:
-            passes.append((self.queries.name, partial(self.summarize, self.queries, False, True)))
-        self.stream.merged = [self]
-        return self.stream.run([*passes, (self.queries.name, self.respond)], quiet)
+            summaries.append((self.queries, False, True))
+        passes = [(len(each[0].tiles), partial(self.summarize, *each)) for each in summaries]
+        return self.stream.run([*passes, (len(self.queries.tiles), self.respond)], self, quiet)
 
-    def summarize(self, volume: _MaskedGrid, of_keys: bool, of_queries: bool, index: int, core: Region) -> None:
+    def summarize(self, grid: _MaskedGrid, of_keys: bool, of_queries: bool, index: int) -> None:
         """Merge a tile's keys and values, its query sums, or both."""
-        tile, place = volume.read(self.stream, index, core)
+        tile, place = grid.read(self.stream, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
-            self.check_size(layers.summary_bytes(parts[0]) * len(volume.tiles))
+            self.check_size(layers.summary_bytes(parts[0]) * len(grid.tiles))
         if not layers.are_numbers(parts):
-            fix = f"a {'mask' if volume is self.queries else 'context_mask'} that is False there"
-            raise layers.not_finite("respond_whole", place["origin"], volume.name, fix)
-        self.tree.add(parts)
+            fix = f"a {'mask' if grid is self.queries else 'context_mask'} that is False there"
+            raise layers.not_finite("respond_whole", place["origin"], grid.name, fix)
+        add_parts(self.runs, parts, layers.merge_attention)
 
     def check_size(self, size: int) -> None:
         """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
@@ -278,20 +273,22 @@ class _Response:
                 "factorized_gaussian."
             )
 
-    def respond(self, index: int, core: Region) -> None:
+    def respond(self, index: int) -> None:
         """Compute and write the response of a tile."""
-        tile, place = self.queries.read(self.stream, index, core)
+        tile, place = self.queries.read(self.stream, index)
         if self.whole is None:
-            self.whole = layers.finish_attention(self.tree.whole(), tile.device, complete=self.keys.mask is None)
+            parts = merge_runs(self.runs, layers.merge_attention)
+            self.whole = layers.finish_attention(parts, tile.device, complete=self.keys.mask is None)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
-        shape = self.queries.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(box_index(shape, core), response.reshape(shape))
+        shape = self.queries.source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        self.stream.write(box_index(shape, self.queries.tiles[index]), response.reshape(shape))
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"runs": list(self.tree.runs)}
+        return {"runs": list(self.runs)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.tree.runs = [(height, tuple(parts)) for height, parts in state["runs"]]
+    def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
+        """Go on from a saved state."""
+        self.runs = load_runs(state["runs"])
+        return True

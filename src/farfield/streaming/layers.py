@@ -54,12 +54,8 @@ def summarize_attention(
 ) -> Parts:
     """Return the summary of a tile's keys and values, and the sums that queries come from, if they do.
 
-    Args:
-        attention: The attention, made streamable.
-        grid: The tile's own positions.
-        of_keys: Whether keys and values come from this grid.
-        of_queries: Whether queries come from it.
-        **place: The tile's mask, its origin, and the size of the whole.
+    `of_keys` and `of_queries`: whether they come from this grid, which is the tile's own positions; `place` has its
+    mask, its origin, and the size of the whole. The attention is made streamable.
     """
     summary, sums = None, None
     dtypes: tuple[torch.dtype, ...] = ()

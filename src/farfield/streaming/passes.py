@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farfield.streaming.graph import Value
@@ -14,35 +17,36 @@ from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
-from farfield.streaming.store import Store
+from farfield.streaming.store import SUFFIX, StoredInFile, StoredInMemory
 
+# (number of merges above a tile, parts) of runs of tiles in order: at most one of each height
+Runs = list[tuple[int, Parts]]
+Merge = Callable[[Parts, Parts], Parts]
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
 # (sample, box, numbers) writes the output
 WriteOutput = Callable[[int, Box, Tensor], None]
 
 
-class MergeTree:
-    """Merges the parts of tiles in a binary tree over their number, so that the result follows from the tiles alone."""
+def add_parts(runs: Runs, parts: Parts, merge: Merge) -> None:
+    """Add the parts of the next tile to those of the tiles before.
 
-    def __init__(self, merge: Callable[[Parts, Parts], Parts]) -> None:
-        self.merge = merge
-        # (number of merges above a tile, parts) of runs of tiles in order: at most one of each height.
-        self.runs: list[tuple[int, Parts]] = []
+    They merge in a binary tree over the number of the tile, so that the result follows from the tiles alone.
+    """
+    height = 0
+    while runs and runs[-1][0] == height:
+        parts, height = merge(runs.pop()[1], parts), height + 1
+    runs.append((height, parts))
 
-    def add(self, parts: Parts) -> None:
-        """Add the parts of the next tile."""
-        height = 0
-        while self.runs and self.runs[-1][0] == height:
-            parts, height = self.merge(self.runs.pop()[1], parts), height + 1
-        self.runs.append((height, parts))
 
-    def whole(self) -> Parts:
-        """Return the parts of all tiles."""
-        *earlier, (_, parts) = self.runs
-        for _, each in reversed(earlier):
-            parts = self.merge(each, parts)
-        return parts
+def merge_runs(runs: Runs, merge: Merge) -> Parts:
+    """Return the parts of all tiles."""
+    return functools.reduce(lambda parts, earlier: merge(earlier, parts), [parts for _, parts in reversed(runs)])
+
+
+def load_runs(saved: Sequence[Any]) -> Runs:
+    """Return the parts of tiles from a saved state, in which they are lists."""
+    return [(height, tuple(parts)) for height, parts in saved]
 
 
 class Sums(dict[int, Parts]):
@@ -50,29 +54,72 @@ class Sums(dict[int, Parts]):
 
     def __init__(self, plan: GraphPlan) -> None:
         self.reductions, self.nodes = plan.labelled.reductions, plan.labelled.graph.nodes
-        self.trees: dict[int, MergeTree] = {}
+        self.runs: dict[int, Runs] = {}
 
     def __missing__(self, index: int) -> Parts:
-        self[index] = self.trees[index].whole()
+        self[index] = merge_runs(self.runs[index], self.reductions[index].merge)
         return self[index]
 
     def add(self, index: int, parts: Parts, tile: Sequence[Span]) -> None:
         """Add the parts of the next tile to those of a reduction; refuse NaN, which would spread to every position."""
         if not are_numbers(parts):
             raise _not_finite_in(self.nodes[index].path, tile)
-        self.trees.setdefault(index, MergeTree(self.reductions[index].merge)).add(parts)
+        add_parts(self.runs.setdefault(index, []), parts, self.reductions[index].merge)
         self.pop(index, None)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
-        return {str(index): list(tree.runs) for index, tree in self.trees.items()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.clear()
-        self.trees = {int(name): MergeTree(self.reductions[int(name)].merge) for name in state}
-        for name, runs in state.items():
-            self.trees[int(name)].runs = [(height, tuple(parts)) for height, parts in runs]
+class Store(dict[Value, StoredInMemory | StoredInFile]):
+    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
+
+    They are in memory, in files of a folder, or in temporary files; and are read to the device.
+    """
+
+    def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+        self.plan = plan
+        for value in plan.stored:
+            info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
+            if not on_disk:
+                self[value] = StoredInMemory(info, layout, device)
+                continue
+            path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
+            boxes = [plan.own_box(value, tile) for tile in plan.tiles]
+            name = f'"{plan.labelled.graph.nodes[value.node].path}"'
+            self[value] = StoredInFile(caller, path, name, info, boxes, device)
+
+    def end(self, stage: int) -> None:
+        """Remove what no pass after this one reads."""
+        for value, last in self.plan.stored.items():
+            if last <= stage:
+                self[value].remove()
+
+    def close(self) -> None:
+        """Let go of memory and opened files; what is in files with a name stays there."""
+        for each in self.values():
+            each.close()
+
+    def state(self) -> dict[str, Any]:
+        """Return the checksums of all blocks that are in files."""
+        return {
+            _name(value): {str(index): own for index, own in each.checksums.items()}
+            for value, each in self.items()
+            if isinstance(each, StoredInFile)
+        }
+
+    def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
+        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved.
+
+        It needs what it reads, and what it stored of the tiles before.
+        """
+        for value, each in self.items():
+            level, needed = self.plan.level_of(value), 0
+            if level < stage <= self.plan.stored[value]:
+                needed = len(self.plan.tiles)
+            elif level == stage:
+                needed = index
+            if not each.holds(state.get(_name(value), {}), range(needed)):
+                self.end(len(self.plan.stages))
+                return False
+        return True
 
 
 class TiledRun:
@@ -149,19 +196,24 @@ class TiledRun:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"sample": self.sample, "sums": self.sums.state(), "stored": self.store.state()}
+        sums = {str(index): list(runs) for index, runs in self.sums.runs.items()}
+        return {"sample": self.sample, "sums": sums, "stored": self.store.state()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.sample = state["sample"]
-        self.sums.load(state["sums"])
+    def load(self, state: Mapping[str, Any], number: int, index: int) -> bool:
+        """Go on from a saved state with a pass and a tile.
 
-    def holds(self, state: Mapping[str, Any], number: int, index: int) -> bool:
-        """Whether a pass can go on with a tile: the state has the sums of its sample, and files what was stored."""
+        Returns:
+            False if that cannot be done: the state has no sums of the sample, or files not what was stored.
+        """
         sample, stage = divmod(number, len(self.plan.stages))
-        if state["sample"] != sample:  # right only where the pass is the first of the next sample, or none is left
-            return (state["sample"], stage, index) == (sample - 1, 0, 0)
-        return self.store.holds(state["stored"], stage, index)
+        if state["sample"] == sample:
+            holds = self.store.holds(state["stored"], stage, index)
+        else:  # right only where the pass is the first of the next sample, or none is left
+            holds = (state["sample"], stage, index) == (sample - 1, 0, 0)
+        if holds:
+            self.sample = state["sample"]
+            self.sums.runs = {int(name): load_runs(runs) for name, runs in state["sums"].items()}
+        return holds
 
 
 def _spreads(numbers: Tensor) -> bool:
@@ -171,3 +223,7 @@ def _spreads(numbers: Tensor) -> bool:
 
 def _not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
     return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
+
+
+def _name(value: Value) -> str:
+    return f"{value.node}-{value.output}"

@@ -42,8 +42,8 @@ from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, cut_axes, find_stored, fit_stored, make_graph_plan, round_up_tile
+from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
-from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure

@@ -127,42 +127,22 @@ def last_uses(
     return freed
 
 
-def peak_bytes(
-    graph: Graph,
-    sizes: Mapping[Value, int],
-    given: Collection[Value] = (),
-    wanted: Collection[Value] = (),
-    scratch: Callable[[Value], int] = lambda value: 0,
-) -> int:
-    """Return the most bytes that values of these sizes take at once while they are computed in order.
-
-    `scratch` is what a value takes beside its operands and itself while it is computed.
-    """
-    freed = last_uses(graph, sizes, given, wanted)
-    live = peak = 0
-    for value in sorted(sizes):
-        live += sizes[value]
-        peak = max(peak, live, live + (0 if value in given else scratch(value)))
-        live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
-    return peak
-
-
 def count_bytes(
     labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
 ) -> int:
-    """Return the most bytes that values on their regions take at once while `compute` runs."""
-
-    def scratch(value: Value) -> int:
-        if value.node in labelled.reductions or value.node not in labelled.rules:
-            return 0
-        rule, call = labelled.rules[value.node], labelled.calls[value.node]
-        numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(regions[value])), default=0)
-        return numbers * labelled.graph.info(value).dtype.itemsize
-
-    sizes = {
-        value: count_positions(region) * labelled.graph.info(value).dtype.itemsize for value, region in regions.items()
-    }
-    return peak_bytes(labelled.graph, sizes, given, wanted, scratch)
+    """Return the most bytes that values on their regions take at once while `compute` runs, scratch included."""
+    freed = last_uses(labelled.graph, regions, given, wanted)
+    widths = {value: labelled.graph.info(value).dtype.itemsize for value in regions}
+    sizes = {value: count_positions(region) * widths[value] for value, region in regions.items()}
+    live = peak = 0
+    for value in sorted(regions):
+        live, scratch = live + sizes[value], 0
+        if value not in given and value.node in labelled.rules and value.node not in labelled.reductions:
+            rule, call = labelled.rules[value.node], labelled.calls[value.node]
+            scratch = max((rule.scratch(call, value.output, box) for box in boxes_of(regions[value])), default=0)
+        peak = max(peak, live + scratch * widths[value])
+        live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
+    return peak
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
