@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,24 +111,28 @@ def respond_whole(
         known_layer = fingerprint(layer)
         saved = saved_plan("respond_whole", path, None, known_layer, given)
         tile = saved.tile if tile is None and saved is not None else tile
-    queries = _open_grid("grid", layer, grid, mask, _find_layout(layer, grid, tile), tile)
-    layout, keys = queries.source.layout, queries
+    layout = _find_layout(layer, grid, tile)
+    volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
+    source, tiles = volumes["grid"]
     if context is not None:
-        leading = len(grid.shape) - layout.spatial_dims
+        keys, leading = "context", len(grid.shape) - layout.spatial_dims
         keys_layout = parse_layout("respond_whole", context.shape, len(context.shape) - leading)
-        keys = _open_grid("context", layer, context, context_mask, keys_layout, None)
-        if keys.source.batch != queries.source.batch:
+        volumes |= _open_grid("context", layer, context, context_mask, keys_layout, None)
+        if volumes["context"][0].batch != source.batch:
             problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
             raise shape_error("respond_whole", problem, fix, grid=grid, context=context)
     channels = layer.value_channels if layer.output is None else layer.channels
-    shape = layout.shape(queries.source.batch, channels, queries.source.size)
-    metadata = describe_output(known, layout, queries.source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), queries.tile, metadata)
+    shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
+    metadata = describe_output(known, layout, source.channels, channels)
+    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (queries.tile, keys.tile, str(path)))
-    volumes = {**queries.volumes(), **keys.volumes()}
-    stream = Stream("respond_whole", output, identity, Saved(queries.tile), volumes, None)
-    return _Response(layer, queries, keys, stream).run(quiet)
+    identity = compute_identity(known_layer, given, (positions, _size_of(volumes[keys][1][0]), str(path)))
+    stream = Stream("respond_whole", output, identity, Saved(positions), volumes, None)
+    return _Response(layer, keys, stream).run(quiet)
+
+
+def _size_of(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
 
 
 def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
@@ -164,28 +168,6 @@ def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     )
 
 
-class _MaskedGrid(NamedTuple):
-    """The "grid" or the "context", and its mask; `tile` is the size of the tiles by which they are read."""
-
-    name: str
-    source: VolumeSource
-    mask: VolumeSource | None
-    tile: tuple[int, ...]
-    tiles: list[Region]
-
-    def volumes(self) -> dict[str, tuple[VolumeSource, list[Region]]]:
-        """Return the grid and its mask with their tiles, by name."""
-        sources = {self.name: self.source, f"mask of the {self.name}": self.mask}
-        return {name: (source, self.tiles) for name, source in sources.items() if source is not None}
-
-    def read(self, stream: Stream, index: int) -> tuple[Tensor, dict[str, Any]]:
-        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
-        core = self.tiles[index]
-        mask = None if self.mask is None else stream.read(f"mask of the {self.name}", index, core)[:, 0]
-        place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": self.source.size}
-        return stream.read(self.name, index, core), place
-
-
 def _open_grid(
     name: str,
     layer: GridAttention,
@@ -193,10 +175,10 @@ def _open_grid(
     mask: Any,
     layout: AxisLayout,
     tile: int | Sequence[int | None] | None,
-) -> _MaskedGrid:
-    """Return a grid with its mask; by default in slabs of the first axis, and shorter where one index is beyond TILE.
+) -> dict[str, tuple[VolumeSource, list[Region]]]:
+    """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys.
 
-    Tiles are rounded up to the windows of pooled keys.
+    By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
     """
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
@@ -206,10 +188,6 @@ def _open_grid(
             f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
             f"spatial dim of the grid, or a {name} of {layer.channels} channels."
         )
-    reader = None
-    if mask is not None:
-        _check_mask(name, mask, (*array.shape[: layout.batch], *source.size))
-        reader = VolumeSource(mask, layout._replace(channels=False), device, torch.bool, caller="respond_whole")
     size, pool = source.size, layer.operator.keys_from.gather
     if tile is None:
         slab, room = list(size), TILE // (source.batch * source.channels * source.dtype.itemsize)
@@ -217,8 +195,16 @@ def _open_grid(
             slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
         tile = slab
     windows = pool.windows(len(size)) if isinstance(pool, Pool) else (1,) * len(size)
-    positions = round_up_tile(tile, size, windows)
-    return _MaskedGrid(name, source, reader, positions, cores(size, positions))
+    tiles = cores(size, round_up_tile(tile, size, windows))
+    if mask is None:
+        return {name: (source, tiles)}
+    _check_mask(name, mask, (*array.shape[: layout.batch], *size))
+    masks = VolumeSource(mask, layout._replace(channels=False), device, torch.bool, caller="respond_whole")
+    return {name: (source, tiles), _mask_of(name): (masks, tiles)}
+
+
+def _mask_of(name: str) -> str:
+    return f"mask of the {name}"
 
 
 def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
@@ -236,36 +222,44 @@ def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
 
 
 class _Response:
-    """Passes over a grid and what keys and values come from, which is the grid itself if there is no context."""
+    """Passes over a grid and what keys and values come from: the "context", or the "grid" itself if there is none."""
 
-    def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
-        self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream
+    def __init__(self, layer: GridAttention, keys: str, stream: Stream) -> None:
+        self.attention, self.keys, self.stream = layers.make_streamable(layer), keys, stream
         self.runs: Runs = []
         self.whole: Any = None
 
     def run(self, quiet: bool) -> Any:
         """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
-        together = self.keys is self.queries
-        summaries = [(self.keys, True, together)]
-        if not together and not self.attention.operator.queries_from.side_by_side:
-            summaries.append((self.queries, False, True))
-        passes = [(len(each[0].tiles), partial(self.summarize, *each)) for each in summaries]
-        return self.stream.run([*passes, (len(self.queries.tiles), self.respond)], self, quiet)
+        summaries = [(self.keys, True, self.keys == "grid")]
+        if self.keys != "grid" and not self.attention.operator.queries_from.side_by_side:
+            summaries.append(("grid", False, True))
+        counts = {name: len(tiles) for name, (_, tiles) in self.stream.volumes.items()}
+        passes = [(counts[each[0]], partial(self.summarize, *each)) for each in summaries]
+        return self.stream.run([*passes, (counts["grid"], self.respond)], self, quiet)
 
-    def summarize(self, grid: _MaskedGrid, of_keys: bool, of_queries: bool, index: int) -> None:
+    def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
+        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
+        source, tiles = self.stream.volumes[name]
+        is_masked, core = _mask_of(name) in self.stream.volumes, tiles[index]
+        mask = self.stream.read(_mask_of(name), index, core)[:, 0] if is_masked else None
+        place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": source.size}
+        return self.stream.read(name, index, core), place
+
+    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
         """Merge a tile's keys and values, its query sums, or both."""
-        tile, place = grid.read(self.stream, index)
+        tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
-            self.check_size(layers.summary_bytes(parts[0]) * len(grid.tiles))
+            self.check_size(layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1]), tile.device)
         if not layers.are_numbers(parts):
-            fix = f"a {'mask' if grid is self.queries else 'context_mask'} that is False there"
-            raise layers.not_finite("respond_whole", place["origin"], grid.name, fix)
+            fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
+            raise layers.not_finite("respond_whole", place["origin"], name, fix)
         add_parts(self.runs, parts, layers.merge_attention)
 
-    def check_size(self, size: int) -> None:
+    def check_size(self, size: int, device: torch.device) -> None:
         """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
-        free = free_bytes(self.queries.source.device)
+        free = free_bytes(device)
         if size > layers.SUMMARY_SHARE * free:
             raise ValueError(
                 f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
@@ -275,14 +269,15 @@ class _Response:
 
     def respond(self, index: int) -> None:
         """Compute and write the response of a tile."""
-        tile, place = self.queries.read(self.stream, index)
+        tile, place = self.read("grid", index)
         if self.whole is None:
-            parts = merge_runs(self.runs, layers.merge_attention)
-            self.whole = layers.finish_attention(parts, tile.device, complete=self.keys.mask is None)
+            parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
+            self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
-        shape = self.queries.source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(box_index(shape, self.queries.tiles[index]), response.reshape(shape))
+        source, tiles = self.stream.volumes["grid"]
+        shape = source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""

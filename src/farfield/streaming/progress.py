@@ -25,7 +25,7 @@ from farfield._files import open_replacement
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
-from farfield.volumes.source import Readable, Region, checksum
+from farfield.volumes.source import Region, VolumeSource, checksum
 from farfield.volumes.unfinished import FULL_DISK, STATE, explain_disk_errors, unfinished_folder, was_moved
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -81,7 +81,7 @@ class Stream:
         output: FileOutput | ArrayOutput,
         identity: dict[str, str],
         planned: Saved,
-        volumes: Mapping[str, tuple[Readable, Sequence[Region]]],
+        volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
         overwrite: bool | None,
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = caller, output, identity, volumes
@@ -199,7 +199,7 @@ class Stream:
                 self.read(name, index, self.volumes[name][1][index], *sample)
 
     def _open(self, output: FileOutput, overwrite: bool | None) -> None:
-        """Lock the output and open it, with the progress of an unfinished prediction of this identity, or make it anew."""
+        """Lock the output and open it, with the progress of an unfinished one of the same identity, or make it anew."""
         with contextlib.ExitStack() as unlocked:
             output.owned.hold()
             unlocked.callback(output.owned.let_go)
