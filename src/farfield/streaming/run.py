@@ -85,19 +85,19 @@ def compute(
     `parts` are the merged parts of the reductions that results depend on.
     """
     regions, needs = _trace(labelled, wanted, given)
-    freed = last_uses(labelled.graph, regions, given, wanted)
+    freed = _last_uses(labelled.graph, regions, given, wanted)
     known: dict[Value, Tensor] = {}
-
-    def fetch(value: Value, box: Box) -> Any:
-        if not _is_read(labelled, value, box):
-            return None
-        if value in labelled.known:
-            return _read_constant(labelled, value, box)
-        return read_box(known[value], regions[value], box)
 
     def run(value: Value, box: Box) -> Tensor:
         call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
-        tensors = [fetch(*pair) for pair in needs[value, box]]
+        tensors: list[Any] = []
+        for source, own in needs[value, box]:
+            if not _is_read(labelled, source, own):
+                tensors.append(None)
+            elif source in labelled.known:
+                tensors.append(_read_constant(labelled, source, own))
+            else:
+                tensors.append(read_box(known[source], regions[source], own))
         if reduction is None:
             return labelled.rules[value.node].run(call, value.output, box, tensors)
         return reduction.finish(call, value.output, box, tensors, parts[value.node])
@@ -115,7 +115,7 @@ def _read_constant(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-def last_uses(
+def _last_uses(
     graph: Graph, values: Collection[Value], given: Collection[Value], wanted: Collection[Value]
 ) -> dict[Value, set[Value]]:
     """Return for each value that is computed those that nothing uses after it; `wanted` ones are used at the end."""
@@ -131,7 +131,7 @@ def count_bytes(
     labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
 ) -> int:
     """Return the most bytes that values on their regions take at once while `compute` runs, scratch included."""
-    freed = last_uses(labelled.graph, regions, given, wanted)
+    freed = _last_uses(labelled.graph, regions, given, wanted)
     widths = {value: labelled.graph.info(value).dtype.itemsize for value in regions}
     sizes = {value: count_positions(region) * widths[value] for value, region in regions.items()}
     live = peak = 0

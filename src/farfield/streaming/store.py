@@ -195,8 +195,12 @@ def _lengths(spans: Sequence[Span]) -> list[int]:
 
 
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span] | None:
-    both = [(max(start, first), min(stop, last)) for (start, stop), (first, last) in zip(one, other, strict=True)]
-    return both if all(start < stop for start, stop in both) else None
+    both = []
+    for (start, stop), (first, last) in zip(one, other, strict=True):
+        if start >= last or first >= stop:  # most tiles, along the first axis
+            return None
+        both.append((max(start, first), min(stop, last)))
+    return both
 
 
 def _within(spans: Sequence[Span], outer: Sequence[Span]) -> tuple[slice, ...]:
