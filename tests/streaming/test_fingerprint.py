@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from farfield import streaming
+from farfield._fingerprint import fingerprint
 from farfield.streaming import predict_whole, respond_whole
-from farfield.streaming.fingerprint import fingerprint
 from helpers.streamed_nets import attention, settled
 
 TILE = (8, 8)
@@ -246,7 +246,7 @@ SCRIPT = """
 import torch, timm, torchvision
 from torch import nn
 from farfield import models
-from farfield.streaming.fingerprint import fingerprint
+from farfield._fingerprint import fingerprint
 torch.manual_seed(0)
 
 class Odd(nn.Module):

@@ -167,9 +167,14 @@ def test_what_cannot_be_flipped_is_refused() -> None:
         def forward(self, grid: Tensor) -> Tensor:
             return super().forward(grid).argmax(1, keepdim=True)
 
-    labels = settled(Labels(nn.Conv2d(1, 3, 3, padding=1)))
-    with pytest.raises(TypeError, match=r"there is no mean of torch\.int64; fix: a network that returns scores"):
-        predict_whole(MeanOverFlips(labels, (0,)).eval(), volume_of(20, 20), tile=Tiles(8, halo=1), quiet=True)
+    labels, volume = settled(Labels(nn.Conv2d(1, 3, 3, padding=1))), volume_of(20, 20)
+    with pytest.raises(TypeError, match=r'^predict_whole: .*int64, .*; fix: a network .* scores, and reduce="argmax"'):
+        predict_whole(MeanOverFlips(labels, (0,)).eval(), volume, tile=Tiles(8, halo=1), quiet=True)
+    # The fix works.
+    flipped = MeanOverFlips(labels[0], (0,)).eval()
+    got = predict_whole(flipped, volume, tile=8, reduce="argmax", quiet=True)
+    mean = by_hand(labels[0], torch.from_numpy(volume)[None, None], (0,))[0]
+    assert (got == mean.argmax(0).numpy()).mean() > 0.99
 
 
 def test_gradients_pass() -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield import ShapeError
+from farfield._fingerprint import fingerprint
 from farfield.streaming import plan_whole, predict_whole
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.reduction import label_dtype
+from farfield.streaming.adapt import label_dtype
 from helpers.streamed_nets import attention, settled
 
 VOLUME = np.random.default_rng(0).normal(size=(27, 31)).astype("float32")

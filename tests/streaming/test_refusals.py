@@ -126,7 +126,9 @@ def test_operations_that_do_not_run_in_tiles_are_refused_by_name(
         function(net_with(layer), volume, tile=8)
 
 
-@pytest.mark.parametrize(("layer", "tiles"), [(Sorted(), (8, None)), (Binned(), Tiles(8, halo=0))])
+@pytest.mark.parametrize(
+    ("layer", "tiles"), [(Sorted(), (8, None)), (Binned(), Tiles(8, halo=0)), (Binned(), Tiles(8, halo=3))]
+)
 def test_the_fixes_of_refusals_work(layer: nn.Module, tiles: Any) -> None:
     net, grid = net_with(layer), torch.randn(1, 1, 32, 32)
     assert len(plan_whole(net, grid.shape, tile=tiles).cores) > 1

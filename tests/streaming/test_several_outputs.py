@@ -177,11 +177,27 @@ def test_outputs_that_are_no_grids_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Words returns dict, not one grid \(batch, channels, \*size\)"):
         predict_whole(settled(Words(1, 1, 1)), IMAGE, tile=8, quiet=True)
 
+
+def test_flips_of_what_has_no_mean_are_refused_by_the_name_of_what_was_called() -> None:
     class Labels(nn.Conv2d):
         def forward(self, grid: Tensor) -> Any:
             return {"labels": super().forward(grid).argmax(1, keepdim=True)}
 
-    for call in (predict_whole, plan_whole):
-        volume = IMAGE if call is predict_whole else IMAGE.shape
-        with pytest.raises(TypeError, match=r"there is no mean of torch\.int64; fix: a network that returns scores"):
-            call(MeanOverFlips(settled(Labels(1, 3, 1)), (0,)).eval(), volume, tile=8)
+    class Words(nn.Conv2d):
+        def forward(self, grid: Tensor) -> Any:
+            return {"grid": super().forward(grid), "name": "conv"}
+
+    grid = torch.from_numpy(IMAGE)[None, None]
+    calls = {
+        "predict_whole": lambda net: predict_whole(net, IMAGE, tile=8, quiet=True),
+        "plan_whole": lambda net: plan_whole(net, IMAGE.shape, tile=8),
+        "MeanOverFlips": lambda net: net(grid),
+    }
+    for net, text in (
+        (settled(Labels(1, 3, 1)), r"Labels returns torch\.int64, .*; fix: a network that returns scores"),
+        (settled(Words(1, 1, 1)), r"Words returns dict, not one grid"),
+        (settled(Pyramid()), r"Pyramid returns grids of several sizes"),
+    ):
+        for name, call in calls.items():
+            with pytest.raises(TypeError, match=f"^{name}: {text}"):
+                call(MeanOverFlips(net, (0,)).eval())

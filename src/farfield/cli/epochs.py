@@ -51,7 +51,7 @@ class EpochLines(TQDMProgressBar):
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         self._say(
             f"farfield fit: {name}, {parameters:,} parameters; {number_of_epochs(trainer)} of "
-            f"{trainer.num_training_batches:,} batches; {device_of(trainer)}; "
+            f"{trainer.num_training_batches:,} batches; {describe_device(trainer)}; "
             f"seed {os.environ.get('PL_GLOBAL_SEED', 'not set')}; {trainer.log_dir or 'nothing is saved'}"
         )
 
@@ -102,7 +102,7 @@ def number_of_epochs(trainer: Trainer) -> str:
     return f"{last} epoch{'s' * (last != 1)}"
 
 
-def device_of(trainer: Trainer) -> str:
+def describe_device(trainer: Trainer) -> str:
     """Return the device as text, for a CPU with the number of threads, for several devices with their number."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

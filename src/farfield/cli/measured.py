@@ -14,8 +14,8 @@ from farfield.cost import roofline, saved_bytes
 from farfield.cost.measuring import device_name, step, take_turns
 from farfield.cost.planning import Setting, needs
 from farfield.nn import GridAttention
+from farfield.nn.devices import free_bytes
 from farfield.ops import OPERATORS
-from farfield.streaming.free_memory import free_bytes
 
 # Two outputs are equal up to float32 rounding if they differ by this share of their norm at most.
 SAME = 1e-4

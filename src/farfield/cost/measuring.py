@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farfield.nn.devices import device_of
 from farfield.nn.tracing import LiveBytes, tensors
 
 # The least seconds of a turn of `compare`, so that clock resolution and first runs have little influence.
@@ -81,7 +82,7 @@ def measure(
     if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
         shape = tuple(inputs[0])
         raise TypeError(f"cost.measure: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
-    device = device_of(module, inputs)
+    device = device_of(inputs, module)
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
@@ -138,7 +139,7 @@ def compare(
         )
     runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
     module, *inputs = next(iter(contestants.values()))
-    return take_turns(runs, device_of(module, tuple(inputs)), repeats, turn_seconds)
+    return take_turns(runs, device_of(inputs, module), repeats, turn_seconds)
 
 
 def take_turns(
@@ -209,13 +210,6 @@ def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
 
     several()
     return timed(several, device) / runs
-
-
-def device_of(module: Callable[..., Any], inputs: tuple[Any, ...]) -> torch.device:
-    """Return the device of the inputs, or else of the module's parameters, or else the default device."""
-    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    first = next(iter(tensors([list(inputs), parameters])), None)
-    return torch.get_default_device() if first is None else first.device
 
 
 def differentiate(outputs: Any) -> None:

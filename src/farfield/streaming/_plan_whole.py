@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from farfield._checks import ShapeError
+from farfield._fingerprint import fingerprint
 from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming.adapt import Reduction, parse_layouts
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.labels import GraphError
 from farfield.streaming.planning import make_plan
-from farfield.streaming.reduction import Reduction
 from farfield.streaming.resume import Saved
-from farfield.streaming.several_inputs import parse_layouts
 from farfield.streaming.streaming_plan import StreamingPlan
 
 

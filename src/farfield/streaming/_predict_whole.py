@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from farfield._fingerprint import fingerprint
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming._plan_whole import check_plan, find_plan
+from farfield.streaming.adapt import Reduction, name_volumes
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.fingerprint import fingerprint
 from farfield.streaming.prediction import run_plan
-from farfield.streaming.reduction import Reduction
 from farfield.streaming.resume import saved_plan
-from farfield.streaming.several_inputs import name_volumes
 from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.sink import check_path

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
+from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
+from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
 from farfield.streaming.arguments import parse_positions
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import cores, count_positions, round_up
-from farfield.streaming.network_axes import device_of, dtype_of
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.summaries import MergedSummary, has_grid_summary, summary_bytes
+from farfield.streaming.summaries import SUMMARY_SHARE, MergedSummary, has_grid_summary, summary_bytes
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec

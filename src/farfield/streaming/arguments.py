@@ -1,4 +1,4 @@
-"""Checks of arguments that users give: tiles, and sizes as an integer or one per spatial dim."""
+"""What the user gives: tiles, volumes and the network; parsed, and refused with the fix."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
+from farfield.volumes.source import Span
 
 # What norms and pooling see: all positions of the volume, or those that a tile reads.
 STATISTICS = ("whole", "tile")
@@ -25,8 +28,9 @@ class Tiles:
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows, which is
             the whole volume where its values fit.
         halo: Positions of the volume that operations without a rule read before and after their own: one number, or
-            one per spatial dim. By default a network with such an operation is refused. All other halos follow from
-            the rules of operations, whatever is given here.
+            one per spatial dim. By default a network with such an operation is refused. A plan cannot know whether
+            they are enough; too many cost time alone. All other halos follow from the rules of operations, whatever is
+            given here.
         memory: Bytes for the values of a tile and, half of them, for values that are stored in memory between passes;
             by default a quarter of the free memory. A size that is given is kept, whatever its values take. Workspace
             of kernels, the network and the libraries come on top.
@@ -60,30 +64,20 @@ class Tiles:
 
 
 def parse_tiles(caller: str, tile: Any) -> Tiles:
-    """Parse the argument `tile`: a size, or `Tiles`.
-
-    Raises:
-        TypeError: If a number is no integer.
-        ShapeError: If a number is too small.
-        LookupError: If `statistics` is unknown.
-    """
+    """Parse the argument `tile`: a size, or `Tiles`."""
     given = tile if isinstance(tile, Tiles) else Tiles(tile)
     size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
     halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
-    memory = None if given.memory is None else parse_bytes(caller, "memory", given.memory)
+    memory, disk = (_parse_bytes(caller, name, getattr(given, name)) for name in ("memory", "disk"))
     if given.statistics not in STATISTICS:
         raise unknown(caller, "statistics", given.statistics, STATISTICS)
-    disk = None if given.disk is None else parse_bytes(caller, "disk", given.disk)
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 
-def parse_bytes(caller: str, name: str, given: Any) -> int:
-    """Parse a number of bytes, of any type whose value is a whole number, such as 2e9.
-
-    Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is negative.
-    """
+def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
+    """Parse a number of bytes, of any type whose value is a whole number, such as 2e9; or None."""
+    if given is None:
+        return None
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     if not is_number or not float(given).is_integer():
         raise TypeError(f"{caller}: {name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
@@ -95,27 +89,12 @@ def parse_bytes(caller: str, name: str, given: Any) -> int:
 def parse_positions(
     caller: str, name: str, given: Any, least: int, *, optional: bool = False
 ) -> int | tuple[int | None, ...]:
-    """Parse an integer, or one per spatial dim.
-
-    Args:
-        caller: The function that errors name.
-        name: Name of the argument.
-        given: Its value.
-        least: The smallest allowed number.
-        optional: Whether None is allowed in a sequence.
-
-    Returns:
-        An int if one integer is given, of any integer type; a tuple if a sequence, 1-D array or tensor is given.
-
-    Raises:
-        TypeError: If neither is given, or a number is a boolean or no integer.
-        ShapeError: If a number is below `least`.
-    """
+    """Parse an integer of any type, or a sequence, 1-D array or tensor of one per spatial dim, which may be None."""
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
     try:
         values = given if is_sequence else [given]
-        numbers = [None if optional and each is None else parse_integer(each) for each in values]
+        numbers = [None if optional and each is None else _parse_integer(each) for each in values]
     except TypeError:
         expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
         raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
@@ -124,8 +103,69 @@ def parse_positions(
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
-def parse_integer(given: Any) -> int:
+def _parse_integer(given: Any) -> int:
     """Return an int for any integer type; raise TypeError for booleans and for floats, even whole ones."""
     if isinstance(given, bool | np.bool_):
         raise TypeError
     return operator.index(given)
+
+
+def split_padding(length: int, multiple: int, pad: str | None) -> Span:
+    """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
+    missing = -length % multiple if pad is not None else 0
+    return missing // 2, missing - missing // 2
+
+
+def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
+    """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
+    if isinstance(tile, Sequence):
+        return len(tile)
+    convolution = _first_convolution(model)
+    if convolution is None:
+        raise ValueError(
+            f"{caller}: the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
+            "tile with one number per spatial dim."
+        )
+    return convolution.weight.dim() - 2
+
+
+def _first_convolution(model: nn.Module) -> _ConvNd | None:
+    return next((module for module in model.modules() if isinstance(module, _ConvNd)), None)
+
+
+def refuse_axes(
+    caller: str, model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], error: ValueError
+) -> None:
+    """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
+    convolution = _first_convolution(model)
+    if convolution is None:
+        return
+    expected = convolution.weight.dim() - 2
+    if expected != len(size):
+        text = (
+            f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
+            f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
+        )
+    elif len(inputs) > 1:  # it is not known which of them the convolution takes
+        text = (
+            f"{error}\n  fix: volumes with the channels that the network takes, in the order of its arguments; these "
+            f"have {', '.join(map(str, inputs))}."
+        )
+    elif convolution.in_channels != inputs[0]:
+        text = (
+            f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
+            f"(channels, *size) this one has {inputs[0]} channels of size {size}."
+        )
+    else:
+        return
+    raise ValueError(text) from error
+
+
+def refuse_training(caller: str, model: nn.Module) -> None:
+    """Refuse a model in training mode: running statistics would change, and dropout would be active."""
+    training = [(path, module) for path, module in model.named_modules() if module.training]
+    # Batch norms first: they are why it matters.
+    training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
+    for path, module in training[:1]:
+        name = f'{type(module).__name__} at "{path}"' if path else type(module).__name__
+        raise ValueError(f"{caller}: {name} is in training; fix: model.eval().")

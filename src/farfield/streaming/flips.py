@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
+from farfield.streaming.adapt import Outputs, one_grid
 from farfield.streaming.geometry import Halo
-from farfield.streaming.several_outputs import outputs_joined
 
 
 class MeanOverFlips(nn.Module):
@@ -69,11 +69,23 @@ class MeanOverFlips(nn.Module):
     def forward(self, *grids: Float[Tensor, "b _ *n"]) -> Any:
         """Return the mean over all flips of the network's inputs: a grid, or several as the network returns them."""
         check_axes("MeanOverFlips", self, grids[0].dim() - 2)
-        with outputs_joined("MeanOverFlips", self.network) as outputs:
-            mean = mean_of(
-                flip_grid(self.network(*(flip_grid(grid, flip) for grid in grids)), flip) for flip in self.flips
+        first, outputs = self._run_flipped(grids, ())
+        if not first.is_floating_point():
+            raise TypeError(
+                f"MeanOverFlips: {type(self.network).__name__} returns {first.dtype}, of which there is no mean over "
+                'flips; fix: a network that returns scores, and reduce="argmax" where labels are wanted.'
             )
-        return outputs.split(mean, 1, True)
+        # One flip at a time is in memory.
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for flip in self.flips[1:]:
+            total = total + self._run_flipped(grids, flip)[0].to(total.dtype)
+        return outputs.split((total / len(self.flips)).to(first.dtype), 1, True)
+
+    def _run_flipped(self, grids: Sequence[Tensor], flip: Sequence[int]) -> tuple[Tensor, Outputs]:
+        """Run the network on flipped grids; return its outputs as one grid, flipped back."""
+        output = self.network(*(_flip_grid(grid, flip) for grid in grids))
+        grid, outputs = one_grid("MeanOverFlips", self.network, grids[0].shape, output)
+        return _flip_grid(grid, flip), outputs
 
 
 def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
@@ -85,26 +97,8 @@ def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
         )
 
 
-def flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return a grid flipped along spatial axes."""
+def _flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
     return grid.flip([axis + 2 for axis in axes]) if axes else grid
-
-
-def mean_of(grids: Iterable[Tensor]) -> Tensor:
-    """Return the mean of grids, of which one at a time is in memory, summed in float32 or wider, in their dtype.
-
-    Raises:
-        TypeError: If they are not of floating-point numbers.
-    """
-    remaining = iter(grids)
-    first = next(remaining)
-    if not first.is_floating_point():
-        raise TypeError(f"MeanOverFlips: there is no mean of {first.dtype}; fix: a network that returns scores.")
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total, count = first.to(wide), 1
-    for grid in remaining:
-        total, count = total + grid.to(wide), count + 1
-    return (total / count).to(first.dtype)
 
 
 def symmetric(halo: Halo, axes: Sequence[int]) -> Halo:

@@ -15,34 +15,32 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
+from farfield.nn.devices import device_of, free_bytes
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import without_numbers
-from farfield.streaming.arguments import Tiles
-from farfield.streaming.fingerprint import fingerprint
+from farfield.streaming.adapt import (
+    Outputs,
+    Reduction,
+    ReductionError,
+    check_arguments,
+    check_reduction,
+    parse_layouts,
+)
+from farfield.streaming.arguments import Tiles, refuse_axes, refuse_training, spatial_dims_of, split_padding
 from farfield.streaming.flips import MeanOverFlips, check_axes, symmetric
-from farfield.streaming.free_memory import SUMMARY_SHARE, free_bytes
 from farfield.streaming.geometry import AxisScale, Halo, cut_axes, round_up
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
-from farfield.streaming.network_axes import (
-    device_of,
-    refuse_axes,
-    refuse_training,
-    spatial_dims_of,
-    split_padding,
-)
 from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan, attention_only, check_same, patch_size, peak_bytes, see_tiles
 from farfield.streaming.plan import GraphPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.recordings import Recordings
-from farfield.streaming.reduction import Reduction, ReductionError, check_reduction
 from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Scales, cuttable, find_scales, scales_of
-from farfield.streaming.several_inputs import check_arguments, parse_layouts
-from farfield.streaming.several_outputs import Outputs
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import PlannedOutput, PlannedPass, StreamingPlan
-from farfield.streaming.summaries import has_grid_summary, summary_bytes
+from farfield.streaming.summaries import SUMMARY_SHARE, has_grid_summary, summary_bytes
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming.fingerprint import fingerprint
-from farfield.streaming.network_axes import device_of, dtype_of
+from farfield._fingerprint import fingerprint
+from farfield.nn.devices import device_of, dtype_of
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.resume import Progress, compute_identity
 from farfield.streaming.runner import Stream, TiledVolume, make_progress

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from farfield.nn.devices import dtype_of
 from farfield.nn.network_copy import CannotCopyError
-from farfield.streaming.adapt import one_grid, record_network
+from farfield.streaming.adapt import Outputs, Reduction, one_grid, record_network
 from farfield.streaming.labels import GraphError, label_graph
-from farfield.streaming.network_axes import dtype_of
 from farfield.streaming.operations import Graph, Info, RecordingError
-from farfield.streaming.reduction import Reduction
 from farfield.streaming.scales import Scales, scales_of
-from farfield.streaming.several_outputs import Outputs
 
 # A length that strides divide, and windows of common models.
 DIVISIBLE = 2**6 * 3 * 5 * 7
@@ -29,7 +28,7 @@ class Recordings:
         network: The network.
         channels: Number of channels of each volume.
         reduce: The argument of `predict_whole`.
-        outputs: Gets what is known of several outputs.
+        outputs: What is known of several outputs, once it was recorded.
     """
 
     caller: str
@@ -48,14 +47,20 @@ class Recordings:
         """
         dtype = dtype_of(self.network)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
-        finish = one_grid(self.caller, self.network, volumes, self.reduce, self.outputs)
+
+        def finish(output: Any) -> Tensor:
+            grid, self.outputs = one_grid(self.caller, self.network, volumes[0].shape, output, self.reduce)
+            return grid
+
         try:
             return record_network(self.network, volumes, finish)
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            if str(error).startswith((f"{self.caller}: ", "MeanOverFlips: ")):
+            if str(error).startswith(f"{self.caller}: "):
                 raise
+            if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
+                raise type(error)(str(error).replace("MeanOverFlips", self.caller, 1)) from error
             raise ValueError(
                 f"{self.caller}: {type(self.network).__name__} does not take a grid of size {tuple(size)}: {error}"
             ) from error

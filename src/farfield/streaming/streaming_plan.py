@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from farfield.streaming.adapt import Outputs
 from farfield.streaming.geometry import AxisScale, Halo, cores, cut_axes
 from farfield.streaming.labels import label_graph
 from farfield.streaming.layers import RecordedLayer
@@ -17,7 +18,6 @@ from farfield.streaming.operations import Graph, Value
 from farfield.streaming.patches import PatchPlan, attention_only, see_tiles
 from farfield.streaming.plan import GraphPlan, make_graph_plan
 from farfield.streaming.scales import find_scales
-from farfield.streaming.several_outputs import Outputs
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.

@@ -15,6 +15,9 @@ from farfield.ops.slots import Summary
 from farfield.ops.summary import merge_all
 from farfield.ops.table import keys, products, queries
 
+# The share of the free memory that a summary which is its grid may take.
+SUMMARY_SHARE = 1 / 2
+
 
 def make_streamable(attention: GridAttention) -> GridAttention:
     """Return an attention with the same responses, and with a small summary if `attention` is `dot`.

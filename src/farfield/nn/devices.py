@@ -1,0 +1,37 @@
+"""Where a network runs: its device, its dtype, and the memory that is free there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from farfield.nn.tracing import tensors
+
+
+def device_of(*parts: Any) -> torch.device:
+    """Return the device of the first tensor in modules and inputs, which may be nested; else torch's default."""
+    for part in parts:
+        for tensor in [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else tensors(part):
+            return tensor.device
+    return torch.get_default_device()
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's input: that of its first floating-point parameter or buffer; else torch's."""
+    state = [*model.parameters(), *model.buffers()]
+    return next((tensor.dtype for tensor in state if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of free memory on a device; half of all memory where the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
